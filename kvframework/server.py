@@ -31,7 +31,7 @@ from kvframework.devices.endpoints import server_side
 from kvframework.errors import PluginBroken
 from kvframework.logs.form import LogForm, change_logging, chosen_log
 from kvframework.messaging.curve import ServerKeys
-from kvframework.messaging.server.loop import MessageServer, Served, check_handlers
+from kvframework.messaging.server.loop import MessageServer, Served
 from kvframework.record_ring import RecordRing
 from kvframework.registry.check import Creator, codec_tables, resolve_table, server_terms
 from kvframework.registry.registry import PluginRegistry
@@ -50,7 +50,6 @@ from kvframework.storage.namespaces import NamespaceRecords
 from kvframework.storage.recovery import Keeper, Recovery, free_recoverable, recover, this_machine
 from kvframework.supervise.child import SupervisedChild, start_process
 from kvframework.supervise.state import HEALTHY_S
-from kvframework.wire.protocol import REQUESTS
 
 log = logging.getLogger(__name__)
 
@@ -323,7 +322,6 @@ class Server:
                         available=f"names that start with '{provider.name}.', each once",
                     )
                 handlers[name] = handler
-        check_handlers(handlers.values(), REQUESTS)
         return handlers
 
     def _messaging_status(self) -> dict[str, object]:

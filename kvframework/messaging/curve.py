@@ -50,43 +50,40 @@ class AdmittedClients:
     def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._directory = directory
         self._clock = clock
-        self._look_again_at = clock() + LOOK_AGAIN_S
-        self._names: dict[bytes, str] = {}
         try:
             _check_not_writable(directory)
-            self._seen = directory.stat().st_mtime_ns
-            paths = self._paths()
+            self._names = self._read(directory.stat().st_mtime_ns, strict=True)
         except OSError as error:
             raise CurveKeyError(
                 f"the directory of client keys cannot be read: {error.strerror}",
                 where=str(directory),
                 hint="make keys with: kvframework keys new DIR",
             ) from None
-        self._names = {z85.decode(read_public(path)): path.stem for path in paths}
 
     def name_of(self, key: bytes) -> str | None:
         """Return the file's name for a raw public key, None for an unknown key. Rescans when the directory's mtime
-        changes, and at most every `LOOK_AGAIN_S` for an unknown key."""
+        changes, and after `LOOK_AGAIN_S`."""
         try:
             changed_at = self._directory.stat().st_mtime_ns
-            doubtful = key not in self._names and self._clock() >= self._look_again_at
-            if changed_at != self._seen or doubtful:
-                self._names, self._seen = self._read_again(), changed_at
-                self._look_again_at = self._clock() + LOOK_AGAIN_S
+            if changed_at != self._seen or self._clock() >= self._look_again_at:
+                self._names = self._read(changed_at)
         except OSError as error:
             logger.error("the client keys cannot be read any more: %s: %s", self._directory, error.strerror)
             return None
         return self._names.get(key)
 
-    def _paths(self) -> list[Path]:
-        return sorted(self._directory / name for name in os.listdir(self._directory) if name.endswith(PUBLIC_SUFFIX))
-
-    def _read_again(self) -> dict[bytes, str]:
+    def _read(self, changed_at: int, *, strict: bool = False) -> dict[bytes, str]:
+        self._seen, self._look_again_at = changed_at, self._clock() + LOOK_AGAIN_S
         names = {}
-        for path in self._paths():
+        for name in sorted(os.listdir(self._directory)):
+            path = self._directory / name
+            if path.suffix != PUBLIC_SUFFIX:
+                continue
             try:
                 names[z85.decode(read_public(path))] = path.stem
             except CurveKeyError as error:
+                if strict:
+                    raise
                 logger.error("a client key is ignored: %s", error)
         return names
 
@@ -177,8 +174,7 @@ class LoadedKeys:
 
 def keys_for(endpoint: str, given: CurveKeys | None, environ: Mapping[str, str] = os.environ) -> LoadedKeys | None:
     """Return the keys for a connection to `endpoint`: those given, else those that the environment names; None for a
-    server of this node. Blocking. Raises `EndpointError` and
-    `CurveKeyError`."""
+    server of this node. Blocking. Raises `EndpointError` and `CurveKeyError`."""
     if parse_endpoint(endpoint, where="endpoint").kind == "ipc":
         return None
     if given is not None:

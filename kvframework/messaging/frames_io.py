@@ -63,22 +63,20 @@ def outgoing(frames: Sequence[Buffer]) -> list[Any]:
     """
     if len(frames[2]) > MAX_PAYLOAD_BYTES:
         raise MessageTooLarge(f"the payload has {len(frames[2])} bytes", available=f"at most {MAX_PAYLOAD_BYTES}")
-    if len(frames) == HEAD_FRAMES:
-        return list(frames)
-    buffers = frames[HEAD_FRAMES:]
-    if len(buffers) > MAX_BUFFERS:
-        raise MessageTooLarge(f"{len(buffers)} buffers", available=f"at most {MAX_BUFFERS}")
-    size = sum(memoryview(buffer).nbytes for buffer in buffers)
-    if size > MAX_BUFFER_BYTES:
-        raise MessageTooLarge(f"the buffers have {size} bytes", available=f"at most {MAX_BUFFER_BYTES} together")
-    return [*frames[:HEAD_FRAMES], *(_wrap(index, buffer) for index, buffer in enumerate(buffers))]
-
-
-def _wrap(index: int, buffer: Buffer) -> bytes | zmq.Frame:
-    view = memoryview(buffer)
-    if not view.c_contiguous:
-        raise InvalidPayload(f"buffer {index} is not contiguous")
-    return bytes(view) if view.nbytes < ZERO_COPY_BYTES else zmq.Frame(buffer, copy=False)
+    ready: list[Any] = list(frames[:HEAD_FRAMES])
+    size = 0
+    for buffer in frames[HEAD_FRAMES:]:
+        view = memoryview(buffer)
+        if not view.c_contiguous:
+            raise InvalidPayload(f"buffer {len(ready) - HEAD_FRAMES} is not contiguous")
+        size += view.nbytes
+        ready.append(bytes(view) if view.nbytes < ZERO_COPY_BYTES else zmq.Frame(buffer, copy=False))
+    if len(ready) > HEAD_FRAMES + MAX_BUFFERS or size > MAX_BUFFER_BYTES:
+        raise MessageTooLarge(
+            f"{len(ready) - HEAD_FRAMES} buffers have {size} bytes",
+            available=f"at most {MAX_BUFFERS}, of {MAX_BUFFER_BYTES} bytes together",
+        )
+    return ready
 
 
 def send(socket: Socket, frames: Sequence[Any]) -> None:

@@ -24,6 +24,7 @@ FOR_A_CONNECTION = 16
 _OPEN = "/proc/self/fd"
 _NO_LIMIT = 1 << 30
 _RUN_OUT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+_LIMITS = "raise the limits: of descriptors LimitNOFILE (ulimit -n), of threads TasksMax, --pids-limit (ulimit -u)"
 # Sent with the arena's descriptor, or without one.
 WITH_ARENA = b"\x01"
 WITHOUT_ARENA = b"\x00"
@@ -31,7 +32,7 @@ WITHOUT_ARENA = b"\x00"
 
 class Deadlines(Generic[K]):
     """Keys with deadlines: gives the next deadline and the due keys in O(log n). Discarded keys leave the heap lazily.
-    Pure: the time is passed in. Not thread-safe; each loop has its own."""
+    Pure. Not thread-safe."""
 
     def __init__(self) -> None:
         self._when: dict[K, float] = {}
@@ -92,10 +93,8 @@ class Wakeup:
         """Reset the signals so far. The caller drains before it checks what they announced."""
         with self._lock:
             if self.fd >= 0:
-                try:
+                with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self.fd)
-                except BlockingIOError:
-                    return
 
     def close(self) -> None:
         """Close the descriptor. Idempotent. The caller ensures that no thread polls `fd`."""
@@ -136,22 +135,19 @@ def descriptors_in_use() -> int:
 
 def as_out_of_resources(error: Exception) -> OutOfResources | None:
     """Return an error of the kernel, of ZMQ or of `threading` as `OutOfResources`, None if it has another cause."""
-    if getattr(error, "errno", None) in _RUN_OUT or isinstance(error, MemoryError):
-        return OutOfResources(f"this process has run out of a resource: {error}")
-    if isinstance(error, RuntimeError) and "start new thread" in str(error):
-        return OutOfResources(f"this process cannot start another thread: {error}")
+    no_thread = isinstance(error, RuntimeError) and "start new thread" in str(error)
+    if no_thread or isinstance(error, MemoryError) or getattr(error, "errno", None) in _RUN_OUT:
+        return OutOfResources(f"this process has run out of a resource: {error}", hint=_LIMITS)
     return None
 
 
 def need(*, descriptors: int, threads: int = 0) -> None:
-    """Raise `OutOfResources` if fewer than these are left. Descriptors are only counted, so that no other thread lacks
-    them meanwhile; threads are started and end at once, since no count covers every limit on them."""
+    """Raise `OutOfResources` if fewer descriptors are left, `RuntimeError` if fewer threads. Descriptors are only
+    counted, so that no other thread lacks them meanwhile; threads are started and end at once, since no count covers
+    every limit on them."""
     limit = descriptor_limit()
     if limit - descriptors_in_use() < descriptors:
-        raise OutOfResources(
-            f"fewer than {descriptors} of this process's {limit} descriptors are free",
-            hint="raise the limit: ulimit -n, LimitNOFILE under systemd",
-        )
+        raise OutOfResources(f"fewer than {descriptors} of this process's {limit} descriptors are free", hint=_LIMITS)
     end = threading.Event()
     started: list[threading.Thread] = []
     try:
@@ -159,11 +155,6 @@ def need(*, descriptors: int, threads: int = 0) -> None:
             thread = threading.Thread(target=end.wait, name="kvf-room", daemon=True)
             thread.start()
             started.append(thread)
-    except RuntimeError as error:
-        raise OutOfResources(
-            f"this process cannot start another thread: {error}",
-            hint="raise the limit: ulimit -u, TasksMax under systemd, --pids-limit of the container",
-        ) from None
     finally:
         end.set()
         for thread in started:
@@ -197,12 +188,7 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-def peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
-    """Return process, user and group id of the process at the other end of a Unix socket."""
-    pid, uid, gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    return pid, uid, gid
-
-
-def peer_uid(sock: socket.socket) -> int:
-    """Return the user id of the process at the other end of a Unix socket."""
-    return peer_credentials(sock)[1]
+def peer_of(sock: socket.socket) -> tuple[int, int]:
+    """Return process and user id of the process at the other end of a Unix socket."""
+    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return pid, uid

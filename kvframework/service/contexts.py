@@ -14,7 +14,7 @@ from kvframework.api.layout import KVLayout, Layout, MemoryLayoutDesc, canonical
 from kvframework.api.requests import CacheKey, ClientInfo, InstanceContext
 from kvframework.api.transport import ServerContext
 from kvframework.errors import NamespaceMismatch, NotRegistered, RequestError
-from kvframework.messaging.polling import peer_uid
+from kvframework.messaging.polling import peer_of
 
 # Of a model's name in the status document, which has to fit a message whatever clients register.
 MAX_SHOWN = 128
@@ -172,5 +172,5 @@ def _uid(client: ClientInfo) -> int | None:
     if descriptor is None:
         return None
     with contextlib.suppress(OSError), socket.socket(fileno=descriptor) as peer:
-        return peer_uid(peer)
+        return peer_of(peer)[1]
     return None

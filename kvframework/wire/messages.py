@@ -1,8 +1,7 @@
 """The payload structs of the core's requests and responses. They evolve by adding defaulted fields only.
 
 A field that has its default is left out on the wire, so a default means the same for ever and never follows from a
-version. `tests/core/golden` holds the messages of every release. Counts are bounded here, before anything is decoded
-for them.
+version. Counts are bounded here, before anything is decoded for them.
 """
 
 from __future__ import annotations
@@ -22,18 +21,14 @@ __all__ = ["MAX_RECENT", "Finished", "RecentReply", "TierCall"]  # those of `sta
 
 PROTOCOL_VERSION = 1
 MAX_HANDLES = 4096
-# Ranges that one plan may hold.
-MAX_RANGES = 1 << 16
+MAX_RANGES = 1 << 16  # of one plan
 # Bounds for a client's report of losses: its error codes, the length of one, and the largest count.
 MAX_LOST, MAX_LOST_CODE, MOST_LOST = 16, 64, 1 << 48
-# Tickets and grants that one message frees at most.
-MAX_FREED = 64
+MAX_FREED = 64  # tickets and grants that one message frees
 # Instances for which one LOOKUP may ask for grants, and the objects of all grants that one answer has.
 MAX_GRANTS, MAX_GRANTED = 64, 4096
-# Lookups of a trace that one answer holds at most.
-MAX_TRACED = 1024
-# How long an answer about a lookup may be held back, in seconds.
-MAX_WAIT_S = 1.0
+MAX_TRACED = 1024  # lookups of a trace that one answer holds
+MAX_WAIT_S = 1.0  # for which an answer about a lookup may be held back
 
 InstanceId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Names = Annotated[tuple[str, ...], msgspec.Meta(max_length=256)]
@@ -51,10 +46,10 @@ class Empty(Message, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """The first request on every connection. `session` joins a further socket to a session; `replaces` names a session
-    of the same client that ends first, as its connection was lost; `min_version` and `max_version` bound the versions
-    that the client speaks; `hasher` is a fingerprint, "" to take the server's; `client_version` is its release. Every
-    version reads every other's: `client` and `pid` never change, and a client without versions speaks 1."""
+    """The first request on every connection. `session` joins a further socket to a session; `replaces` names a lost
+    session of the same client, which ends first; `min_version` and `max_version` bound the versions that the client
+    speaks; `hasher` is a fingerprint, "" to take the server's; `client_version` is its release. Every version reads
+    every other's: `client` and `pid` never change, and a client without versions speaks 1."""
 
     client: str
     pid: int
@@ -87,16 +82,15 @@ class HelloReply(Message, frozen=True):
 
 
 class Goodbye(Message, frozen=True):
-    """Ends the session. A client that cannot use this server sends the error's code and the reason, for the
-    operator."""
+    """Ends the session. A client that cannot use this server sends the error's code and the reason."""
 
     code: str = ""
     reason: str = ""
 
 
 class Lost(Message, frozen=True):
-    """Calls of a client that failed with the error `code` since its session began. `nbytes` is the size of the failed
-    loads and stores."""
+    """Calls of a client that failed with the error `code` since its session began, and the bytes of the loads and
+    stores."""
 
     code: Annotated[str, msgspec.Meta(max_length=MAX_LOST_CODE)]
     lookups: LostCount = 0
@@ -134,8 +128,8 @@ class ChunkSize(Message, frozen=True):
 
 class RegisterKvCache(Message, frozen=True):
     """Registers an instance with a declared layout. `handles` come from the transport's engine half. `ranks`, of an
-    instance whose objects are shards: the ranks of `world_size` that it holds, `rank` first, whose layer groups the
-    layout lists rank by rank. (): `rank` alone. `model_dtype` is what the model computes in, for the status."""
+    instance whose objects are shards: the ranks that it holds, `rank` first, whose layer groups the layout lists rank
+    by rank; (): `rank` alone. `model_dtype` is what the model computes in, for the status."""
 
     instance_id: InstanceId
     model_name: str
@@ -177,8 +171,7 @@ class Unregister(Message, frozen=True):
 
 class TransferRequest(Message, frozen=True):
     """STORE and RETRIEVE of a server-driven transport. `block_ids` is packed little-endian u32, per layer group; the
-    transport's `event` is waited for before the engine's memory is touched. `content` is that of the key's tokens, for
-    a server that asks for it."""
+    transport's `event` is waited for first. `content` is that of the key's tokens, for a server that asks for it."""
 
     key: CacheKey
     instance_id: InstanceId
@@ -210,7 +203,7 @@ class TransferReply(Message, frozen=True):
 
 class Prepare(Message, frozen=True):
     """PREPARE_STORE and PREPARE_RETRIEVE. `first_chunks`, of a store only: how many chunks at the beginning of the
-    range are not stored, per layer group; () for none. Only a window or state may leave out any."""
+    range a window or state leaves out, per layer group; () for none."""
 
     key: CacheKey
     instance_id: InstanceId
@@ -246,9 +239,8 @@ class LeaseRef(Message, frozen=True):
 
 
 class Commit(Message, frozen=True):
-    """COMMIT_STORE and COMMIT_RETRIEVE. `content` is that of the tokens of the key that was prepared, for a server that
-    asks for it; without it routers do not hear of the objects. `took_s`, of a load by a grant: for how long it has
-    lasted, since the server heard nothing of its begin."""
+    """COMMIT_STORE and COMMIT_RETRIEVE. `content` is that of the prepared key's tokens, for a server that asks for it:
+    routers hear of the objects by it. `took_s`, of a load by a grant, whose begin the server does not see: its time."""
 
     lease: str
     content: ChunkContent | None = None
@@ -256,7 +248,7 @@ class Commit(Message, frozen=True):
 
 
 class Committed(Message, frozen=True):
-    """COMMIT_STORE: the outcome of the lease's objects."""
+    """COMMIT_STORE."""
 
     outcome: StoreOutcome
 
@@ -307,11 +299,10 @@ class ChunksSent(Message, frozen=True):
 
 class Lookup(Message, frozen=True):
     """ONE key, worker id None. The hit counts from `key.start`. The answer is held back until it is known if L2 has
-    more than L1, for `wait_s` at most; the load of what it has is not waited for. With a `speed` the hit is cut where
-    the engine computes the rest sooner than a tier loads it. The tickets `free` end first, as by FREE_LOOKUP_LOCKS;
-    those that have ended already are passed over. `grant` are the instances for whose loads the hit is prepared at
-    once, as by PREPARE_RETRIEVE; `free` then has the leases of grants that no load uses, too. All but `key` are for
-    servers of 0.3 or later."""
+    more than L1, for `wait_s` at most; the load of that is not waited for. With a `speed` the hit is cut where the
+    engine computes the rest sooner than a tier loads it. The tickets `free` that have not ended do first, as by
+    FREE_LOOKUP_LOCKS, and the leases of unused grants. `grant` are the instances for whose loads the hit is prepared at
+    once, as by PREPARE_RETRIEVE. All but `key` are for servers of 0.3 or later."""
 
     key: CacheKey
     wait_s: WaitSeconds = 0.0
@@ -322,9 +313,8 @@ class Lookup(Message, frozen=True):
 
 class Grant(Message, frozen=True):
     """The objects of one instance that a LOOKUP has found, pinned under a `lease` of the session that registered the
-    instance: it reads them, then sends COMMIT_RETRIEVE, by which the server hears of the load. `offsets` are their
-    places in the arena, packed little-endian u64. `objects` names them in the same order, like those of
-    `StoreCpuChunks`; b"" for all."""
+    instance: it reads them, then sends COMMIT_RETRIEVE. `offsets` are their places in the arena, packed little-endian
+    u64. `objects` names them in the same order, like those of `StoreCpuChunks`; b"" for all."""
 
     instance_id: InstanceId
     lease: str
@@ -411,8 +401,8 @@ class Cleared(Message, frozen=True):
 
 class ApplyConfig(Message, frozen=True):
     """Changes the server's configuration to the merged layers in `config`, a JSON document with the tables of a TOML
-    file; `source` names them in errors. Nothing is changed with `dry_run`, or if any change needs a restart. Processes
-    of the server's own user on its node only."""
+    file; `source` names them in errors. Nothing is changed with `dry_run`, or if any change needs a restart. For
+    processes of the server's own user only."""
 
     config: bytes
     source: str
@@ -444,15 +434,14 @@ class ConfigApplied(Message, frozen=True):
 
 
 class DumpReply(Message, frozen=True):
-    """What only the server knows for a bug report, as a JSON document without secrets, see `kvframework dump`.
-    Processes of the server's own user on its node only."""
+    """The server's part of `kvframework dump`, a JSON document. For processes of the server's own user only."""
 
     document: bytes
 
 
 class Recent(Message, frozen=True):
     """RECENT: the finished requests with a number above `after`, the oldest `most` of them, or those of `request_id`
-    ("" for all); with `traced` only those with a trace, which are numbered by themselves then. Clients on the server's
+    ("" for all); with `traced` only those with a trace, which are numbered by themselves. For clients on the server's
     node only."""
 
     after: Annotated[int, msgspec.Meta(ge=0)] = 0
@@ -471,9 +460,8 @@ class Trace(Message, frozen=True):
 
 class TracedLookup(Message, frozen=True, array_like=True):
     """A LOOKUP as a trace has it. `number` counts all of them; `began` is of the server's monotonic clock; `tenant` is
-    the number of a configured one, 0 for none; `hit_tokens` count from `start`, -1 while they are not known. `scope`
-    names what the prompt shares with no other, and `digests` its chunks from the first token to `end`, 32 bytes
-    each."""
+    the number of a configured one, 0 for none; `hit_tokens` count from `start`, -1 while not known. `scope` names what
+    the prompt shares with no other, and `digests` its chunks from the first token to `end`, 32 bytes each."""
 
     number: int
     began: float
@@ -488,8 +476,8 @@ class TracedLookup(Message, frozen=True, array_like=True):
 
 
 class TraceReply(Message, frozen=True):
-    """The answer to TRACE, the oldest first. Up to the number `last` it is everything: a number that is missing is that
-    of a LOOKUP that could not be kept. `more`: ask again at once."""
+    """The answer to TRACE, the oldest first. A number up to `last` that is missing is of a LOOKUP that could not be
+    kept. `more`: ask again at once."""
 
     records: Annotated[tuple[TracedLookup, ...], msgspec.Meta(max_length=MAX_TRACED)]
     last: int

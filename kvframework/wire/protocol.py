@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -58,8 +59,8 @@ ROOM_REQUESTS = frozenset({"PREPARE_STORE", "STORE", "STORE_CPU_CHUNKS", "CLEAR"
 REQUESTS: dict[str, RequestSpec] = {spec.name: spec for spec in _SPECS}
 
 MIN_VERSION = 1
-# Named by a server that reads what 0.2 passes over or answers otherwise: requests with the id `NO_ANSWER`, `free` of
-# LOOKUP and PING, `speed` and `grant` of LOOKUP, `wait_s` of LOOKUP and QUERY_PREFETCH_STATUS.
+# Named by a server that reads what 0.2 does not: requests with the id `NO_ANSWER`, `free` of LOOKUP and PING, `speed`
+# and `grant` of LOOKUP, `wait_s` of LOOKUP and QUERY_PREFETCH_STATUS.
 SINCE_0_3 = "0.3"
 FEATURES = (SINCE_0_3,)
 # Named by a server that tells routers: it wants the content of what is stored and loaded, see `ChunkContent`; of
@@ -98,10 +99,9 @@ def negotiate(hello: Hello, hasher_fingerprint: str) -> int:
     return version
 
 
-# The table of a client's deadlines: how long each kind of call waits for its answer, for local and TCP servers. Pure.
-#
-# docs/deadlines.md shows it. Each deadline fits the value of its call: a LOOKUP holds up a scheduler, for no longer
-# than a miss of its prompt would; a store is work that is done already; the time for bytes grows with their number.
+# How long a client waits for each kind of call, over ipc:// and TCP; docs/deadlines.md shows it. Each deadline fits the
+# value of its call: a LOOKUP holds up a scheduler, for no longer than a miss of its prompt would; a store is work that
+# is done already; the time for bytes grows with their number.
 
 SCALE_VARIABLE = "KVFRAMEWORK_DEADLINE_SCALE"
 SHORTEST_SCALE, LONGEST_SCALE = 0.1, 100.0
@@ -149,8 +149,8 @@ class ClientDeadlines:
         return self.bulk_s + nbytes / self.bulk_bytes_per_s
 
     def scaled(self, scale: float) -> ClientDeadlines:
-        """A copy with the deadlines for waits on a server's loop multiplied by `scale`. Deadlines that must outlast one
-        of the server's own stay unchanged, and so does the pace of PINGs."""
+        """A copy with the waits for a server's loop multiplied by `scale`. Deadlines that must outlast one of the
+        server's own stay unchanged, and so does the pace of PINGs."""
         scaled = {name: value * scale for name, value in vars(self).items() if name not in NOT_SCALED}
         return dataclasses.replace(self, **scaled)
 
@@ -159,45 +159,34 @@ LOCAL = ClientDeadlines()
 TCP = ClientDeadlines(lookup_s=0.3, load_s=3.0, store_s=5.0, setup_s=10.0, hello_s=3.0, ping_every_s=0.5, silent_s=1.5)
 # The kinds of requests; all others are setup. STORE_CPU_CHUNKS is the query for missing objects here, bytes take
 # `of_bulk`.
-_REQUESTS_OF = {
-    "lookup_s": ("LOOKUP", "QUERY_PREFETCH_STATUS"),
-    "release_s": ("FREE_LOOKUP_LOCKS", "END_SESSION", "ABORT"),
-    "load_s": ("PREPARE_RETRIEVE", "COMMIT_RETRIEVE"),
-    "store_s": ("PREPARE_STORE", "COMMIT_STORE", "STORE_CPU_CHUNKS"),
-    "transfer_s": ("STORE", "RETRIEVE"),
+KINDS = {
+    **dict.fromkeys(("LOOKUP", "QUERY_PREFETCH_STATUS"), "lookup_s"),
+    **dict.fromkeys(("FREE_LOOKUP_LOCKS", "END_SESSION", "ABORT"), "release_s"),
+    **dict.fromkeys(("PREPARE_RETRIEVE", "COMMIT_RETRIEVE"), "load_s"),
+    **dict.fromkeys(("PREPARE_STORE", "COMMIT_STORE", "STORE_CPU_CHUNKS"), "store_s"),
+    **dict.fromkeys(("STORE", "RETRIEVE"), "transfer_s"),
 }
-KINDS = {request: kind for kind, requests in _REQUESTS_OF.items() for request in requests}
 NOT_SCALED = ("lookup_tokens_per_s", "bulk_bytes_per_s", "transfer_s", "export_s", "ping_every_s")
 
 
 def deadlines_for(endpoint: str, scale: float | None = None) -> ClientDeadlines:
     """The deadlines for `endpoint`. `scale` None: $KVFRAMEWORK_DEADLINE_SCALE, else 1. Raises `ConfigFieldError`."""
-    table = TCP if endpoint.startswith("tcp://") else LOCAL
-    if scale is not None:
-        return table.scaled(_checked(scale, scale, "deadline_scale"))
-    text = os.environ.get(SCALE_VARIABLE) or "1"
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    return table.scaled(_checked(value, text, f"${SCALE_VARIABLE}"))
+    given: object = (os.environ.get(SCALE_VARIABLE) or "1") if scale is None else scale
+    value = math.nan
+    if scale is None or isinstance(scale, (int, float)):  # callers are not all type-checked
+        with contextlib.suppress(ValueError):
+            value = float(str(given))
+    if not SHORTEST_SCALE <= value <= LONGEST_SCALE:
+        raise ConfigFieldError(
+            f"{given!r} is no scale of deadlines",
+            where=f"${SCALE_VARIABLE}" if scale is None else "deadline_scale",
+            available=f"{SHORTEST_SCALE:g} to {LONGEST_SCALE:g}",
+            hint="1 is the default, 2 makes deadlines twice as long",
+        )
+    return (TCP if endpoint.startswith("tcp://") else LOCAL).scaled(value)
 
 
-def _checked(scale: float, given: object, where: str) -> float:
-    """`scale`, if it is in range. Callers are not all type-checked."""
-    if isinstance(scale, (int, float)) and SHORTEST_SCALE <= scale <= LONGEST_SCALE:
-        return scale
-    raise ConfigFieldError(
-        f"{given!r} is no scale of deadlines",
-        where=where,
-        available=f"{SHORTEST_SCALE:g} to {LONGEST_SCALE:g}",
-        hint="1 is the default, 2 makes deadlines twice as long",
-    )
-
-
-# The meaning of the eight-field registration: its layout, its desc and its namespace.
-#
-# Engine and server both compute the namespace here, so that neither has to receive it from the other.
+# The meaning of the eight-field registration, which engine and server both compute: neither sends it to the other.
 
 
 def non_gpu_layout(payload: RegisterNonGpuContextPayload) -> KVLayout:

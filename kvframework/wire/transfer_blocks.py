@@ -16,34 +16,33 @@ from kvframework.api.plugin import BlockIds
 from kvframework.api.transport import GroupBlocks
 from kvframework.errors import BadBlockIds, InvalidPayload
 
-# Block ids, places in the arena and other numbers on the wire: packed little-endian, never a list of ints. Pure.
+# Numbers on the wire are packed little-endian, never a list of ints: u32, places in the arena u64. To pack raises
+# `OverflowError` for a number that is none, to unpack `InvalidPayload` for an impossible length.
 
 INDEX_BYTES = 4
 OFFSET_BYTES = 8
 
 
 def pack_indices(indices: Iterable[int]) -> bytes:
-    """Packs the numbers. Raises `OverflowError` for a number that is no u32."""
     return _little_endian(array.array("I", indices)).tobytes()
 
 
 def unpack_indices(packed: bytes, *, where: str) -> list[int]:
-    """The inverse of `pack_indices`. Raises `InvalidPayload` for an impossible length."""
-    if len(packed) % INDEX_BYTES:
-        raise InvalidPayload(f"{len(packed)} bytes", where=where, available="packed u32, 4 bytes each")
-    return _little_endian(array.array("I", packed)).tolist()
+    return _unpack("I", packed, INDEX_BYTES, where)
 
 
 def pack_offsets(offsets: Iterable[int]) -> bytes:
-    """Packs places in the arena as u64. Raises `OverflowError` for a number that is none."""
     return _little_endian(array.array("Q", offsets)).tobytes()
 
 
 def unpack_offsets(packed: bytes, *, where: str) -> list[int]:
-    """The inverse of `pack_offsets`. Raises `InvalidPayload` for an impossible length."""
-    if len(packed) % OFFSET_BYTES:
-        raise InvalidPayload(f"{len(packed)} bytes", where=where, available="packed u64, 8 bytes each")
-    return _little_endian(array.array("Q", packed)).tolist()
+    return _unpack("Q", packed, OFFSET_BYTES, where)
+
+
+def _unpack(kind: str, packed: bytes, each: int, where: str) -> list[int]:
+    if len(packed) % each:
+        raise InvalidPayload(f"{len(packed)} bytes", where=where, available=f"packed u{8 * each}, {each} bytes each")
+    return _little_endian(array.array(kind, packed)).tolist()
 
 
 def pack_block_ids(block_ids: BlockIds) -> tuple[bytes, ...]:

@@ -16,7 +16,7 @@ from kvframework.api.transport import LostKind
 from kvframework.config import trusted_server_uid
 from kvframework.errors import EndpointError, ProtocolError, ServerGone
 from kvframework.logs.limit import LogLimit
-from kvframework.messaging.polling import WITH_ARENA, WITHOUT_ARENA, close_after_fork, peer_uid
+from kvframework.messaging.polling import WITH_ARENA, WITHOUT_ARENA, close_after_fork, peer_of
 from kvframework.supervise.state import Backoff
 from kvframework.wire.messages import (
     LOST_AMOUNTS,
@@ -184,8 +184,9 @@ class LivenessLink:
         try:
             sock.settimeout(timeout)
             sock.connect(path)
-            if peer_uid(sock) != trusted_server_uid():
-                raise EndpointError(f"the server runs as another user, uid {peer_uid(sock)}", where=path)
+            _, uid = peer_of(sock)
+            if uid != trusted_server_uid():
+                raise EndpointError(f"the server runs as another user, uid {uid}", where=path)
             sock.sendall(token)
             arena_fd = _receive_arena(sock, path)
             sock.setblocking(False)

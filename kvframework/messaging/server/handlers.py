@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +28,7 @@ from kvframework.errors import (
 )
 from kvframework.messaging.polling import Deadlines
 from kvframework.messaging.server.sessions import ClientSession
-from kvframework.messaging.server.sockets import ReplySender
+from kvframework.messaging.server.sockets import Routers
 from kvframework.wire.frames import MAX_BUFFER_BYTES, Envelope, decode
 from kvframework.wire.messages import Cancel, CancelReply
 from kvframework.wire.protocol import REQUESTS
@@ -84,9 +84,7 @@ class Call:
 
     def withdraw(self) -> bool:
         """True if the call has not begun and now never will."""
-        if self.job is not None:
-            return self.job.cancel()
-        return not self.started
+        return self.job.cancel() if self.job is not None else not self.started
 
     def finish(self) -> None:
         self.done = True
@@ -108,7 +106,7 @@ class InFlight:
     def __init__(
         self,
         handlers: Mapping[str, Handler[Any]],
-        replies: ReplySender,
+        routers: Routers,
         *,
         workers: int,
         wake: Callable[[], None],
@@ -120,16 +118,13 @@ class InFlight:
         self._handlers: dict[str, Handler[Any]] = {**handlers, "CANCEL": cancel}
         # Serves a CANCEL whose target is named by other means than a message's id.
         self._cancel_other = handlers.get("CANCEL")
-        self._replies = replies
+        self._routers = routers
         self._wake = wake
         self._clock = clock
         self._counters = counters
         self._took = took
         self._calls: dict[CallKey, Call] = {}
-        self._per_session: dict[int, int] = {}
-        self._bytes: Counter[int] = Counter()
-        self._queues: dict[int, deque[Call]] = {}
-        self._advance: deque[int] = deque()
+        self._advance: deque[ClientSession] = deque()
         self._deadlines: Deadlines[CallKey] = Deadlines()
         self._results: deque[tuple[Call, HandlerResult | BaseException]] = deque()
         self._serving_thread = 0
@@ -158,22 +153,20 @@ class InFlight:
             raise MalformedFrames(f"request id {envelope.request_id} is in flight already", where=spec.name)
         if len(buffers) > spec.buffers:
             raise MalformedFrames(f"{len(buffers)} buffers", where=spec.name, available=f"at most {spec.buffers}")
-        if self._per_session.get(session.session_id, 0) >= MAX_IN_FLIGHT:
+        if session.in_flight >= MAX_IN_FLIGHT:
             raise ProtocolError(f"{MAX_IN_FLIGHT} requests are in flight", hint="wait for answers before sending more")
         payload = decode(envelope.payload, spec.payload, where=spec.name)
         call = Call(session, identity, envelope.request_id, handler, payload, buffers, received)
-        in_flight = self._bytes[session.session_id] if call.nbytes else 0
-        if in_flight + call.nbytes > MAX_BYTES_IN_FLIGHT:
+        if call.nbytes and session.bytes_in_flight + call.nbytes > MAX_BYTES_IN_FLIGHT:
             raise MessageTooLarge(
-                f"{in_flight} bytes of this client are in flight, {call.nbytes} more arrived",
+                f"{session.bytes_in_flight} bytes of this client are in flight, {call.nbytes} more arrived",
                 where=spec.name,
                 available=f"at most {MAX_BYTES_IN_FLIGHT}",
                 hint="wait for answers before sending more",
             )
         if handler.ordered:
-            queue = self._queues.setdefault(session.session_id, deque())
-            queue.append(call)
-            if len(queue) > 1:
+            session.ordered.append(call)
+            if len(session.ordered) > 1:
                 self._track(call)
                 return
         self._start(call)
@@ -200,7 +193,7 @@ class InFlight:
 
     def end_session(self, session: ClientSession) -> None:
         """Cancel all calls of the session; they are no longer answered."""
-        if session.session_id not in self._per_session:
+        if not session.in_flight:
             return
         for call in [call for call in self._calls.values() if call.session is session]:
             call.answered = True
@@ -262,33 +255,26 @@ class InFlight:
         if call.key in self._calls:
             return
         self._calls[call.key] = call
-        self._per_session[call.key[0]] = self._per_session.get(call.key[0], 0) + 1
-        self._bytes[call.key[0]] += call.nbytes
+        call.session.in_flight += 1
+        call.session.bytes_in_flight += call.nbytes
         self._deadlines.set(call.key, self._clock() + call.handler.spec.deadline_s)
 
     def _finish(self, call: Call) -> None:
         if self._calls.pop(call.key, None) is not None:
             self._deadlines.discard(call.key)
-            left = self._per_session.pop(call.key[0]) - 1
-            if left:
-                self._per_session[call.key[0]] = left
-                self._bytes[call.key[0]] -= call.nbytes
-            else:
-                del self._bytes[call.key[0]]
+            call.session.in_flight -= 1
+            call.session.bytes_in_flight -= call.nbytes
         call.finish()
         if call.handler.ordered:
-            self._advance.append(call.key[0])
+            self._advance.append(call.session)
 
     def _run_queues(self) -> None:
         """Start the ordered calls whose turn has come: in a loop, since each may end at once."""
         while self._advance:
-            session_id = self._advance.popleft()
-            queue = self._queues.get(session_id)
+            queue: deque[Call] = self._advance.popleft().ordered
             while queue and queue[0].done:
                 queue.popleft()
-            if not queue:
-                self._queues.pop(session_id, None)
-            elif not queue[0].started:
+            if queue and not queue[0].started:
                 self._start(queue[0])
 
     def _cancel_request(self, client: ClientInfo, cancel: Cancel, _: object) -> HandlerResult:
@@ -323,7 +309,7 @@ class InFlight:
         if error is not None:
             if isinstance(error, HandlerFailed) or not isinstance(error, KVFrameworkError):
                 logger.error("the handler of %s failed", name, exc_info=error)
-            self._replies.send_error(call.identity, call.request_id, error)
+            self._routers.send_error(call.identity, call.request_id, error)
         self._took(name, call.received)
 
     def _send(self, call: Call, result: HandlerResult) -> Exception | None:
@@ -333,7 +319,7 @@ class InFlight:
             what = f"the handler returned {type(payload).__name__}, not {spec.response.__name__}"
             return HandlerFailed(what, where=spec.name)
         try:
-            self._replies.send(call.identity, call.request_id, spec.name, payload, buffers)
+            self._routers.send(call.identity, call.request_id, spec.name, payload, buffers)
         except Exception as error:  # noqa: BLE001 - any error of encoding; the caller logs and answers it
             return error
         return None

@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +21,12 @@ import msgspec
 import zmq
 
 from kvframework.api.counter import Histogram
-from kvframework.api.requests import Buffer, Handler, RequestSpec
+from kvframework.api.requests import Buffer, Handler
 from kvframework.errors import (
     EndpointError,
     HelloRequired,
     InvalidPayload,
     MalformedFrames,
-    PluginBroken,
     ProtocolError,
     ServerFull,
     ShuttingDown,
@@ -37,9 +36,9 @@ from kvframework.messaging.frames_io import Socket, readable
 from kvframework.messaging.polling import Wakeup
 from kvframework.messaging.server.handlers import FIRST_S, OCTAVES, InFlight
 from kvframework.messaging.server.sessions import ClientSession, LivenessServer, Refusals, SessionTable
-from kvframework.messaging.server.sockets import EndpointFiles, Gate, Listeners, ReplySender
+from kvframework.messaging.server.sockets import EndpointFiles, Gate, Routers
 from kvframework.status import MessagingCounters, zeros
-from kvframework.wire.frames import MAX_TYPE_BYTES, NO_ANSWER, REQUEST_ID_BYTES, Envelope, decode, split
+from kvframework.wire.frames import NO_ANSWER, REQUEST_ID_BYTES, Envelope, decode, split
 from kvframework.wire.messages import Empty, Goodbye, Hello, HelloReply
 from kvframework.wire.protocol import ONE_WAY_REQUESTS, REQUESTS, negotiate
 
@@ -48,9 +47,6 @@ logger = logging.getLogger(__name__)
 MESSAGES_PER_ROUND = 64  # so that liveness and deadlines are served under a flood
 ROUND_S = 0.05
 SESSIONS_END_S = 0.5  # at the server's end; the remaining sessions end with the process
-# Over TCP one big frame is encrypted in one go; a second thread of ZMQ keeps that from delaying other clients.
-IO_THREADS, IO_THREADS_TCP = 1, 2
-OWN_REQUESTS = frozenset({"HELLO", "GOODBYE", "CANCEL"})  # served by messaging itself
 MAX_LEFT = 4096
 
 
@@ -58,7 +54,8 @@ MAX_LEFT = 4096
 class Served:
     """The callbacks behind a message server. Called on the serving thread, except for pooled handlers.
 
-    `handlers` are those of `check_handlers`. `welcome(hello, session, version, returns)` makes HELLO's reply;
+    `handlers` has one by the name of every request but HELLO and GOODBYE; that of CANCEL, if any, serves targets that
+    are no message in flight. `welcome(hello, session, version, returns)` makes HELLO's reply;
     its `session`, `version` and `liveness` are filled in by messaging; `returns` means that the client has used an
     earlier server. `arena_for(session id)` returns a descriptor of the arena for a client of this node, which is closed
     once it is sent, and raises `OSError`; None: there is no arena. `on_session_end(session)` is called exactly once for
@@ -77,33 +74,6 @@ class Served:
     on_time: Callable[[], None] = lambda: None
 
 
-def check_handlers(handlers: Iterable[Handler[Any]], table: Mapping[str, RequestSpec]) -> dict[str, Handler[Any]]:
-    """Return the handlers by name, checked against the request table.
-
-    Every request but HELLO, GOODBYE and CANCEL has exactly one handler, with the table's own spec: else `RuntimeError`,
-    a bug of the core. A handler of CANCEL serves targets that are no message in flight. Other handlers belong to
-    plugins and are named `plugin.NAME`: else `PluginBroken`.
-    """
-    by_name: dict[str, Handler[Any]] = {}
-    for handler in handlers:
-        name = handler.spec.name
-        if name in table:
-            if handler.spec != table[name] or name in ("HELLO", "GOODBYE"):
-                raise RuntimeError(f"a handler of {name} that is not that of the request table")
-        elif "." not in name.strip(".") or not name.isascii() or not name.isprintable() or len(name) > MAX_TYPE_BYTES:
-            raise PluginBroken(
-                f"a request is named {name[:80]!r}",
-                available=f"plugin.NAME, printable ASCII, at most {MAX_TYPE_BYTES} bytes",
-            )
-        if name in by_name:
-            where = handler.call.__module__
-            raise (RuntimeError if name in table else PluginBroken)(f"two handlers of {name}, one of them in {where}")
-        by_name[name] = handler
-    if missing := sorted(table.keys() - OWN_REQUESTS - by_name.keys()):
-        raise RuntimeError(f"no handler for {', '.join(missing)}")
-    return by_name
-
-
 class MessageServer:
     """Serves `endpoint`: an `ipc://` one to the processes of this user and of `admit_uids`, or a `tcp://` one; also
     `tcp`, unless it is "". `bind()`, then `serve_forever()`, until `stop()`.
@@ -113,8 +83,7 @@ class MessageServer:
     """
 
     # From `bind` on.
-    _listeners: Listeners
-    _replies: ReplySender
+    _routers: Routers
     _calls: InFlight
     _liveness: LivenessServer | None
     _zap: ZapHandler | None
@@ -239,23 +208,23 @@ class MessageServer:
             resources.callback(self._liveness.close)
             self._poller.register(self._liveness.fileno(), zmq.POLLIN)
         remote = any(endpoint.startswith("tcp://") for endpoint in self._endpoints)
-        context = zmq.Context(IO_THREADS_TCP if remote else IO_THREADS)
+        # Over TCP one big frame is encrypted in one go; a second thread of ZMQ keeps that from delaying other clients.
+        context = zmq.Context(2 if remote else 1)
         resources.callback(context.term)  # after the sockets: flushes sent messages, for a moment
         self._zap = None
         if remote and self._curve is not None:
             self._zap = ZapHandler(context, self._curve.admitted, self.counters)
             resources.callback(self._zap.close)
             self._poller.register(self._zap.socket, zmq.POLLIN)
-        self._listeners = Listeners(context, self._admit_uids)
-        resources.callback(self._listeners.close)
+        self._routers = Routers(context, self.counters, self._admit_uids)
+        resources.callback(self._routers.close)
         for endpoint in self._endpoints:
-            self._poller.register(self._listeners.open(endpoint, self._curve), zmq.POLLIN)
+            self._poller.register(self._routers.open(endpoint, self._curve), zmq.POLLIN)
         gate = Gate(self._files.show if self._files else None, self.counters, self._admit_readers)
         resources.callback(gate.close)
-        self._replies = ReplySender(self._listeners, self.counters)
         self._calls = InFlight(
             self._served.handlers,
-            self._replies,
+            self._routers,
             workers=self._workers,
             wake=self._wakeup.signal,
             clock=self._clock,
@@ -290,7 +259,7 @@ class MessageServer:
         if self._served.next_at() <= self._clock():
             self._served.on_time()
         calls.collect()
-        for router in self._listeners.sockets:
+        for router in self._routers.sockets:
             if router in ready:
                 self._receive(router)
         now = self._clock()
@@ -302,7 +271,7 @@ class MessageServer:
     def _receive(self, router: Socket) -> None:
         until = self._clock() + ROUND_S
         for _ in range(MESSAGES_PER_ROUND):
-            frames = self._listeners.receive(router)
+            frames = self._routers.receive(router)
             if frames is None:
                 return
             self._on_message(frames)
@@ -328,7 +297,7 @@ class MessageServer:
         self._stopping = True
         logger.info("stopping: %d requests in flight have %.1f s", self._calls.in_flight, self._grace_s)
         until = self._clock() + self._grace_s
-        for router in self._listeners.sockets:
+        for router in self._routers.sockets:
             self._receive(router)
         while self._calls.in_flight and self._clock() < until:
             self._guarded_round(until)
@@ -351,7 +320,7 @@ class MessageServer:
             self.counters["malformed"] += 1
             self.refusals.request(self._table.by_identity(identity), "malformed message", error)
             if len(frames) > 1 and len(frames[1]) == REQUEST_ID_BYTES:
-                self._replies.send_error(identity, int.from_bytes(frames[1], "little"), error)
+                self._routers.send_error(identity, int.from_bytes(frames[1], "little"), error)
             else:
                 self.counters["unanswerable"] += 1
             return
@@ -359,12 +328,17 @@ class MessageServer:
         try:
             self._on_request(identity, envelope, received)
         except Exception as error:
-            if isinstance(error, (ProtocolError, ServerFull)):
-                self._refused(identity, envelope, error)
-            elif not isinstance(error, ShuttingDown):
+            if isinstance(error, (HelloRequired, ShuttingDown)):
+                pass  # its session has just ended, and it connects again
+            elif not isinstance(error, (ProtocolError, ServerFull)):
                 logger.exception("%s failed", envelope.type)
+            elif envelope.type == "HELLO":
+                self.counters["hello_refused"] += 1
+                self.refusals.hello(envelope, error)
+            else:
+                self.refusals.request(self._table.by_identity(identity), envelope.type, error)
             has_left = isinstance(error, HelloRequired) and identity in self._left
-            self._replies.send_error(identity, envelope.request_id, error, counted=not has_left)
+            self._routers.send_error(identity, envelope.request_id, error, counted=not has_left)
             self._took(envelope.type, received)
 
     def _on_request(self, identity: bytes, envelope: Envelope, received: float) -> None:
@@ -392,15 +366,6 @@ class MessageServer:
         if histogram is not None:
             histogram.add(self._clock() - received)
 
-    def _refused(self, identity: bytes, envelope: Envelope, error: ProtocolError | ServerFull) -> None:
-        if isinstance(error, HelloRequired):
-            return  # its session has just ended, and it connects again
-        if envelope.type == "HELLO":
-            self.counters["hello_refused"] += 1
-            self.refusals.hello(envelope, error)
-        else:
-            self.refusals.request(self._table.by_identity(identity), envelope.type, error)
-
     def _hello(self, identity: bytes, known: ClientSession | None, envelope: Envelope) -> None:
         if envelope.buffers:
             raise MalformedFrames(f"{len(envelope.buffers)} buffers", where="HELLO", available="none")
@@ -411,7 +376,7 @@ class MessageServer:
         # A local session ends with its liveness socket only: until then its process may still write into the arena.
         if lost is not None and lost is not known and not lost.local:
             self._end(lost)
-        liveness = self._files.liveness if self._files and self._listeners.is_local(identity) else ""
+        liveness = self._files.liveness if self._files and self._routers.is_local(identity) else ""
         opened = False
         if hello.session:
             session = self._table.join(identity, hello.session)
@@ -431,14 +396,14 @@ class MessageServer:
                 version=version,
                 liveness=liveness,
             )
-            welcomed = self._replies.send(identity, envelope.request_id, "HELLO", reply)
+            welcomed = self._routers.send(identity, envelope.request_id, "HELLO", reply)
         finally:
             if opened and not welcomed:  # refused, or the client has left meanwhile and will never send anything
                 self._end(session)
 
     def _goodbye(self, identity: bytes, session: ClientSession, envelope: Envelope) -> None:
         self._end(session)
-        self._replies.send(identity, envelope.request_id, "GOODBYE", Empty())
+        self._routers.send(identity, envelope.request_id, "GOODBYE", Empty())
         try:
             goodbye = decode(envelope.payload, Goodbye, where="GOODBYE")
         except InvalidPayload as error:

@@ -10,21 +10,20 @@ import os
 import secrets
 import select
 import socket
+from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
 
 from kvframework.api.plugin import Message
 from kvframework.api.requests import ClientInfo
 from kvframework.errors import HelloRequired, KVFrameworkError, ProtocolError, ServerFull
-from kvframework.messaging.polling import (
-    WITH_ARENA,
-    WITHOUT_ARENA,
-    close_after_fork,
-    descriptor_limit,
-    peer_credentials,
-    peer_uid,
-)
+from kvframework.logs.limit import LogLimit
+from kvframework.messaging.polling import WITH_ARENA, WITHOUT_ARENA, close_after_fork, descriptor_limit, peer_of
 from kvframework.messaging.server.sockets import socket_umask
+from kvframework.status import Refused
 from kvframework.wire.frames import Envelope, decode
 from kvframework.wire.messages import Hello
 
@@ -45,7 +44,8 @@ TELL_NEXT_S = 1.0  # for any others
 @dataclass(eq=False)
 class ClientSession(ClientInfo):
     """One connected client process. `local` is True while it holds a liveness socket; `token` is its secret name;
-    `version` is the negotiated protocol version. `remote` means a connection over TCP."""
+    `version` is the negotiated protocol version. `remote` means a connection over TCP. `in_flight` and
+    `bytes_in_flight` are of its requests, and `ordered` are those that wait for their turn."""
 
     session_id: int
     pid: int
@@ -59,6 +59,9 @@ class ClientSession(ClientInfo):
     identities: set[bytes] = field(default_factory=set, repr=False)
     liveness: socket.socket | None = field(default=None, repr=False)
     process: int | None = field(default=None, repr=False)  # a pidfd, if it can be watched
+    in_flight: int = 0
+    bytes_in_flight: int = 0
+    ordered: deque[Any] = field(default_factory=deque, repr=False)
 
     def liveness_fd(self) -> int | None:
         if self.liveness is None or not self.local or self.liveness.fileno() < 0:
@@ -186,10 +189,9 @@ def peer_process(sock: socket.socket) -> int | None:
     """Return a pidfd, owned by the caller, of the process that has connected a Unix socket; it is readable once all its
     threads have ended. None if it cannot be had: before Linux 6.5, where only the process id is known (which may be
     that of another by now), for a process of another pid namespace. Raises `ProcessLookupError` if it has ended."""
-    try:
+    with contextlib.suppress(OSError):
         return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
-    except OSError:
-        pid = peer_credentials(sock)[0]
+    pid, _ = peer_of(sock)
     try:
         return os.pidfd_open(pid) if pid > 0 else None
     except ProcessLookupError:
@@ -222,7 +224,6 @@ class LivenessServer:
         self._half_open: dict[int, tuple[socket.socket, float]] = {}
         # Sessions by their socket's descriptor and by the pidfd of their process.
         self._live: dict[int, ClientSession] = {}
-        self._unwatched = False
         self._listening = False
         self._epoll = select.epoll()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -308,10 +309,10 @@ class LivenessServer:
                 self._epoll.unregister(self._listener.fileno())
                 self._listening = False
             return False
-        if peer_uid(sock) not in self._admitted:
-            logger.warning("refused a liveness connection of another user, uid %d", peer_uid(sock))
-            self._counters["liveness_refused"] += 1
-            sock.close()
+        _, uid = peer_of(sock)
+        if uid not in self._admitted:
+            logger.warning("refused a liveness connection of another user, uid %d", uid)
+            self._refuse(sock)
             return True
         while len(self._half_open) >= min(MAX_HALF_OPEN, descriptor_limit() * HALF_OPEN_SHARE):
             self._refuse(next(iter(self._half_open.values()))[0])
@@ -331,14 +332,14 @@ class LivenessServer:
         if session is None or session.local:
             self._refuse(sock)
             return
+        process = None
         try:
             process = peer_process(sock)
-        except ProcessLookupError:
-            self._refuse(sock)
-            return
-        session.local = True  # before the client gets its answer
-        session.liveness, session.process = sock, process
-        if not self._admit(sock, session):
+            session.local = True  # before the client gets its answer
+            session.liveness, session.process = sock, process
+            self._answer(sock, session)
+        except OSError as error:
+            logger.warning("cannot answer on a liveness socket: %s", error)
             session.local = False
             session.liveness = session.process = None
             if process is not None:
@@ -350,22 +351,17 @@ class LivenessServer:
         if process is not None:
             self._live[process] = session
             self._epoll.register(process, select.EPOLLIN)
-        elif not self._unwatched:
-            self._unwatched = True
-            logger.info("a client's process cannot be watched: only the end of its socket ends its session")
 
-    def _admit(self, sock: socket.socket, session: ClientSession) -> bool:
+    def _answer(self, sock: socket.socket, session: ClientSession) -> None:
+        """Raises `OSError`, also where the process of the client has ended."""
+        if self._arena_for is None:
+            sock.send(WITHOUT_ARENA)
+            return
+        arena = self._arena_for(session.session_id)
         try:
-            if self._arena_for is None:
-                return sock.send(WITHOUT_ARENA) == 1
-            arena = self._arena_for(session.session_id)
-            try:
-                return socket.send_fds(sock, [WITH_ARENA], [arena]) == 1
-            finally:
-                os.close(arena)
-        except OSError as error:
-            logger.warning("cannot answer on a liveness socket: %s", error)
-            return False
+            socket.send_fds(sock, [WITH_ARENA], [arena])
+        finally:
+            os.close(arena)
 
     def _refuse(self, sock: socket.socket) -> None:
         self._counters["liveness_refused"] += 1
@@ -390,30 +386,16 @@ class Introduction(Message, frozen=True):
     client_version: str = ""
 
 
-@dataclass
-class Refusal:
-    """One client's refusals for one reason, as the status document has them. `what` is the name of the request;
-    "server": the client refuses this server."""
-
-    client: str
-    pid: int
-    what: str
-    code: str
-    reason: str
-    versions: str
-    client_version: str
-    count: int = 0
-
-
 class Refusals:
     """The latest refusals, a bounded number: kept for `status` and logged, since a refused client looks like a cache
-    without hits. Serving thread, except for `report`."""
+    without hits. One entry is of a client, what it asked for ("server": it refuses this server) and the error's code.
+    Serving thread, except for `report`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        # With the times of the last one and of its log line.
-        self._kept: dict[tuple[str, int, str, str], tuple[Refusal, float, float]] = {}
-        self._tell_at = clock()
+        # With the time of the last one.
+        self._kept: dict[tuple[str, int, str, str], tuple[Refused, float]] = {}
+        self._logged, self._logged_any = LogLimit(1, TELL_AGAIN_S, clock), LogLimit(1, TELL_NEXT_S, clock)
 
     def hello(self, envelope: Envelope, error: KVFrameworkError) -> None:
         """Record a refused HELLO, readable or not."""
@@ -422,12 +404,12 @@ class Refusals:
         except ProtocolError:
             who = Introduction()
         versions = f"{who.min_version} to {who.max_version}"
-        self._add(who.client, who.pid, "HELLO", error.code, _reason(error), versions, who.client_version)
+        self._add("HELLO", error.code, _reason(error), who.client, who.pid, versions, who.client_version)
 
     def request(self, session: ClientSession | None, name: str, error: KVFrameworkError) -> None:
         """Record a message of a session, or of an unknown peer, that could not be parsed or served."""
         if session is None:
-            self._add("?", 0, name, error.code, _reason(error))
+            self._add(name, error.code, _reason(error))
         else:
             self._of(session, name, error.code, _reason(error))
 
@@ -438,33 +420,44 @@ class Refusals:
     def report(self) -> list[dict[str, object]]:
         """For the status document, the latest first."""
         now, latest = self._clock(), reversed(list(self._kept.values()))
-        return [{**vars(refusal), "ago_s": round(now - last, 1)} for refusal, last, _ in latest]
+        return [{**msgspec.structs.asdict(refused), "ago_s": round(now - last, 1)} for refused, last in latest]
 
     def _of(self, session: ClientSession, what: str, code: str, reason: str) -> None:
-        self._add(session.name, session.pid, what, code, reason, str(session.version), session.client_version)
+        self._add(what, code, reason, session.name, session.pid, str(session.version), session.client_version)
 
     def _add(
-        self, client: str, pid: int, what: str, code: str, reason: str, versions: str = "", client_version: str = ""
+        self,
+        what: str,
+        code: str,
+        reason: str,
+        client: str = "?",
+        pid: int = 0,
+        versions: str = "",
+        client_version: str = "",
     ) -> None:
         now = self._clock()
-        key = (printable(client[:_MAX_NAME]), pid, printable(what), printable(code[:_MAX_NAME]))
-        texts = (printable(reason[:_MAX_REASON]), versions, printable(client_version[:_MAX_NAME]))
-        before, _, logged_at = self._kept.pop(key, (Refusal(*key, *texts), 0.0, now - TELL_AGAIN_S))
+        client, what, code = printable(client[:_MAX_NAME]), printable(what), printable(code[:_MAX_NAME])
+        release, reason = printable(client_version[:_MAX_NAME]), printable(reason[:_MAX_REASON])
+        key = (client, pid, what, code)
+        before, _ = self._kept.pop(key, (Refused(), 0.0))
         if len(self._kept) >= MAX_KEPT:
             del self._kept[next(iter(self._kept))]
-        refusal = Refusal(*key, *texts, before.count + 1)
-        if now >= self._tell_at and now - logged_at >= TELL_AGAIN_S:
-            logged_at, self._tell_at = now, now + TELL_NEXT_S
-            _log(refusal)
-        self._kept[key] = (refusal, now, logged_at)
+        refused = Refused(
+            client=client,
+            pid=pid,
+            client_version=release,
+            versions=versions,
+            what=what,
+            code=code,
+            reason=reason,
+            count=before.count + 1,
+        )
+        self._kept[key] = (refused, now)
+        if self._logged_any.passes("") and self._logged.passes(key):
+            who = f"{client!r} (process {pid}{f', kvframework {release}' if release else ''})"
+            done = {"HELLO": "was refused", "server": "refuses this server"}.get(what, f"was refused {what!r}")
+            logger.warning("%s %s: [%s] %s", who, done, code, reason)
 
 
 def _reason(error: KVFrameworkError) -> str:
     return f"{error.fact}; available: {error.available}" if error.available else error.fact
-
-
-def _log(refusal: Refusal) -> None:
-    release = f", kvframework {refusal.client_version}" if refusal.client_version else ""
-    who = f"{refusal.client!r} (process {refusal.pid}{release})"
-    done = {"HELLO": "was refused", "server": "refuses this server"}.get(refusal.what)
-    logger.warning("%s %s: [%s] %s", who, done or f"was refused {refusal.what!r}", refusal.code, refusal.reason)

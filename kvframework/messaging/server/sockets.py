@@ -10,14 +10,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
-import math
 import os
 import socket
 import stat
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,6 +39,8 @@ from kvframework.messaging.polling import close_after_fork, descriptor_limit, de
 from kvframework.wire.frames import ERROR_TYPE, NO_ANSWER, ErrorPayload, error_payload, join
 
 T = TypeVar("T")
+# Lets new peers in, or keeps them out. Raises `OSError`.
+Door = Callable[[bool], None]
 logger = logging.getLogger(__name__)
 
 LOCK_SUFFIX = ".lock"
@@ -69,23 +69,22 @@ class EndpointFiles:
     the server decides whom it serves."""
 
     def __init__(self, endpoint: str, *, shared: bool = False) -> None:
-        self.endpoint = endpoint
-        self.shared = shared
-        self.path = ipc_path(endpoint)
-        self.liveness = self.path + LIVENESS_SUFFIX
-        self._full = self.path + FULL_SUFFIX
-        self._sockets = (self.path, self.liveness, self._full)
-        self._lock_path = self.path + LOCK_SUFFIX
+        self._endpoint = endpoint
+        self._shared = shared
+        self._path = ipc_path(endpoint)
+        self.liveness = self._path + LIVENESS_SUFFIX
+        self._full = self._path + FULL_SUFFIX
+        self._sockets = (self._path, self.liveness, self._full)
+        self._lock_path = self._path + LOCK_SUFFIX
         self._lock = -1
 
     def check(self) -> None:
         """Refuse what `acquire` would refuse, and change nothing. A server that starts at this moment is not seen.
         Blocks for a second at most. Raises `EndpointError`."""
-        check_directory(Path(self.path).parent, shared=self.shared)
-        for path in self._sockets:
-            with contextlib.suppress(FileNotFoundError):
-                self._check_socket(path)
-        if any(_listens(path) for path in (self.path, self._full)):
+        check_directory(Path(self._path).parent, shared=self._shared)
+        for _ in self._left_behind():
+            pass
+        if any(_listens(path) for path in (self._path, self._full)):
             holder = ""
             with contextlib.suppress(OSError), open(self._lock_path, encoding="ascii", errors="replace") as lock:
                 holder = lock.read(32)
@@ -94,24 +93,21 @@ class EndpointFiles:
     def acquire(self) -> None:
         """Make the directory if it is absent, take the lock and remove stale sockets. Raises `EndpointError`, also for
         a directory that others may write to; the error names another process that holds the endpoint."""
-        prepare_private_directory(Path(self.path).parent, shared=self.shared)
-        try:
-            self._lock = self._take_lock()
-            for path in self._sockets:
-                with contextlib.suppress(FileNotFoundError):
-                    self._check_socket(path)
+        prepare_private_directory(Path(self._path).parent, shared=self._shared)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._release_lock)
+            try:
+                self._lock = self._take_lock()
+                for path in self._left_behind():
                     os.unlink(path)
-        except OSError as error:
-            self._release_lock()
-            raise EndpointError(f"{error.strerror}: {error.filename}", where=self.endpoint) from error
-        except EndpointError:
-            self._release_lock()
-            raise
+            except OSError as error:
+                raise EndpointError(f"{error.strerror}: {error.filename}", where=self._endpoint) from error
+            undo.pop_all()
         close_after_fork(self)
 
     def show(self, shown: bool) -> None:
         """Make the socket visible to clients or hide it. Raises `OSError`."""
-        os.rename(*((self._full, self.path) if shown else (self.path, self._full)))
+        os.rename(*((self._full, self._path) if shown else (self._path, self._full)))
 
     def release(self) -> None:
         """Remove the files, if this process held the endpoint, and release the lock. Idempotent."""
@@ -137,10 +133,11 @@ class EndpointFiles:
                 holder = os.pread(lock, 32, 0).decode("ascii", "replace")
                 os.close(lock)
                 raise self._held(holder) from None
-            if _is_same_file(lock, self._lock_path):
-                os.ftruncate(lock, 0)
-                os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-                return lock
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock), os.stat(self._lock_path)):
+                    os.ftruncate(lock, 0)
+                    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+                    return lock
             os.close(lock)  # the holder removed the file after it was opened here
 
     def _release_lock(self) -> None:
@@ -152,13 +149,18 @@ class EndpointFiles:
     def _held(self, holder: str) -> EndpointError:
         return EndpointError(
             f"another server holds this endpoint, process {holder.strip() or 'unknown'}",
-            where=self.endpoint,
+            where=self._endpoint,
             hint="stop it, or give this server another endpoint",
         )
 
-    def _check_socket(self, path: str) -> None:
-        if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise EndpointError(f"{path} exists and is no socket", where=self.endpoint, hint="choose another path")
+    def _left_behind(self) -> Iterator[str]:
+        """The sockets that are there. Raises `EndpointError` for another file in their place."""
+        for path in self._sockets:
+            with contextlib.suppress(FileNotFoundError):
+                if not stat.S_ISSOCK(os.lstat(path).st_mode):
+                    fact = f"{path} exists and is no socket"
+                    raise EndpointError(fact, where=self._endpoint, hint="choose another path")
+                yield path
 
 
 def _listens(path: str) -> bool:
@@ -167,21 +169,15 @@ def _listens(path: str) -> bool:
         return probe.connect_ex(path) == 0
 
 
-def _is_same_file(fd: int, path: str) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(path))
-    except FileNotFoundError:
-        return False
-
-
-class Listeners:
+class Routers:
     """The ROUTERs of one server. Borrows the context; `close` before its end. Over ipc:// processes of this user and
     of `admit_uids` are served."""
 
-    def __init__(self, context: zmq.Context[Any], admit_uids: Collection[int] = ()) -> None:
-        self._admit_uids = admit_uids
+    def __init__(self, context: zmq.Context[Any], counters: dict[str, int], admit_uids: Collection[int] = ()) -> None:
         self.sockets: list[frames_io.Socket] = []
         self._context = context
+        self._counters = counters
+        self._admit_uids = admit_uids
         self._local: list[bool] = []
 
     def open(self, endpoint: str, keys: ServerKeys | None = None) -> frames_io.Socket:
@@ -206,9 +202,38 @@ class Listeners:
             frames[0] = bytes((self.sockets.index(router),)) + bytes(frames[0])
         return frames
 
-    def send(self, identity: bytes, frames: Sequence[Any]) -> None:
-        """See `frames_io.send`."""
-        frames_io.send(self.sockets[identity[0]], [identity[1:], *frames])
+    def send(
+        self, identity: bytes, request_id: int, type_name: str, payload: Message, buffers: Sequence[Buffer] = ()
+    ) -> bool:
+        """Send a reply, unless the request wants none. False if the peer has left or does not read. Raises if the
+        message cannot be encoded; nothing is sent then."""
+        if request_id == NO_ANSWER:
+            return True
+        frames = frames_io.outgoing(join(request_id, type_name, payload, buffers))
+        try:
+            frames_io.send(self.sockets[identity[0]], [identity[1:], *frames])
+        except zmq.Again:
+            self._counters["dropped"] += 1
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                logger.error("cannot send a reply: %s", error)
+            self._counters["unroutable"] += 1
+            return False
+        self._counters["responses"] += 1
+        return True
+
+    def send_error(self, identity: bytes, request_id: int, error: BaseException, *, counted: bool = True) -> None:
+        """Send `error` to the peer; never raises. Not `counted`: to a peer whose session has ended."""
+        payload = error_payload(error)
+        if counted:
+            self._counters["errors"] += 1
+            self._counters[f"errors.{payload.code}"] += 1
+        try:
+            self.send(identity, request_id, ERROR_TYPE, payload)
+        except Exception:  # an error text that cannot be encoded, or is far too long
+            logger.exception("an error frame cannot be sent as it is")
+            self.send(identity, request_id, ERROR_TYPE, ErrorPayload(payload.code, "see the server's log"))
 
     def close(self) -> None:
         for router in self.sockets:
@@ -229,75 +254,30 @@ def _bind(socket: zmq.Socket[Any], endpoint: str, keys: ServerKeys | None, admit
         socket.bind(endpoint)
 
 
-class ReplySender:
-    """Sends to identities. Borrows the listeners."""
-
-    def __init__(self, listeners: Listeners, counters: dict[str, int]) -> None:
-        self._listeners = listeners
-        self._counters = counters
-
-    def send(
-        self, identity: bytes, request_id: int, type_name: str, payload: Message, buffers: Sequence[Buffer] = ()
-    ) -> bool:
-        """Send a reply, unless the request wants none. False if the peer has left or does not read. Raises if the
-        message cannot be encoded; nothing is sent then."""
-        if request_id == NO_ANSWER:
-            return True
-        frames = frames_io.outgoing(join(request_id, type_name, payload, buffers))
-        try:
-            self._listeners.send(identity, frames)
-        except zmq.Again:
-            self._counters["dropped"] += 1
-            return False
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                logger.error("cannot send a reply: %s", error)
-            self._counters["unroutable"] += 1
-            return False
-        self._counters["responses"] += 1
-        return True
-
-    def send_error(self, identity: bytes, request_id: int, error: BaseException, *, counted: bool = True) -> None:
-        """Send `error` to the peer; never raises. Not `counted`: to a peer whose session has ended; most have left."""
-        payload = error_payload(error)
-        if not counted:
-            with contextlib.suppress(zmq.ZMQError):
-                if request_id != NO_ANSWER:
-                    self._listeners.send(identity, frames_io.outgoing(join(request_id, ERROR_TYPE, payload)))
-            return
-        self._counters["errors"] += 1
-        self._counters[f"errors.{payload.code}"] += 1
-        try:
-            self.send(identity, request_id, ERROR_TYPE, payload)
-        except Exception:  # an error text that cannot be encoded, or is far too long
-            logger.exception("an error frame cannot be sent as it is")
-            self.send(identity, request_id, ERROR_TYPE, ErrorPayload(payload.code, "see the server's log"))
-
-
 class ListenerDoors:
-    """The doors of the listeners' local sockets, which the server's gate shuts."""
+    """The doors of the listeners' local sockets, which the server's gate shuts. Any thread."""
 
     def __init__(self) -> None:
         self._open = True
         self._lock = threading.Lock()
-        self._doors: list[Callable[[bool], None]] = []
+        self._doors: list[Door] = []
 
     def admit(self, peers: bool) -> None:
         """Let new peers in, or keep them out: each connection is a descriptor, and libzmq ends a process that has none
-        left. From any thread. Raises `OSError`."""
-        with self._lock, contextlib.ExitStack() as each:  # a door that fails leaves no other as it was
+        left."""
+        with self._lock:
             self._open = peers
             for door in self._doors:
-                each.callback(door, peers)
+                _move(door, peers)
 
-    def add(self, door: Callable[[bool], None]) -> None:
-        """Add a door, which is open; it is shut at once while no new peer is let in. Raises `OSError`."""
+    def add(self, door: Door) -> None:
+        """Add a door, which is open; it is shut at once while no new peer is let in."""
         with self._lock:
             self._doors.append(door)
             if not self._open:
-                door(False)
+                _move(door, False)
 
-    def remove(self, door: Callable[[bool], None]) -> None:
+    def remove(self, door: Door) -> None:
         with self._lock:
             self._doors.remove(door)
 
@@ -372,8 +352,7 @@ def _when_free(take: Callable[[], T]) -> T:
             time.sleep(_BIND_STEP_S)
 
 
-# The gate of a server: it keeps new clients out while descriptors run low, so that connected ones, and libzmq, never
-# lack one.
+# The gate keeps new clients out while descriptors run low, so that connected ones, and libzmq, never lack one.
 #
 # libzmq ends the process if an `ipc://` listener gets no descriptor, and accepts as fast as connections come. So the
 # gate's thread counts the descriptors in use, at shorter intervals the fewer are left, and shuts out one kind after the
@@ -383,53 +362,22 @@ def _when_free(take: Callable[[], T]) -> T:
 # Shares of the limit from which on a kind is not admitted. The rest is not wasted: tiers and copiers use it, and so do
 # connections accepted before the next look.
 READERS_SHARE, LOCAL_SHARE = 0.4, 0.7
+_SHARES = {"readers": READERS_SHARE, "sessions": SESSIONS_SHARE, "local": LOCAL_SHARE}
 REOPEN_SHARE = 0.9  # of the threshold at which it was shut
 # Connections do not come faster; the necessary room above a limit follows from it.
 FASTEST_PER_S = 100_000
 SOONEST_S, LATEST_S = 0.002, 0.1
 
 
-@dataclass(frozen=True)
-class Admission:
-    """Which kinds of new clients are admitted. Pure."""
-
-    readers: bool = True
-    sessions: bool = True
-    local: bool = True
-
-    def after(self, in_use: int, limit: int) -> Admission:
-        """Return what is admitted with so many descriptors in use."""
-        return Admission(
-            _stays_open(self.readers, in_use, READERS_SHARE * limit),
-            _stays_open(self.sessions, in_use, SESSIONS_SHARE * limit),
-            _stays_open(self.local, in_use, LOCAL_SHARE * limit),
-        )
-
-    def look_again_in(self, in_use: int, limit: int) -> float:
-        """Return the seconds within which even the fastest flood cannot take all that is left below the next limit."""
-        limits = ((self.readers, READERS_SHARE), (self.local, LOCAL_SHARE))
-        left = [share * limit - in_use for is_open, share in limits if is_open]
-        return min(max(min(left, default=math.inf) / FASTEST_PER_S, SOONEST_S), LATEST_S)
-
-
-def _stays_open(is_open: bool, count: int, most: float) -> bool:
-    return count < (most if is_open else REOPEN_SHARE * most)
-
-
 class Gate:
-    """Counts in its own thread between `start` and `close`. `show_local(True or False)` shows or hides the local
-    socket, `admit_readers` those of events; they raise `OSError`. None: there are none. Other methods may be called
-    from any thread."""
+    """Counts in its own thread between `start` and `close`. `show_local` shows or hides the local socket,
+    `admit_readers` those of events; None: there are none. Other methods may be called from any thread."""
 
-    def __init__(
-        self,
-        show_local: Callable[[bool], None] | None,
-        counters: dict[str, int],
-        admit_readers: Callable[[bool], None] | None = None,
-    ) -> None:
-        self.admission = Admission()
-        self._show_local = show_local
-        self._admit_readers = admit_readers
+    def __init__(self, show_local: Door | None, counters: dict[str, int], admit_readers: Door | None = None) -> None:
+        # By kind: whether it is admitted.
+        self.admits = dict.fromkeys(_SHARES, True)
+        doors = {"readers": admit_readers, "sessions": lambda _: None, "local": show_local}
+        self._doors = {kind: door for kind, door in doors.items() if door is not None}
         self._counters = counters
         self._ended = threading.Event()
         self._failing = False
@@ -446,14 +394,14 @@ class Gate:
 
     def check(self) -> None:
         """Raise `ServerFull` if no new session may be opened."""
-        if not self.admission.sessions:
+        if not self.admits["sessions"]:
             raise ServerFull(
                 f"more than {SESSIONS_SHARE:.0%} of the server's {descriptor_limit()} descriptors are in use",
                 hint="close connections that are not used, or raise LimitNOFILE of the server",
             )
 
     def status(self) -> dict[str, object]:
-        return {"in_use": descriptors_in_use(), "limit": descriptor_limit(), **vars(self.admission)}
+        return {"in_use": descriptors_in_use(), "limit": descriptor_limit(), **self.admits}
 
     def _run(self) -> None:
         pause = 0.0
@@ -467,30 +415,31 @@ class Gate:
                 self._failing, pause = True, LATEST_S
 
     def _look(self) -> float:
-        """Count once and adjust what is admitted; return the seconds until the next look."""
+        """Count once and adjust what is admitted; return the seconds within which even the fastest flood cannot take
+        all that is left below the next limit."""
         limit, in_use = descriptor_limit(), descriptors_in_use()
-        before, now = self.admission, self.admission.after(in_use, limit)
-        now = replace(now, readers=now.readers or not self._admit_readers, local=now.local or not self._show_local)
-        if now != before:
-            self.admission = now
-            if self._show_local and now.local != before.local:
-                _move(self._show_local, now.local, "the local socket")
-            if self._admit_readers and now.readers != before.readers:
-                _move(self._admit_readers, now.readers, "the sockets of events")
-            self._counters["local_shut"] += before.local and not now.local
-            for shut, what in (
-                (before.readers and not now.readers, "new readers of events wait"),
-                (before.sessions and not now.sessions, "new clients are refused"),
-            ):
-                if shut:
-                    logger.warning("%d of %d descriptors are in use: %s", in_use, limit, what)
-            if now == Admission():
+        left = LATEST_S * FASTEST_PER_S
+        for kind, door in self._doors.items():
+            was_open, most = self.admits[kind], _SHARES[kind] * limit
+            is_open = in_use < (most if was_open else REOPEN_SHARE * most)
+            if is_open:
+                left = min(left, most - in_use)
+            if is_open == was_open:
+                continue
+            self.admits[kind] = is_open
+            _move(door, is_open)
+            if is_open and all(self.admits.values()):
                 logger.info("%d of %d descriptors are in use: new clients are accepted again", in_use, limit)
-        return now.look_again_in(in_use, limit)
+            elif kind == "local":
+                self._counters["local_shut"] += not is_open
+            elif not is_open:
+                what = "new clients are refused" if kind == "sessions" else "new readers of events wait"
+                logger.warning("%d of %d descriptors are in use: %s", in_use, limit, what)
+        return max(left / FASTEST_PER_S, SOONEST_S)
 
 
-def _move(show: Callable[[bool], None], shown: bool, what: str) -> None:
+def _move(door: Door, is_open: bool) -> None:
     try:
-        show(shown)
+        door(is_open)
     except OSError as error:  # another process has removed a socket
-        logger.error("%s cannot be %s: %s", what, "shown" if shown else "hidden", error)
+        logger.error("a local socket cannot be %s: %s", "shown" if is_open else "hidden", error)

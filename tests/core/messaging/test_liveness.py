@@ -151,7 +151,7 @@ def test_a_session_without_a_liveness_socket_ends_when_it_is_silent(endpoint: st
 
 
 def test_another_user_is_refused(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_side, "peer_uid", lambda _: os.geteuid() + 1)
+    monkeypatch.setattr(server_side, "peer_of", lambda _: (1, os.geteuid() + 1))
     with dialled(lab) as sock:
         assert sock.recv(1) == b""
 

@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-from kvframework.api.requests import Handler, RequestSpec
 from kvframework.errors import (
     BadRange,
     Cancelled,
@@ -16,17 +15,15 @@ from kvframework.errors import (
     InvalidPayload,
     MalformedFrames,
     MessageTooLarge,
-    PluginBroken,
     ServerGone,
     ShuttingDown,
     UnknownRequest,
 )
 from kvframework.messaging.server import loop as server
-from kvframework.messaging.server.loop import OWN_REQUESTS, check_handlers
 from kvframework.status import COUNTERS
 from kvframework.wire.frames import MAX_PAYLOAD_BYTES
 from kvframework.wire.messages import Cancel, CancelReply
-from tests.core.messaging.lab import SPECS, TABLE, Lab, Text, ask, connected
+from tests.core.messaging.lab import Lab, Text, ask, connected
 from tests.support.waiting import wait_until
 
 
@@ -258,30 +255,6 @@ def test_pings_and_ticks_are_served(lab: Lab) -> None:
     with connected(lab.endpoint, ping_every_s=0.01):
         wait_until(lambda: lab.server.counters["requests"] > 20)
         wait_until(lambda: lab.work.ticks > 3)
-
-
-def test_handlers_are_checked_against_the_table(lab: Lab) -> None:
-    core = [Handler(spec, lambda *_: Text()) for name, spec in TABLE.items() if name not in OWN_REQUESTS]
-    core = [handler for handler in core if handler.spec not in SPECS]
-    table = {name: spec for name, spec in TABLE.items() if spec not in SPECS}
-    plugin = Handler(SPECS[0], lambda *_: Text())
-    assert check_handlers([*core, plugin], table).keys() == {h.spec.name for h in core} | {"test.ECHO"}
-
-    def named(name: str) -> Handler:
-        return Handler(RequestSpec(name, Text, Text), lambda *_: Text())
-
-    with pytest.raises(RuntimeError, match="no handler for PING"):
-        check_handlers([handler for handler in core if handler.spec.name != "PING"], table)
-    for wrong in ("PING", "HELLO", "CANCEL"):
-        with pytest.raises(RuntimeError, match=wrong):
-            check_handlers([*core, named(wrong)], table)
-    with pytest.raises(RuntimeError, match="two handlers of PING"):
-        check_handlers([*core, core[0]], table)
-    for wrong in ("NODOT", ".x", "pl\u00fcgin.X", "plugin." + "x" * 60, "plugin.\n", ""):
-        with pytest.raises(PluginBroken):
-            check_handlers([*core, named(wrong)], table)
-    with pytest.raises(PluginBroken, match="two handlers of"):
-        check_handlers([*core, plugin, plugin], table)
 
 
 def test_very_many_sessions_do_not_keep_the_servers_end(

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kvframework.client import KVClient
 from kvframework.errors import ServerFull
 from kvframework.messaging.server import sockets as admission
-from kvframework.messaging.server.sockets import Admission, Gate
+from kvframework.messaging.server.sockets import Gate
 from kvframework.wire import messages as m
 from tests.core.wire_path.remote import RemoteServer, remote_server
 from tests.events.node import Router
@@ -171,33 +171,54 @@ def test_a_client_learns_why_the_socket_is_not_there(tmp_path: Path) -> None:
 # the doors, pure
 
 
+class Counts:
+    """A gate's view of the descriptors, and what its doors were told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+        self.in_use = 0
+        self.told: dict[str, bool] = {}
+        monkeypatch.setattr(admission, "descriptors_in_use", lambda: self.in_use)
+        monkeypatch.setattr(admission, "descriptor_limit", lambda: limit)
+        self.gate = Gate(lambda is_open: self._tell("local", is_open), {"local_shut": 0}, self._readers)
+
+    def _readers(self, is_open: bool) -> None:
+        self._tell("readers", is_open)
+
+    def _tell(self, kind: str, is_open: bool) -> None:
+        assert self.told.get(kind, True) != is_open
+        self.told[kind] = is_open
+
+
 @given(st.lists(st.integers(0, 5000), max_size=8), st.integers(64, 4096))
 def test_doors_shut_at_their_share_and_open_a_little_below(looks: list[int], limit: int) -> None:
-    now = Admission()
-    for in_use in looks:
-        now = now.after(in_use, limit)
-        for is_open, share in (
-            (now.readers, admission.READERS_SHARE),
-            (now.sessions, admission.SESSIONS_SHARE),
-            (now.local, admission.LOCAL_SHARE),
-        ):
-            assert not (is_open and in_use >= share * limit)
-            assert is_open or in_use >= admission.REOPEN_SHARE * share * limit
-        assert admission.SOONEST_S <= now.look_again_in(in_use, limit) <= admission.LATEST_S
+    with pytest.MonkeyPatch.context() as patch:
+        counts = Counts(patch, limit)
+        for counts.in_use in looks:
+            again = counts.gate._look()
+            for kind, share in (
+                ("readers", admission.READERS_SHARE),
+                ("sessions", admission.SESSIONS_SHARE),
+                ("local", admission.LOCAL_SHARE),
+            ):
+                is_open = counts.gate.admits[kind]
+                assert not (is_open and counts.in_use >= share * limit)
+                assert is_open or counts.in_use >= admission.REOPEN_SHARE * share * limit
+                assert kind == "sessions" or counts.told.get(kind, True) == is_open
+            assert admission.SOONEST_S <= again <= admission.LATEST_S
 
 
 def test_one_door_that_cannot_be_shut_leaves_no_other_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """What cleans temporary folders may have removed the local socket."""
+    counts = Counts(monkeypatch, 1000)
+    tell, counts.in_use = counts._tell, 900
 
-    def show(_shown: bool) -> None:
+    def fail_later(kind: str, is_open: bool) -> None:
+        tell(kind, is_open)
         raise FileNotFoundError(2, "No such file or directory")
 
-    said: list[bool] = []
-    gate = Gate(show, {"local_shut": 0}, said.append)
-    monkeypatch.setattr(admission, "descriptors_in_use", lambda: 900)
-    monkeypatch.setattr(admission, "descriptor_limit", lambda: 1000)
-    gate._look()
-    assert said == [False]
-    assert gate.status() == {"in_use": 900, "limit": 1000, "readers": False, "sessions": False, "local": False}
+    monkeypatch.setattr(counts, "_tell", fail_later)
+    counts.gate._look()
+    assert counts.told == {"readers": False, "local": False}
+    assert counts.gate.status() == {"in_use": 900, "limit": 1000, "readers": False, "sessions": False, "local": False}
     with pytest.raises(ServerFull):
-        gate.check()
+        counts.gate.check()

@@ -15,8 +15,6 @@ import zmq
 
 from kvframework import errors
 from kvframework.api.layout import KVLayout, LayerGroup
-from kvframework.client import KVClient
-from kvframework.messaging.client.connection import Connection
 from kvframework.messaging.curve import AdmittedClients, CurveKeyError, write_pair
 from kvframework.wire import messages as m
 from kvframework.wire.frames import join, split
@@ -137,8 +135,8 @@ def test_strangers_do_not_make_the_server_read_its_keys_again(tmp_path: Path, mo
     now = [0.0]
     admitted = AdmittedClients(keys.clients, clock=lambda: now[0])
     looks: list[object] = []
-    look = admitted._read_again
-    monkeypatch.setattr(admitted, "_read_again", lambda: looks.append(1) or look())
+    read = admitted._read
+    monkeypatch.setattr(admitted, "_read", lambda changed_at: looks.append(1) or read(changed_at))
     for number in range(1000):
         now[0] = number / 1000
         assert admitted.name_of(b"%032d" % number) is None

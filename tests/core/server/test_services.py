@@ -14,6 +14,7 @@ from kvframework.api.tier import TierProvider
 from kvframework.errors import LeaseUnknown, NotRegistered
 from kvframework.server import Server
 from kvframework.wire import messages as m
+from kvframework.wire.protocol import REQUESTS
 from tests.core.server.in_process import serving
 from tests.core.storage.tier import MemoryTier
 from tests.support.waiting import wait_until
@@ -168,3 +169,8 @@ def test_a_cancelled_load_ends_too(stored: Stored) -> None:
     assert ended.wait(60)
     wait_until(lambda: task.done, what="the end of the load")
     assert task.loaded == 0
+
+
+def test_every_request_of_the_protocol_is_served() -> None:
+    with serving() as server:
+        assert server._messages._served.handlers.keys() >= REQUESTS.keys() - {"HELLO", "GOODBYE"}
