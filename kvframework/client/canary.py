@@ -17,7 +17,6 @@ GatherBlocks = Callable[[Sequence[int]], Sequence[bytes]]
 # `[plane][layer]`, each `[slots, heads, head_dim]`.
 Values = Sequence[Sequence[torch.Tensor]]
 
-_READS = 5
 _SEED = 0x6B7666
 
 
@@ -42,17 +41,6 @@ def check_by_writing(gather: GatherBlocks, layout: KVLayout, view: EngineView) -
         finally:
             for index, values in enumerate(before):
                 _write(view, index, values)
-
-
-def check_by_reading(gather: GatherBlocks, layout: KVLayout, view: EngineView) -> None:
-    """Compare the current content of the blocks instead, for an engine that is at work (after a reconnect). Raises and
-    blocks as `check_by_writing` does."""
-    with torch.inference_mode():
-        for _ in range(_READS - 1):
-            # The engine may have written in between; a wrong declaration is wrong every time.
-            with contextlib.suppress(BadLayout):
-                return _compare(gather, layout, view)
-        return _compare(gather, layout, view)
 
 
 def pattern(group_index: int, group: LayerGroup, device: torch.device | None = None) -> Values:

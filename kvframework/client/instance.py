@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,14 +47,14 @@ _RECOVER_FIRST_S, _RECOVER_LONGEST_S = 0.1, 5.0
 _REFUSALS = (BadLayout, TransportMismatch, VersionMismatch)
 
 
-@dataclass(frozen=True)
+@dataclass(kw_only=True, eq=False)
 class InstanceIdentity:
     """The names of an instance and its KV. `revision`, `quantization` and `packing` go into the namespace: every
     difference between the KV of two engines must show here. `part` is what the rank holds of the whole model, None if
     that is not known: then only engines of equal sizes share objects. `model_dtype` is for the server's status only."""
 
-    instance_id: int
     model_name: str
+    instance_id: int = field(default_factory=lambda: secrets.randbits(62))
     world_size: int = 1
     rank: int = 0
     revision: str = ""
@@ -93,7 +94,6 @@ class Instance:
         self.kv_caches = kv_caches
         self._client = client
         self._identity = identity
-        self._view = view
         self._layout = _create_layout(client, identity)
         self._declared = self._layout.describe(kv_caches, block_size=block_size)
         self._closed = threading.Event()
@@ -219,11 +219,6 @@ class Instance:
             if self._closed.is_set():
                 return
             self.registered = self._register(urgent=urgent)
-            if self._view is not None:
-                from kvframework.client.canary import check_by_reading
-
-                with self._taken_back():
-                    check_by_reading(self._gathered, self._declared, self._view)
             self._refused = False
         log.info("instance %d registered again", self._identity.instance_id)
 

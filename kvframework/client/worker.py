@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -29,7 +30,6 @@ from kvframework.api.transport import (
 from kvframework.client.hashing import RequestHashes
 from kvframework.client.instance import Instance, InstanceIdentity
 from kvframework.client.scheduler import SchedulerAdapter
-from kvframework.client.shards import ModelPart
 from kvframework.client.transfers import KVClient, checked_skip, checked_tokens, checked_transfer
 from kvframework.errors import (
     BadBlockIds,
@@ -52,49 +52,19 @@ O = TypeVar("O", StoreOutcome, LoadOutcome)  # noqa: E741
 Filled = Sequence[Sequence[int]]
 
 
-class WorkerAdapter:
-    """One instance (one rank). For one thread, except the futures, which resolve in any."""
+@dataclass(eq=False)
+class WorkerAdapter(InstanceIdentity):
+    """One instance (one rank), by its names. For one thread, except the futures, which resolve in any."""
 
-    def __init__(
-        self,
-        client: KVClient,
-        *,
-        instance_id: int,
-        model_name: str,
-        world_size: int = 1,
-        rank: int = 0,
-        transport: str = "auto",
-        transport_options: Mapping[str, object] | None = None,
-        layout: str = "paged",
-        layout_options: Mapping[str, object] | None = None,
-        revision: str = "",
-        quantization: str = "",
-        packing: str = "",
-        part: ModelPart | None = None,
-        model_dtype: str = "",
-    ) -> None:
+    client: KVClient
+
+    def __post_init__(self) -> None:
         warn_of_missing_kernels()
-        self.identity = InstanceIdentity(
-            instance_id=instance_id,
-            model_name=model_name,
-            world_size=world_size,
-            rank=rank,
-            revision=revision,
-            quantization=quantization,
-            packing=packing,
-            layout=layout,
-            layout_options=layout_options or {},
-            transport=transport,
-            transport_options=transport_options or {},
-            part=part,
-            model_dtype=model_dtype,
-        )
         # The transfers under way, a list per request id: chunked prefill submits several. With the blocks that a load
         # fills per layer group, so that a failed one can be named to the engine: copies, since engines use their lists
         # again. What a load does not touch may belong to other requests long since.
         self._stores: dict[str, list[tuple[Future[StoreOutcome], Filled]]] = {}
         self._loads: dict[str, list[tuple[Future[LoadOutcome], Filled]]] = {}
-        self._client = client
         self._instance: Instance | None = None
         self._failed_blocks: list[set[int]] = []
 
@@ -105,11 +75,20 @@ class WorkerAdapter:
         `Instance`, for the errors. Blocking. After a restart of the server the instance registers again by itself."""
         if self._instance is not None:
             raise RequestError(
-                f"instance {self.identity.instance_id} is already registered, perhaps with other tensors",
+                f"instance {self.instance_id} is already registered, perhaps with other tensors",
                 hint="close() the adapter before the old tensors are freed, then register the new ones",
             )
-        self._instance = Instance(self._client, self.identity, kv_caches, block_size=block_size, view=view)
-        return self._instance.registered.own
+        self._instance = Instance(self.client, self, kv_caches, block_size=block_size, view=view)
+        registration = self._instance.registered.own
+        log.info(
+            "instance %d is registered at %s: chunks of %d tokens, %.1f KiB each, namespace %s",
+            self.instance_id,
+            self.client.endpoint,
+            registration.desc.chunk_tokens,
+            registration.desc.nbytes / 1024,
+            registration.namespace.hex(),
+        )
+        return registration
 
     @property
     def registration(self) -> Registration | None:
@@ -121,12 +100,12 @@ class WorkerAdapter:
         `NotRegistered` before `register_kv_caches`."""
         registered = self._registered()
         return SchedulerAdapter(
-            self._client,
-            model_name=self.identity.model_name,
+            self.client,
+            model_name=self.model_name,
             namespace=registered.namespace,
             chunk_tokens=registered.desc.chunk_tokens,
             world_size=registered.world_size,
-            instances=(self.identity.instance_id,),
+            instances=(self.instance_id,),
         )
 
     def key(self, request: RequestHashes, start: int, end: int) -> CacheKey:
@@ -134,7 +113,7 @@ class WorkerAdapter:
         return self._key(self._registered(), request, start, end)
 
     def _key(self, of: Registration, request: RequestHashes, start: int, end: int) -> CacheKey:
-        return request.key(self.identity.model_name, of.namespace, start, end, of.world_size, of.rank)
+        return request.key(self.model_name, of.namespace, start, end, of.world_size, of.rank)
 
     def submit_store(
         self,
@@ -179,7 +158,7 @@ class WorkerAdapter:
         if instance is None:
             failed = LoadOutcome.failed(self._not_registered())
             return _keep(self._loads, request, Future.resolved(failed), [tuple(ids) for ids in block_ids])
-        grant = request.grants.take(self.identity.instance_id, start, end)
+        grant = request.grants.take(self.instance_id, start, end)
         future: Future[LoadOutcome] | None = None
         try:
             transfer = self._transfer(
@@ -191,12 +170,12 @@ class WorkerAdapter:
                 future = self._started("loads", instance, transfer, load, LoadOutcome.failed)
         finally:
             if grant is not None and future is None:
-                self._client.free_soon(grant.lease)
+                self.client.free_soon(grant.lease)
         if future is None:
             future = Future.resolved(LoadOutcome(True))  # there is nothing to load
         if in_pieces:
             # Else it would keep the session, which has nothing for it any more, until this thread goes on with it.
-            self._client.cancel_when_down(future)
+            self.client.cancel_when_down(future)
         # Of shards all have the same blocks.
         filled = [each.ids[each.first :] for each in transfer.blocks[: len(block_ids)]]
         return _keep(self._loads, request, future, filled)
@@ -288,11 +267,11 @@ class WorkerAdapter:
         return self._instance.registered.own
 
     def _not_registered(self) -> NotRegistered:
-        return NotRegistered(f"instance {self.identity.instance_id} is not registered", hint="register_kv_caches")
+        return NotRegistered(f"instance {self.instance_id} is not registered", hint="register_kv_caches")
 
     def _refused(self, kind: LostKind, request: RequestHashes, error: Exception) -> None:
         log.warning("%s of request %r failed: %s", kind, request.request_id, error)
-        self._client.lost(kind, error_code(error))
+        self.client.lost(kind, error_code(error))
 
     def _transfer(
         self,
@@ -318,9 +297,7 @@ class WorkerAdapter:
             block_ids,
             event,
             # One rank's word is enough.
-            request.content(start, end)
-            if self.identity.rank == 0 and self._client.wants_tokens(request.cache_salt)
-            else None,
+            request.content(start, end) if self.rank == 0 and self.client.wants_tokens(request.cache_salt) else None,
             storing=storing,
             moved=registered.moved,
             in_pieces=in_pieces,
@@ -337,10 +314,10 @@ class WorkerAdapter:
     ) -> Future[O]:
         """Start a transfer and return its future. After any failure of a transport the engine goes on without the
         cache."""
-        if not self._client.reachable("PREPARE_STORE" if kind == "stores" else "PREPARE_RETRIEVE"):
-            self._client.lost(kind, ServerGone.code, transfer.nbytes)
+        if not self.client.reachable("PREPARE_STORE" if kind == "stores" else "PREPARE_RETRIEVE"):
+            self.client.lost(kind, ServerGone.code, transfer.nbytes)
             if transfer.grant is not None:
-                self._client.free_soon(transfer.grant.lease)
+                self.client.free_soon(transfer.grant.lease)
             return Future.resolved(failed(ServerGone("the server does not answer")))
         try:
             future = start()
@@ -363,7 +340,7 @@ class WorkerAdapter:
         """Count a loss, and register again if the server lost this instance's memory."""
         code = _code_of(future)
         if code and code != Cancelled.code:
-            self._client.lost(kind, code, nbytes)
+            self.client.lost(kind, code, nbytes)
         if code == NotRegistered.code:
             instance.recover()
 

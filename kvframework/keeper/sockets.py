@@ -47,19 +47,16 @@ def locked(base: str) -> Iterator[None]:
         os.close(lock)
 
 
-@contextlib.contextmanager
-def heard_signals(numbers: Sequence[signal.Signals]) -> Iterator[socket.socket]:
-    """A socket that gets a byte, its number, for each of these signals within the block, and never blocks. In the main
-    thread."""
-    with contextlib.ExitStack() as stack:
-        heard, written = socket.socketpair()
-        for end in (heard, written):
-            stack.callback(end.close)
-            end.setblocking(False)
-        stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(written.fileno(), warn_on_full_buffer=False))
-        for number in numbers:
-            stack.callback(signal.signal, number, signal.signal(number, lambda _number, _frame: None))
-        yield heard
+def heard_signals(numbers: Sequence[signal.Signals]) -> socket.socket:
+    """Return a socket that gets a byte, its number, for each of these signals from now on, and never blocks. In the
+    main thread."""
+    heard, written = socket.socketpair()
+    for end in (heard, written):
+        end.setblocking(False)
+    signal.set_wakeup_fd(written.detach(), warn_on_full_buffer=False)
+    for number in numbers:
+        signal.signal(number, lambda _number, _frame: None)
+    return heard
 
 
 class Received(NamedTuple):

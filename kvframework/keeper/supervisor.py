@@ -52,27 +52,21 @@ _ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 class Lines:
-    """Writes lines in the form of the server's log, "human" or "json". A reader that does not read loses them."""
+    """Writes lines to standard error in the form of the server's log, "human" or "json". A reader that does not read
+    loses them."""
 
     def __init__(self, form: str) -> None:
-        self._json = form == "json"
-        self._fd = _STDERR
+        self._json, self._fd = form == "json", _STDERR
         with contextlib.suppress(OSError):
             if stat.S_ISFIFO(os.fstat(_STDERR).st_mode):
                 # An open file of its own: not blocking here leaves it as it is for all others.
                 self._fd = os.open(f"/proc/self/fd/{_STDERR}", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC)
 
-    def info(self, text: str) -> None:
-        self.write("info", text)
-
-    def error(self, text: str) -> None:
-        self.write("error", text)
-
-    def write(self, level: str, text: str) -> None:
+    def write(self, text: str, level: str = "info") -> None:
         now, text = datetime.now(timezone.utc), text[:_MAX_TEXT]
         if self._json:
-            time = now.isoformat(timespec="milliseconds")
-            line = json.dumps({"time": time, "level": level, "logger": _LOGGER, "message": text})
+            entry = {"time": now.isoformat(timespec="milliseconds"), "level": level, "logger": _LOGGER, "message": text}
+            line = json.dumps(entry)
         else:
             local = now.astimezone()
             line = f"{local:%Y-%m-%d %H:%M:%S},{local.microsecond // 1000:03d} {level.upper()} {_LOGGER}: {text}"
@@ -132,26 +126,6 @@ def _become(command: Sequence[str], environ: Mapping[str, str], kept: Mapping[st
     os._exit(EXIT_NOT_STARTED)
 
 
-def memory_kills(membership: str = "/proc/self/cgroup", groups: str = "/sys/fs/cgroup") -> int | None:
-    """How many processes of this one's control group the kernel has killed for lack of memory, None where it does not
-    say so."""
-    names: list[str] = []
-    with contextlib.suppress(OSError), open(membership, encoding="utf-8") as file:
-        for line in file:
-            _, controllers, group = line.rstrip("\n").split(":", 2)
-            # The second of each: a container sees its own group as the root.
-            if "memory" in controllers.split(","):
-                names += [f"{groups}/memory{group}/memory.oom_control", f"{groups}/memory/memory.oom_control"]
-            elif not controllers:
-                names += [f"{groups}{group}/memory.events", f"{groups}/memory.events"]
-    for name in names:
-        with contextlib.suppress(OSError, ValueError), open(name, encoding="ascii") as file:
-            for word, count in (line.split() for line in file):
-                if word == "oom_kill":
-                    return int(count)
-    return None
-
-
 class FdStoreSupervisor:
     """Keeps one server running until SIGINT or SIGTERM, and what it stores until then.
 
@@ -169,7 +143,6 @@ class FdStoreSupervisor:
         self._start_at = -math.inf
         self._starts = self._strangers = 0
         self._last_end = ""
-        self._memory_kills = memory_kills()
         self._stopping = False
         self._has_terminal = os.isatty(_STDERR)
         self._status: int | None = None
@@ -184,43 +157,39 @@ class FdStoreSupervisor:
             stack.enter_context(locked(self._base))
             self._socket = KeeperSocket(self._base + CONTROL_SUFFIX)
             stack.callback(self._socket.close)
-            self._signals = stack.enter_context(heard_signals((*_ENDING, *_PASSED_ON, signal.SIGCHLD)))
+            self._signals = heard_signals((*_ENDING, *_PASSED_ON, signal.SIGCHLD))
+            poll = select.poll()
+            poll.register(self._socket, select.POLLIN)
+            poll.register(self._signals, select.POLLIN)
             while self._status is None:
-                self._time(time.monotonic())
-                self._wait(time.monotonic())
+                due = self._time(time.monotonic())
+                poll.poll(None if due == math.inf else max(due - time.monotonic(), 0) * 1000 + 1)
                 self._hear(_MESSAGES_AT_ONCE)
                 self._hear_signals()
                 self._reap()
             return self._status
 
-    # what time brings
-
-    def _wait(self, now: float) -> None:
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        poll.register(self._signals, select.POLLIN)
-        first = min([self._start_at, *(server.kill_at for server in self._servers.values())])
-        poll.poll(None if first == math.inf else max(first - now, 0) * 1000 + 1)
-
-    def _time(self, now: float) -> None:
+    def _time(self, now: float) -> float:
+        """Start and kill what is due; return when something will be."""
         if now >= self._start_at:
             self._start_at = math.inf
             self._main = self._start(now)
         for server in self._servers.values():
             if server.must_be_killed(now):
-                self._log.error(f"the server, process {server.pid}, did not end in time, and is killed")
+                self._log.write(f"the server, process {server.pid}, did not end in time, and is killed", "error")
                 server.send(signal.SIGKILL)
+        return min([self._start_at, *(server.kill_at for server in self._servers.values())])
 
     def _start(self, now: float, *further: str) -> Server | None:
         try:
             pid = start_server([*self._command, *further], os.environ, self._kept, self._base + CONTROL_SUFFIX)
         except OSError as error:
-            self._log.error(f"no server can be started: {error.strerror}")
+            self._log.write(f"no server can be started: {error.strerror}", "error")
             if not further:
                 self._start_at = now + self._backoff.delay(now)
             return None
         self._starts += 1
-        self._log.info(f"server is process {pid}, start {self._starts}; kept: {', '.join(self._kept) or 'nothing'}")
+        self._log.write(f"server is process {pid}, start {self._starts}; kept: {', '.join(self._kept) or 'nothing'}")
         server = self._servers[pid] = Server(pid, now, takeover=bool(further))
         return server
 
@@ -244,19 +213,19 @@ class FdStoreSupervisor:
             if note.name in self._kept or len(self._kept) < MAX_KEPT:
                 self._forget(note.name)
                 self._kept[note.name] = fd
-                self._log.info(f"keeps {note.name} of process {pid}")
+                self._log.write(f"keeps {note.name} of process {pid}")
                 return
-            self._log.error(f"does not keep {note.name} of process {pid}: there are {len(self._kept)} others")
+            self._log.write(f"does not keep {note.name} of process {pid}: there are {len(self._kept)} others", "error")
         if fd is not None:
             os.close(fd)
         if server is None:
             self._strangers += 1
             if self._strangers & (self._strangers - 1) == 0:  # the 1st, 2nd, 4th, ...
                 text = f"ignored process {pid} of uid {received.uid}: {self._strangers} such messages in all"
-                self._log.write("warning", text)
+                self._log.write(text, "warning")
             return
         if note.remove and self._forget(note.name):
-            self._log.info(f"keeps {note.name} no longer")
+            self._log.write(f"keeps {note.name} no longer")
         if note.ready and server.ready_at is None:
             self._is_ready(server)
 
@@ -275,7 +244,7 @@ class FdStoreSupervisor:
         now = time.monotonic()
         server.ready(now)
         took_over, server.takeover = server.takeover, False
-        self._log.info(f"server, process {server.pid}, is ready after {now - server.started:.2f} s")
+        self._log.write(f"server, process {server.pid}, is ready after {now - server.started:.2f} s")
         if took_over:
             if self._main is not None and self._main is not server:
                 self._end(self._main)
@@ -298,7 +267,7 @@ class FdStoreSupervisor:
                 self._main.send(number)
 
     def _stop(self, number: signal.Signals) -> None:
-        self._log.info(f"{number.name}: the server ends, and what is kept with it")
+        self._log.write(f"{number.name}: the server ends, and what is kept with it")
         self._stopping, self._start_at = True, math.inf
         if self._pending is not None:
             self._finish(self._pending[0], False, "the keeper ends")
@@ -322,7 +291,7 @@ class FdStoreSupervisor:
                     self._ended(self._servers.pop(pid), os.waitstatus_to_exitcode(status))
 
     def _ended(self, server: Server, code: int) -> None:
-        how = f"server, process {server.pid}, ended {how_ended(code)}{self._why(code)}"
+        how = f"server, process {server.pid}, ended {how_ended(code)}"
         # As a shell passes it on.
         status = code if code >= 0 else 128 - code
         if server is self._main:
@@ -332,12 +301,12 @@ class FdStoreSupervisor:
             if successor is not None:
                 if not self._stopping:
                     successor.kill_at = math.inf
-                self._log.info(f"{how}; process {successor.pid} takes over")
+                self._log.write(f"{how}; process {successor.pid} takes over")
                 return
             self._after_end(server, status, how)
         else:
             beside = server.takeover and self._main is not None
-            self._log.info(f"{how}{' before it was ready: the old one stays' if beside else ''}")
+            self._log.write(f"{how}{' before it was ready: the old one stays' if beside else ''}")
             if beside:
                 text = f"{how} before it was ready: the old one stays; the log of the keeper says why"
                 self._finish("reload", False, text)
@@ -349,13 +318,13 @@ class FdStoreSupervisor:
         if server.takeover:
             self._finish("reload", False, f"{how} before it was ready, and the old one has ended: it starts again")
         if self._stopping:
-            self._log.info(how)
+            self._log.write(how)
         elif self._pending is not None and self._pending[0] == "drop":
-            self._log.info(how)
+            self._log.write(how)
             self._drop()
             self._start_at = now
         elif status == EXIT_REFUSED and not self._kept:
-            self._log.error(f"{how}: a restart does not help, and nothing is kept")
+            self._log.write(f"{how}: a restart does not help, and nothing is kept", "error")
             self._status = EXIT_REFUSED
         else:
             if server.ready_at is not None or now - server.started >= HEALTHY_S:
@@ -363,14 +332,7 @@ class FdStoreSupervisor:
                 self._start_at = now
             else:
                 self._start_at = now + self._backoff.delay(now)
-            self._log.error(f"{how}; the next start is in {max(self._start_at - now, 0):.1f} s")
-
-    def _why(self, code: int) -> str:
-        if code != -signal.SIGKILL:
-            return ""
-        before, self._memory_kills = self._memory_kills, memory_kills()
-        more = before is not None and self._memory_kills is not None and self._memory_kills > before
-        return ": the kernel killed it for lack of memory" if more else ""
+            self._log.write(f"{how}; the next start is in {max(self._start_at - now, 0):.1f} s", "error")
 
     def _refused(self, caller: int, request: dict[str, Any]) -> str | None:
         """Return why a request is refused. Without a reason it has its reply, or gets it later from `_finish`."""
@@ -398,7 +360,7 @@ class FdStoreSupervisor:
         if asked == "drop" and server is None:
             self._drop()
         elif asked == "drop" and server is not None:
-            self._log.info(f"--drop: the server, process {server.pid}, ends and starts cold")
+            self._log.write(f"--drop: the server, process {server.pid}, ends and starts cold")
             self._end(server)
         return None
 
@@ -410,7 +372,7 @@ class FdStoreSupervisor:
             freed = nbytes - sum(row["bytes"] for row in self._rows())
             text = f"freed {names}, {freed} bytes"
         self._forget_all()
-        self._log.info(f"--drop: {text}")
+        self._log.write(f"--drop: {text}")
         self._finish("drop", True, text, freed=freed)
 
     def _rows(self) -> list[dict[str, Any]]:
@@ -458,7 +420,9 @@ def main(argument: str) -> int:
     try:
         return FdStoreSupervisor(options["command"], options["base"], lines).run()
     except AlreadyHeldError as error:
-        lines.error(f"another `kvframework hold`, process {error}, keeps the server at this endpoint; --status asks it")
+        lines.write(
+            f"another `kvframework hold`, process {error}, keeps the server at this endpoint; --status asks it", "error"
+        )
     except OSError as error:
-        lines.error(f"{options['base']}: {error}")
+        lines.write(f"{options['base']}: {error}", "error")
     return EXIT_REFUSED

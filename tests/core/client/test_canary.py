@@ -7,10 +7,9 @@ import pytest
 from kvframework.api.layout import EngineView, LayerGroup
 from kvframework.api.plugin import DTYPE_BYTES
 from kvframework.client import KVClient, WorkerAdapter
-from kvframework.errors import BadLayout, KVFrameworkError
+from kvframework.errors import BadLayout
 from tests.support.lazy import torch
 from tests.support.server_process import ServerProcess
-from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.torch
 
@@ -79,34 +78,6 @@ def test_a_wrong_declaration_is_refused(
         assert watcher.status()["instances"] == [], "refused means not registered"
     for name, tensor in kv.items():
         assert torch.equal(tensor, before[name])
-
-
-def why_down(client: KVClient) -> KVFrameworkError | None:
-    try:
-        client.raise_down()
-    except KVFrameworkError as error:
-        return error
-    return None
-
-
-def test_after_a_reconnect_the_canary_only_reads() -> None:
-    with ServerProcess() as server, server.engine_client() as client:
-        kv = memory()
-        worker = register(client, kv, view := View(kv), NHD)
-        written = view.writes
-        boot = client.boot_id
-        server.kill9()
-        server.start()
-        wait_until(lambda: client.usable and client.boot_id != boot, what="the reconnect")
-        assert view.writes == written
-        server.kill9()
-        wait_until(lambda: not client.usable, what="the client to notice")
-        view._planes = (1, 0)  # the engine is not what it declared any more
-        server.start()
-        wait_until(lambda: isinstance(why_down(client), BadLayout), what="the refusal")
-        assert "K and V are swapped" in str(why_down(client))
-        assert not client.usable
-        worker.close()
 
 
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)

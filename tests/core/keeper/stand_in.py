@@ -46,9 +46,6 @@ def main(folder: Path, takeover: bool) -> int:
     fails = (folder / "fails").read_text() if (folder / "fails").exists() else ""
     if fails == "at start" or (takeover and fails == "before the hand-over"):
         return 3
-    if fails == "eats memory":
-        eaten = [bytearray(1 << 20) for _ in range(256)]
-        return 4 + bool(eaten)
     if fails == "leaves an orphan" and os.fork() == 0:
         os._exit(0 if os.fork() else bool(time.sleep(0.05)))
     if fails == "refused":

@@ -195,7 +195,7 @@ def test_layers_with_and_without_a_window_are_split_alike(client: KVClient) -> N
     second = [*ranks(1, 10**6 + 10, torch.zeros_like(whole)), *ranks(4, 10**6 + 20, torch.zeros_like(whole))]
     for worker, part in second:
         assert worker.submit_retrieve(hashed(client, tokens), 0, TOKENS, [blocks, blocks]).result(60).ok
-        own = worker.identity.part
+        own = worker.part
         assert own is not None
         at = own.tp_rank * heads // own.tp_size
         wanted = whole[:, :, :, at : at + heads // own.tp_size].unflatten(2, (-1, BLOCK))

@@ -4,8 +4,6 @@ themselves."""
 
 from __future__ import annotations
 
-import logging
-import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,8 +11,6 @@ from dataclasses import dataclass, field
 from kvf_sglang.options import SglangOptions
 from kvf_sglang.pools import PoolForm
 from kvframework.client import Attachment, KVClient, KvIdentity, ModelPart, SchedulerAdapter, WorkerAdapter
-
-log = logging.getLogger(__name__)
 
 # SGLang's own page hashes are the digests. A server with this hasher serves other engines under the same names.
 PAGE_HASHER = "sglang/1"
@@ -111,14 +107,6 @@ class Attachments:
             loads.close()
             stores.close()
             raise
-        log.info(
-            "pool %s registered with the server at %s: pages of %d tokens, %.1f KiB a page, namespace %s",
-            name,
-            self._client.endpoint,
-            page_tokens,
-            registration.desc.nbytes / 1024,
-            registration.namespace.hex(),
-        )
         return AttachedPool(
             form,
             page_tokens,
@@ -137,7 +125,6 @@ class Attachments:
         parts = ["pages:" + PAGE_HASHER if foreign else "", pool, form.packing, place.stage, self._release]
         return WorkerAdapter(
             self._client,
-            instance_id=secrets.randbits(62),
             model_name=identity.model_name,
             world_size=place.world_size,
             rank=place.rank,

@@ -9,7 +9,6 @@ caller decides that a failure is only a miss.
 from __future__ import annotations
 
 import math
-import secrets
 import time
 import uuid
 from collections import OrderedDict
@@ -161,7 +160,6 @@ class CacheSession:
         identity = now.identity
         worker = WorkerAdapter(
             self.client,
-            instance_id=secrets.randbits(62),
             model_name=identity.model_name,
             revision=identity.revision,
             quantization=identity.quantization,

@@ -4,7 +4,6 @@ restart of the server the adapter registers again by itself."""
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -140,7 +139,6 @@ class AttachedInstance:
     def _adapter_of(self, identity: KvIdentity) -> WorkerAdapter:
         return WorkerAdapter(
             self._client,
-            instance_id=secrets.randbits(62),
             model_name=identity.model_name,
             world_size=self._world_size,
             rank=self._rank,
@@ -158,16 +156,8 @@ class AttachedInstance:
     def _register(self) -> Served:
         registration = self._adapter.register_kv_caches(self._tensors, block_size=self._groups[0].block_size)
         self._group_of_each = group_of_each(registration.layout, self._groups)
-        identity = self._adapter.identity
-        log.info(
-            "registered with the server at %s: chunks of %d tokens, %.1f KiB a token, namespace %s",
-            self._client.endpoint,
-            registration.desc.chunk_tokens,
-            registration.desc.nbytes / registration.desc.chunk_tokens / 1024,
-            registration.namespace.hex(),
-        )
         return Served(
-            identity.model_name,
+            self._adapter.model_name,
             registration.namespace,
             registration.desc.chunk_tokens,
             registration.world_size,

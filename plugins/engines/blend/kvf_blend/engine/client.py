@@ -63,9 +63,9 @@ class BlendClient:
         server without this plugin, `VersionMismatch` from one that is too old for `before`, `ServerGone`,
         `DeadlineExceeded`.
         """
-        identity, registration = self._worker.identity, self._worker.registration
-        world_size = registration.world_size if registration is not None else identity.world_size
-        payload = m.RegisterBlend(identity.instance_id, identity.model_name, world_size, self._rotary, self._before)
+        worker, registration = self._worker, self._worker.registration
+        world_size = registration.world_size if registration is not None else worker.world_size
+        payload = m.RegisterBlend(worker.instance_id, worker.model_name, world_size, self._rotary, self._before)
         answer = self._client.request(m.CB_REGISTER_KV_CACHE.name, payload, m.BlendRegistered)
         if answer.fingerprint != fingerprint(self._rotary, self._before):
             # It would name segments as if they were computed alone.
@@ -136,7 +136,7 @@ class BlendClient:
 
     @property
     def _instance_id(self) -> int:
-        return self._worker.identity.instance_id
+        return self._worker.instance_id
 
     def _ask(self, spec: RequestSpec, payload: Message, miss: M, *, timeout: float) -> M:
         """The answer, or `miss`."""

@@ -167,7 +167,7 @@ class KitEngine:
         """Return how many tokens a lookup finds."""
         scheduler = SchedulerAdapter(
             self.client,
-            model_name=self.worker.identity.model_name,
+            model_name=self.worker.model_name,
             namespace=self.registration.namespace,
             chunk_tokens=CHUNK,
             world_size=self.registration.world_size,
