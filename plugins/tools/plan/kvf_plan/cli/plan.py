@@ -110,6 +110,7 @@ def plan(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Simulate a part of the sessions, and no more.")] = False,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the chosen configuration.")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw a picture, .png or .svg.")] = None,
     catalogue: Annotated[bool, typer.Option("--catalogue", help="Show the models and GPUs that it knows.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -134,9 +135,12 @@ def plan(
     from kvf_plan.planning.goal import goal_of
     from kvf_plan.planning.offers import parse_budget, parse_prices, tier_offers
     from kvf_plan.planning.plan import EVICTIONS, WRITE_POLICIES, Wanted, make_plan
+    from kvf_plan.planning.plot import check_plot, draw
     from kvf_plan.trace.reading import open_trace
     from kvframework.api.console import stderr
 
+    if plot is not None:
+        check_plot(plot)
     if out is not None:
         if ttft is None:
             raise PlanError(
@@ -159,6 +163,8 @@ def plan(
     with stderr.status("reading") as status:
         made = make_plan(open_trace(trace, chunk_tokens=chunk_tokens), wanted, status.update)
     print_plan(made, as_json=as_json)
+    if plot is not None:
+        draw(made, plot)
     if made.chosen is not None and out is not None:
         write_out(made, out)
     if made.chosen is None and ttft is not None:
