@@ -15,6 +15,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import msgspec
 
 from kvframework.api.counter import Counter
+from kvframework.api.listener import Finished
 from kvframework.api.plugin import Message
 
 # Why a lookup missed, the keys of `lookups.misses`; in the order of docs/operations.md.
@@ -495,61 +496,6 @@ class Status(Part, frozen=True):
     events: Events = Events()
     listeners: dict[str, Any] = {}
     messaging: Messaging = Messaging()
-
-
-class TierCall(Message, frozen=True, array_like=True):
-    """A call to a tier for a LOOKUP: `began` is of the server's monotonic clock; `values` were asked for, and `found`
-    of them were there."""
-
-    tier: str
-    operation: str
-    began: float
-    seconds: float
-    values: int
-    found: int
-    ok: bool
-
-
-class Finished(Message, frozen=True):
-    """A finished LOOKUP, STORE or RETRIEVE, whichever way its bytes took; docs/status.md says what each field means.
-
-    `number` counts from 1. `at` and `cause_at` are of the wall clock, `monotonic` of the server's monotonic clock, in
-    seconds. `missing` is the first token of the first chunk that was missing, -1 for none; `added_tokens` is -1 where
-    it is not known. `tier_calls` are the first calls to tiers of a sampled LOOKUP.
-    """
-
-    number: int
-    request: str
-    at: float
-    monotonic: float
-    seconds: float
-    request_id: str
-    client: str
-    pid: int
-    session_id: int
-    model: str
-    namespace: str
-    outcome: str
-    start: int = 0
-    asked_tokens: int = 0
-    l1_tokens: int = 0
-    l2_tokens: int = 0
-    missing: int = -1
-    chunk_tokens: int = 0
-    reason: str = ""
-    detail: str = ""
-    cause_at: float = 0.0
-    idle_s: float = 0.0
-    by: str = ""
-    path: str = ""
-    objects: int = 0
-    nbytes: int = 0
-    tenant: str = ""
-    trace: str = ""
-    tier_calls: tuple[TierCall, ...] = ()
-    load_s: float = 0.0
-    compute_s: float = 0.0
-    added_tokens: int = -1
 
 
 class RecentReply(Message, frozen=True):

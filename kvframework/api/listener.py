@@ -13,7 +13,7 @@ import msgspec
 
 from kvframework.api.hasher import KeyHasher
 from kvframework.api.keys import CacheKey, ChunkContent, PackedKey
-from kvframework.api.plugin import O, Provider, ServerTerms, hookimpl
+from kvframework.api.plugin import Message, O, Provider, ServerTerms, hookimpl
 
 if TYPE_CHECKING:
     import zmq
@@ -25,17 +25,16 @@ __all__ = [
     "CacheKey",
     "ChunkShape",
     "Contents",
+    "Finished",
     "Listener",
     "ListenerContext",
     "ListenerProvider",
-    "MissReason",
     "PackedKey",
     "Record",
     "Records",
     "Registered",
     "Removed",
     "RequestRecord",
-    "RequestSubject",
     "ServerTerms",
     "Sockets",
     "TierCall",
@@ -72,8 +71,9 @@ class Registered(msgspec.Struct, frozen=True, gc=False):
     content: ChunkContent | None
 
 
-class TierCall(NamedTuple):
-    """A call to a tier for `values`, of which `found` were there; the times are of the clock of the storage."""
+class TierCall(Message, frozen=True, array_like=True):
+    """A call to a tier for a LOOKUP: `began` is of the server's monotonic clock; `values` were asked for, and `found`
+    of them were there."""
 
     tier: str
     operation: str
@@ -84,59 +84,54 @@ class TierCall(NamedTuple):
     ok: bool
 
 
-class MissReason(NamedTuple):
-    """A reason, one of `REASONS` of `wire.messages`, and what else is known, in words. Of what has a time: `at`, of the
-    clock of the storage; of an eviction: after how many seconds without a use, and by which model's objects."""
+class Finished(Message, frozen=True):
+    """A finished LOOKUP, STORE or RETRIEVE, whichever way its bytes took, without its content; docs/status.md says what
+    each field means.
 
-    reason: str
-    detail: str = ""
-    at: float | None = None
-    idle_s: float = 0.0
-    by: str = ""
+    `number` counts from 1 where a server answers with it, else it is 0. `at` and `cause_at` are of the wall clock,
+    `monotonic` of the server's monotonic clock, in seconds. `missing` is the first token of the first chunk that was
+    missing, -1 for none; `added_tokens` is -1 where it is not known. `tier_calls` are the first calls to tiers of a
+    sampled LOOKUP.
+    """
 
-
-class RequestSubject(NamedTuple):
-    """Which request it is, without its content. `began` is the time of its first message, of the monotonic clock;
-    `namespace` has the first bytes of it; `path` is how the bytes of a transfer move."""
-
-    began: float
+    number: int
+    request: str
+    at: float
+    monotonic: float
+    seconds: float
+    request_id: str
     client: str
     pid: int
     session_id: int
-    request_id: str
     model: str
-    namespace: bytes
-    start: int
-    asked_tokens: int
-    path: str = ""
-    tenant: str = ""
-    trace: str = ""
-
-
-NOT_MISSED = MissReason("")
-
-
-class RequestRecord(msgspec.Struct, frozen=True, gc=False):
-    """A LOOKUP, STORE or RETRIEVE has ended: at `at` of the wall clock, `ended` of the monotonic one. The fields are
-    those of the wire's `Finished`. Of a LOOKUP `prefix` is the namespace with the digest of the first chunk, b"" if the
-    namespace is not known."""
-
-    request: str
-    subject: RequestSubject
+    namespace: str
     outcome: str
-    at: float
-    ended: float
+    start: int = 0
+    asked_tokens: int = 0
     l1_tokens: int = 0
     l2_tokens: int = 0
     missing: int = -1
     chunk_tokens: int = 0
-    why: MissReason = NOT_MISSED
+    reason: str = ""
+    detail: str = ""
+    cause_at: float = 0.0
+    idle_s: float = 0.0
+    by: str = ""
+    path: str = ""
     objects: int = 0
     nbytes: int = 0
-    tier_calls: Sequence[TierCall] = ()
+    tenant: str = ""
+    trace: str = ""
+    tier_calls: tuple[TierCall, ...] = ()
     load_s: float = 0.0
     compute_s: float = 0.0
     added_tokens: int = -1
+
+
+class RequestRecord(Finished, frozen=True, gc=False):
+    """A LOOKUP, STORE or RETRIEVE has ended. Of a LOOKUP `prefix` is the namespace with the digest of the first chunk,
+    b"" if the namespace is not known; it is not for others than listeners."""
+
     prefix: bytes = b""
 
 

@@ -148,7 +148,7 @@ class ChunkTransfers:
     def _store(
         self, client: ClientInfo, payload: m.StoreCpuChunks, buffers: Sequence[memoryview]
     ) -> m.ChunksStored | Future[Message]:
-        subject = self._transfers.subject(client, payload.key, "wire")
+        begun = self._transfers.begun("STORE", client, payload.key, "wire")
         grid = self._transfers.engine_driven(client, payload.instance_id, payload.key)
         if not payload.objects and not buffers:
             return self._missing(grid)
@@ -164,7 +164,7 @@ class ChunkTransfers:
             prompt=prompt_part(payload.key, grid, range(len(grid.flat))),
         )
         copies = [(offset, sent[index]) for index, offset in result.placed]
-        plan = self._transfers.reserved(subject, payload.key, grid, result)
+        plan = self._transfers.reserved(begun, payload.key, grid, result)
         if not plan.lease:
             return m.ChunksStored(plan.outcome)
         # The copy cannot be stopped; a cancel waits for its end.

@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
@@ -17,6 +17,7 @@ from kvframework.api.keys import NAMESPACE_BYTES
 from kvframework.api.listener import RequestRecord
 from kvframework.api.requests import ClientInfo
 from kvframework.service.records import MAX_TEXT, RequestLog
+from kvframework.status import REASONS
 from kvframework.storage.l1.entries import Account
 from kvframework.storage.manager import StorageManager
 from kvframework.text import visible
@@ -26,12 +27,11 @@ from kvframework.wire.messages import LOST_AMOUNTS, LOST_CALLS, MAX_LOST, MOST_L
 ENTRIES, MOST = 256, 2048
 SHOWN = 16
 _SHOWN_BYTES = 4
-_LOOKUP = 1 << 48
 
 
 class HotPrefixes:
     """The prefixes that are asked for most, by their first chunk: a space-saving sketch. `model_of` names the model of
-    a namespace. Thread-safe.
+    a namespace. One thread counts, any may ask for the `status`.
 
     Between two cuts it counts every prefix that it meets, exactly; a cut keeps those with a larger count than the
     `ENTRIES` largest have at least: this is the floor, as no prefix that is forgotten can have been asked for more
@@ -44,53 +44,42 @@ class HotPrefixes:
     def __init__(self, model_of: Callable[[bytes], str]) -> None:
         self._model_of = model_of
         self._secret = secrets.token_bytes(32)
-        self._lock = threading.Lock()
-        self._floor = 0
-        # By namespace and digest of the first chunk: lookups x `_LOOKUP` + the tokens that they found, one number since
-        # that takes half the time of two.
-        self._sums: dict[bytes, int] = {}
-        # Of the prefixes that the last cut kept; that of all others is the floor.
-        self._errors: dict[bytes, int] = {}
+        self.floor = 0
+        # By namespace and digest of the first chunk: lookups, the error of that, and the tokens that they found.
+        self.rows: dict[bytes, list[int]] = {}
 
     def looked_up(self, prefix: bytes, hit_tokens: int) -> None:
         """Count a lookup; `prefix` is the namespace and the digest of the first chunk."""
-        with self._lock:
-            total = self._sums.get(prefix)
-            if total is None:
-                if len(self._sums) >= MOST:
-                    self._cut()
-                total = self._floor * _LOOKUP
-            self._sums[prefix] = total + _LOOKUP + hit_tokens
-
-    def _cut(self) -> None:
-        floor = sorted(self._sums.values())[-ENTRIES - 1] // _LOOKUP
-        least = (floor + 1) * _LOOKUP
-        self._sums = {prefix: total for prefix, total in self._sums.items() if total >= least}
-        self._errors = {prefix: self._errors.get(prefix, self._floor) for prefix in self._sums}
-        self._floor = floor
+        row = self.rows.get(prefix)
+        if row is None:
+            if len(self.rows) >= MOST:
+                self.floor = sorted([row[0] for row in self.rows.values()])[-ENTRIES - 1]
+                self.rows = {prefix: row for prefix, row in self.rows.items() if row[0] > self.floor}
+            row = self.rows[prefix] = [self.floor, self.floor, 0]
+        row[0] += 1
+        row[2] += hit_tokens
 
     def status(self) -> list[dict[str, object]]:
         """Return the largest, `SHOWN` at most."""
-        with self._lock:
-            largest = heapq.nlargest(SHOWN, self._sums.items(), key=itemgetter(1))
-            errors = [self._errors.get(prefix, self._floor) for prefix, _ in largest]
+        # `list` in one step: another thread may add a prefix meanwhile.
+        largest = heapq.nlargest(SHOWN, list(self.rows.items()), key=itemgetter(1))
         return [
             {
                 "model": self._model_of(prefix[:NAMESPACE_BYTES]),
                 "prefix": hashlib.blake2b(prefix, digest_size=_SHOWN_BYTES, key=self._secret).hexdigest(),
-                "hit_tokens": total % _LOOKUP,
-                "count": total // _LOOKUP,
+                "hit_tokens": hit_tokens,
+                "count": count,
                 "error": error,
             }
-            for (prefix, total), error in zip(largest, errors, strict=True)
+            for prefix, (count, error, hit_tokens) in largest
         ]
 
 
-# Rows with a name of their own, of each kind.
+# Rows with a name of their own, of each kind: names come from clients.
 MAX_ROWS = 64
 OTHER = "other"
-# The fields of a row, and those of an account.
-_FIELDS = {
+# The fields of rows, and those of an account.
+_USE = {
     "bytes": "nbytes",
     "objects": "objects",
     "lookups": "lookups",
@@ -99,12 +88,13 @@ _FIELDS = {
     "stored_objects": "stored",
     "evicted_objects": "evicted",
 }
+_LOOKUPS = {name: name for name in ("lookups", "asked_tokens", "l1_tokens", "l2_tokens")}
 
 
 class Use:
-    """Who uses the cache: rows by model, tenant, namespace and engine, counted in the accounts of L1 and added up for
-    each document. Hears the LOOKUPs among the records of `requests`. `begin_session` and `end_session` run on the
-    serving thread, `status` on any."""
+    """Who uses the cache, and what lookups found: rows by model, tenant, namespace and engine, counted in the accounts
+    of L1 and added up for each document. Hears the LOOKUPs among the records of `requests`. `begin_session` and
+    `end_session` run on the serving thread, `status` and `lookups` on any."""
 
     def __init__(self, storage: StorageManager, requests: RequestLog) -> None:
         self._storage = storage
@@ -114,6 +104,8 @@ class Use:
         requests.listeners.append(self.heard)
         self._hot = HotPrefixes(self._model_of)
         self._engines: dict[int, str] = {}
+        self._hit_tokens = self._unknown = 0
+        self._misses = Counter(dict.fromkeys(REASONS, 0))
 
     def begin_session(self, client: ClientInfo) -> None:
         self._engines[client.session_id] = f"{client.name[:MAX_TEXT]} ({client.pid})"
@@ -127,23 +119,40 @@ class Use:
     def heard(self, record: RequestRecord) -> None:
         if record.request != "LOOKUP":
             return
-        subject, hit = record.subject, record.l1_tokens + record.l2_tokens
-        namespace = record.prefix[:NAMESPACE_BYTES]
+        hit, namespace = record.l1_tokens + record.l2_tokens, record.prefix[:NAMESPACE_BYTES]
+        self._hit_tokens += hit
+        if record.reason:
+            self._misses[record.reason] += 1
+            self._unknown += not namespace
         if namespace:
             self._hot.looked_up(record.prefix, hit)
-        tenant = self._tenant_numbers[subject.tenant]
-        self._storage.table.account(subject.session_id, namespace, tenant).looked_up(subject.asked_tokens, hit)
+        account = self._storage.table.account(record.session_id, namespace, self._tenant_numbers[record.tenant])
+        account.looked_up(record.asked_tokens, record.l1_tokens, record.l2_tokens)
+
+    def lookups(self) -> dict[str, object]:
+        """Return what the lookups that have ended found, for the status document."""
+        self._requests.count()
+        accounts = self._storage.table.accounts.items()
+        models = ((self._model_of(key[1]) or OTHER, account) for key, account in accounts if account.lookups)
+        return {
+            "hit_tokens": self._hit_tokens,
+            "unknown_namespace": self._unknown,
+            "by_model": _rows(models, _LOOKUPS),
+            "misses": dict(self._misses),
+        }
 
     def status(self) -> dict[str, object]:
         self._requests.count()
         accounts = self._storage.table.accounts.items()
         names = self._tenants
         return {
-            "models": _rows((self._model_of(key[1]) or OTHER, account) for key, account in accounts),
+            "models": _rows(((self._model_of(key[1]) or OTHER, account) for key, account in accounts)),
             # Configured tenants have a row from the start.
-            "tenants": _rows(((names[key[2]] or OTHER, account) for key, account in accounts), [*names[1:], OTHER]),
-            "namespaces": _rows((key[1].hex() or OTHER, account) for key, account in accounts),
-            "engines": _rows((self._engines.get(key[0], OTHER), account) for key, account in accounts),
+            "tenants": _rows(
+                ((names[key[2]] or OTHER, account) for key, account in accounts), first=[*names[1:], OTHER]
+            ),
+            "namespaces": _rows(((key[1].hex() or OTHER, account) for key, account in accounts)),
+            "engines": _rows(((self.engine(key[0]), account) for key, account in accounts)),
             "hot_prefixes": self._hot.status(),
         }
 
@@ -151,64 +160,18 @@ class Use:
         return self._storage.records.model_of(namespace)[:MAX_TEXT]
 
 
-def _rows(accounts: Iterable[tuple[str, Account]], first: Sequence[str] = ()) -> dict[str, dict[str, int]]:
+def _rows(
+    accounts: Iterable[tuple[str, Account]], fields: Mapping[str, str] = _USE, first: Sequence[str] = ()
+) -> dict[str, dict[str, int]]:
     """Return the sums by name: `MAX_ROWS` names, and all that is left as `OTHER`."""
-    rows = {name: dict.fromkeys(_FIELDS, 0) for name in first}
+    rows = {name: dict.fromkeys(fields, 0) for name in first}
     for name, account in accounts:
         if name not in rows and len(rows) - (OTHER in rows) >= MAX_ROWS:
             name = OTHER
-        row = rows.setdefault(name, dict.fromkeys(_FIELDS, 0))
-        for shown, counted in _FIELDS.items():
+        row = rows.setdefault(name, dict.fromkeys(fields, 0))
+        for shown, counted in fields.items():
             row[shown] += getattr(account, counted)
     return rows
-
-
-# Models with counters of their own: their names come from clients.
-MAX_MODELS = 64
-OTHER_MODELS = "other"
-
-
-class LookupCounts:
-    """Counts of the LOOKUPs among the records of `requests`, by model and by reason of a miss; `reasons` are all that a
-    miss can have. `model_of` names the model of a namespace."""
-
-    def __init__(self, reasons: tuple[str, ...], requests: RequestLog, model_of: Callable[[bytes], str]) -> None:
-        self.hit_tokens = self.unknown_namespace = 0
-        self._models: dict[str, dict[str, int]] = {}
-        self._misses = Counter(dict.fromkeys(reasons, 0))
-        self._model_of = model_of
-        self._requests = requests
-        requests.listeners.append(self.heard)
-
-    def heard(self, record: RequestRecord) -> None:
-        """Count a lookup that has ended. A name of a model that is not registered gets no counters of its own."""
-        if record.request != "LOOKUP":
-            return
-        model = self._model_of(record.prefix[:NAMESPACE_BYTES]) if record.prefix else record.subject.model
-        counts = self._models.get(model)
-        if counts is None:
-            if not record.prefix or len(self._models) >= MAX_MODELS:
-                model = OTHER_MODELS
-            new = {"lookups": 0, "asked_tokens": 0, "l1_tokens": 0, "l2_tokens": 0}
-            counts = self._models.setdefault(model, new)
-        counts["lookups"] += 1
-        counts["asked_tokens"] += record.subject.asked_tokens
-        counts["l1_tokens"] += record.l1_tokens
-        counts["l2_tokens"] += record.l2_tokens
-        self.hit_tokens += record.l1_tokens + record.l2_tokens
-        if record.why.reason:
-            self._misses[record.why.reason] += 1
-            self.unknown_namespace += not record.prefix
-
-    def status(self) -> dict[str, Any]:
-        self._requests.count()
-        return {
-            "hit_tokens": self.hit_tokens,
-            "unknown_namespace": self.unknown_namespace,
-            # `list` in one step: another thread may add a model meanwhile.
-            "by_model": {model: dict(counts) for model, counts in list(self._models.items())},
-            "misses": dict(self._misses),
-        }
 
 
 # A loss is recent for this long; losses with shorter pauses between them are shown as one.
@@ -220,8 +183,7 @@ MAX_RECENT = 64
 class _Recent:
     """Losses of one session since its last pause; the time is on the clock."""
 
-    client: str
-    pid: int
+    client: ClientInfo
     last: float
     amounts: Counter[str] = field(default_factory=Counter)
     codes: Counter[str] = field(default_factory=Counter)
@@ -273,8 +235,8 @@ class ClientLosses:
                 "recent": [
                     {
                         "session_id": session_id,
-                        "client": each.client,
-                        "pid": each.pid,
+                        "client": each.client.name,
+                        "pid": each.client.pid,
                         **{_shown(name): each.amounts[name] for name in LOST_AMOUNTS},
                         "codes": {code: calls for code, calls in each.codes.items() if calls},
                         "ago_s": round(now - each.last, 1),
@@ -289,7 +251,7 @@ class ClientLosses:
             recent = self._recent.pop(client.session_id, None)
             if recent is None and len(self._recent) >= MAX_RECENT:
                 del self._recent[next(iter(self._recent))]
-            recent = self._recent[client.session_id] = recent or _Recent(client.name, client.pid, 0.0)
+            recent = self._recent[client.session_id] = recent or _Recent(client, 0.0)
             recent.last = self._clock()
             for sums, added in ((self._totals, amounts), (recent.amounts, amounts), (recent.codes, codes)):
                 for name, amount in added.items():

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import msgspec
+from msgspec.structs import replace
 
 from kvframework.api.hasher import DIGEST_BYTES, TOKEN_BYTES
 from kvframework.api.requests import CacheKey, ClientInfo, Handler
@@ -40,7 +40,7 @@ MAX_OPEN, MAX_OF_ASKER = 4096, 512
 
 class Granted(NamedTuple):
     """A grant: the sessions of the instance, `owner`, and of the client that looked up, `asked_by`; its end, of the
-    clock. The subject of its transfer is that of the LOOKUP; `prompt` tells where in it the objects are."""
+    clock. The record of its transfer is that of the LOOKUP; `prompt` tells where in it the objects are."""
 
     owner: int
     asked_by: int
@@ -96,10 +96,15 @@ class Grants:
                 ).id
             except RequestError:
                 break  # it holds too many; its load may say so
-            subject = self._requests.subject(client, key, "engine")._replace(asked_tokens=hit * grid.desc.chunk_tokens)
-            nbytes = sum([stored.length for stored in own])
             kept = _truncated(key, grid, hit) if self._requests.ring.wants_contents else None
-            transfer = Transfer("RETRIEVE", subject, "hit", len(own), nbytes, -1, kept, grid.desc.chunk_tokens)
+            record = replace(
+                self._requests.begun("RETRIEVE", client, key, "engine"),
+                outcome="hit",
+                asked_tokens=hit * grid.desc.chunk_tokens,
+                objects=len(own),
+                nbytes=sum([stored.length for stored in own]),
+            )
+            transfer = Transfer(record, kept, grid.desc.chunk_tokens)
             prompt = _prompt(key, grid, hit, context.ranks, positions) if key.retain else NO_PROMPT
             self._open[lease] = Granted(owner, asker, until, prompt, transfer)
             self._of_asker[asker] += 1
@@ -116,9 +121,10 @@ class Grants:
         self._forget(lease, granted)
         if granted.asked_by != granted.owner:
             self._storage.table.work_for(granted.owner, granted.asked_by)
-        subject = granted.transfer.subject
-        granted.transfer.subject = subject._replace(
-            began=max(self._clock() - took_s, subject.began),
+        record = granted.transfer.record
+        granted.transfer.record = replace(
+            record,
+            monotonic=max(self._clock() - took_s, record.monotonic),
             client=client.name,
             pid=client.pid,
             session_id=client.session_id,
@@ -199,7 +205,7 @@ def _prompt(key: CacheKey, grid: KeyGrid, hit: int, ranks: Sequence[int], positi
 
 def _truncated(key: CacheKey, grid: KeyGrid, hit: int) -> CacheKey:
     end = key.start + hit * grid.desc.chunk_tokens
-    return msgspec.structs.replace(
+    return replace(
         key,
         end=end,
         tokens=key.tokens[: end * TOKEN_BYTES],
@@ -236,11 +242,11 @@ class EngineDrivenTransfers:
         if not client.local:
             # Such a client could only commit bytes that it has not written.
             raise TransportMismatch("this client does not map the arena", available="STORE_CPU_CHUNKS")
-        subject = self._transfers.subject(client, payload.key, "engine")
+        begun = self._transfers.begun("STORE", client, payload.key, "engine")
         grid = self._transfers.engine_driven(client, payload.instance_id, payload.key)
         wanted = grid.stored(payload.first_chunks)
         owner, lease_s, share = client.session_id, self.config.store_lease_s, self._share_of(client)
-        plan = self._transfers.reserve(subject, payload.key, grid, wanted, owner=owner, lease_s=lease_s, share=share)
+        plan = self._transfers.reserve(begun, payload.key, grid, wanted, owner=owner, lease_s=lease_s, share=share)
         self._transfers.keep(plan)
         return m.StorePlan(plan.lease, plan.ranges, plan.outcome, lease_s if plan.lease else 0.0)
 
@@ -264,10 +270,10 @@ class EngineDrivenTransfers:
         return m.Aborted(freed)
 
     def _prepare_retrieve(self, client: ClientInfo, payload: m.Prepare, _buffers: object) -> m.RetrievePlan:
-        subject = self._transfers.subject(client, payload.key, "engine" if client.local else "wire")
+        begun = self._transfers.begun("RETRIEVE", client, payload.key, "engine" if client.local else "wire")
         grid = self._transfers.engine_driven(client, payload.instance_id, payload.key)
         lease_s = self.config.retrieve_lease_s
-        plan = self._transfers.pin(subject, payload.key, grid, owner=client.session_id, lease_s=lease_s)
+        plan = self._transfers.pin(begun, payload.key, grid, owner=client.session_id, lease_s=lease_s)
         if not plan.lease:
             return m.RetrievePlan(False, reason=plan.reason)
         self._transfers.keep(plan)

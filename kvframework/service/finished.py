@@ -64,7 +64,7 @@ class FinishedRequests:
         with self._lock:
             number = self._all.last + 1
             self._all.add(number, record)
-            if record.subject.trace:
+            if record.trace:
                 self._traced.add(number, record)
 
     def after(self, number: int, most: int = MOST, request_id: str = "", *, traced: bool = False) -> m.RecentReply:
@@ -76,7 +76,7 @@ class FinishedRequests:
         oldest = last - len(held)
         held = held[max(number - oldest, 0) :]
         if request_id:
-            held = [each for each in held if each[1].subject.request_id == request_id[:MAX_TEXT]]
+            held = [each for each in held if each[1].request_id == request_id[:MAX_TEXT]]
         records = tuple([_message(*each) for each in held[:most]])
         return m.RecentReply(records, last, max(oldest - number, 0), self._boot_id, self._started_at)
 
@@ -89,25 +89,11 @@ class FinishedRequests:
 
 
 def _message(number: int, record: RequestRecord) -> m.Finished:
-    """Return it for the wire, whose names these are, but for those of a cause and of times."""
-    subject, why = record.subject._asdict(), record.why
-    fields = {**msgspec.structs.asdict(record), **subject}
-    fields |= {
-        "number": number,
-        "monotonic": record.ended,
-        "seconds": record.ended - record.subject.began,
-        "namespace": record.subject.namespace.hex(),
-        "reason": why.reason,
-        "detail": why.detail,
-        "cause_at": 0.0 if why.at is None else record.at - (record.ended - why.at),
-        "idle_s": why.idle_s,
-        "by": why.by,
-        "tier_calls": tuple(m.TierCall(*call) for call in record.tier_calls),
-    }
-    return m.Finished(**{name: fields[name] for name in m.Finished.__struct_fields__})
+    """Return it for the wire: without what is for listeners alone."""
+    return m.Finished(number, *[getattr(record, name) for name in m.Finished.__struct_fields__[1:]])
 
 
-# A reader of a trace that is silent for so long is forgotten, and with the last one the ring.
+# Once the reader of a trace is silent for so long it is forgotten, and the ring.
 READER_S = 30.0
 # A lookup that waits for L2 is handed over once its hit is known, or after so long without.
 UNDECIDED_S = 10.0
@@ -119,12 +105,13 @@ _ENTRY_BYTES = 512
 
 
 class Recording:
-    """The ring, `most_bytes` of it at most, and its readers. `on` while there is one."""
+    """The ring, `most_bytes` of it at most. `on` while somebody reads it, who has what is not behind the number of its
+    last question."""
 
     def __init__(self, clock: Callable[[], float], most_bytes: int) -> None:
         self.on = False
         # All LOOKUPs so far, counted by the one thread that also calls `add`, whether it is on or not: so a reader that
-        # was forgotten and comes back sees how many it lacks.
+        # comes back late sees how many it lacks.
         self.count = 0
         self._clock = clock
         self._most_bytes = most_bytes
@@ -133,8 +120,8 @@ class Recording:
         self._bytes = 0
         # The last number, of a LOOKUP or of one that could not be kept.
         self._last = 0
-        # By session: until when it may be silent, and the last number that it has.
-        self._readers: dict[int, tuple[float, int]] = {}
+        # Until when its readers may be silent.
+        self._until = 0.0
 
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
         return [Handler(REQUESTS["TRACE"], self._trace, pooled=True)]
@@ -180,16 +167,10 @@ class Recording:
         self._most_bytes = most_bytes
 
     def expire(self) -> None:
-        if not self.on:
-            return
-        now = self._clock()
-        with self._lock:
-            for session_id in [each for each, (until, _) in self._readers.items() if until < now]:
-                self._end(session_id)
-
-    def end_session(self, session_id: int) -> None:
-        with self._lock:
-            self._end(session_id)
+        """End the recording once its reader is silent."""
+        if self.on and self._clock() > self._until:
+            with self._lock:
+                self._end()
 
     def _trace(self, client: ClientInfo, payload: m.Trace, _buffers: Sequence[memoryview]) -> m.TraceReply:
         check_own_user(client, "record a trace")
@@ -206,23 +187,19 @@ class Recording:
             after = self._last if payload.after < 0 else min(payload.after, self._last)
             if not self.on:
                 log.info("a trace of the lookups is recorded, for %s (process %d)", client.name, client.pid)
-            self.on = True
-            self._readers[client.session_id] = now + READER_S, after
-            acknowledged = min(number for _, number in self._readers.values())
-            while self._ring and next(iter(self._ring)) <= acknowledged:
+            self.on, self._until = True, now + READER_S
+            while self._ring and next(iter(self._ring)) <= after:
                 self._forget_oldest()
-            handed, last, more = self._after(after, now if payload.done else now - UNDECIDED_S)
+            handed, last, more = self._oldest(now if payload.done else now - UNDECIDED_S)
             if payload.done and not more:
-                self._end(client.session_id)
+                self._end()
         return m.TraceReply(tuple(handed), last, more)
 
-    def _after(self, after: int, undecided_since: float) -> tuple[list[m.TracedLookup], int, bool]:
-        """Return the entries behind a number, the number up to which that is everything, and whether there is more."""
+    def _oldest(self, undecided_since: float) -> tuple[list[m.TracedLookup], int, bool]:
+        """Return the oldest entries, the number up to which that is everything, and whether there is more."""
         handed: list[m.TracedLookup] = []
         nbytes = 0
         for entry in self._ring.values():
-            if entry.number <= after:
-                continue
             if entry.hit_tokens < 0 and entry.began > undecided_since:
                 return handed, entry.number - 1, False
             if len(handed) == m.MAX_TRACED or nbytes > MAX_REPLY_BYTES:
@@ -234,9 +211,7 @@ class Recording:
     def _forget_oldest(self) -> None:
         self._bytes -= _ENTRY_BYTES + len(self._ring.popitem(last=False)[1].digests)
 
-    def _end(self, session_id: int) -> None:
-        if self._readers.pop(session_id, None) is None or self._readers:
-            return
+    def _end(self) -> None:
         self.on = False
         self._ring.clear()
         self._bytes = 0

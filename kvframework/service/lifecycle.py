@@ -9,12 +9,16 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime, timezone
 from functools import partial
 
+import msgspec
+
+import kvframework
 from kvframework.api.hasher import KeyHasher
+from kvframework.api.installing import missing_kernels
 from kvframework.api.layout import Layout, MemoryLayoutDesc
 from kvframework.api.listener import ChunkShape
-from kvframework.api.plugin import ByteSize
 from kvframework.api.requests import (
     CacheKey,
     CacheServices,
@@ -28,18 +32,18 @@ from kvframework.api.requests import (
 from kvframework.api.transport import ServerContext, ServerTransport
 from kvframework.config import ServerConfig, TenantConfig
 from kvframework.errors import NotRegistered, RequestError
+from kvframework.logs.form import log_status
 from kvframework.overdue import call_within
-from kvframework.record_ring import NO_RECORDS
+from kvframework.record_ring import RecordRing
 from kvframework.service.chunks_over_wire import ChunkTransfers
 from kvframework.service.contexts import Contexts, RegisteredContext, own_context
 from kvframework.service.counts import ClientLosses
 from kvframework.service.engine_driven import EngineDrivenTransfers, Grants
 from kvframework.service.finished import FinishedRequests
-from kvframework.service.health import EVERY_S, CounterReport
+from kvframework.service.health import EVERY_S, CounterReport, problems
 from kvframework.service.keys import KeyResolver, check_key
-from kvframework.service.listeners import Listeners
+from kvframework.service.listeners import EVENTS, Listeners
 from kvframework.service.lookups import Lookups
-from kvframework.service.operator_requests import StatusReport
 from kvframework.service.records import RequestLog, TenantNames, Transfers
 from kvframework.service.registration import AttachedTransport, Registrations
 from kvframework.service.server_driven import ServerDrivenTransfers
@@ -75,7 +79,7 @@ class CacheService(CacheServices):
         listeners: Listeners | None = None,
     ) -> None:
         self._stopping = False
-        self._listeners = listeners or Listeners(NO_RECORDS)
+        self._listeners = listeners or Listeners(RecordRing())
         self.boot_id = secrets.token_bytes(16)
         self.chunk_size = config.chunk_size
         self.contexts: Contexts = {}
@@ -117,27 +121,12 @@ class CacheService(CacheServices):
         self._chunks = ChunkTransfers(storage, transfers, workers=config.workers)
         self._engine_driven = EngineDrivenTransfers(storage, transfers, grants, config)
         self._losses = ClientLosses()
-        self._status = StatusReport(
-            self.contexts,
-            storage,
-            self._listeners,
-            chunk_size=config.chunk_size,
-            server={"boot_id": self.boot_id.hex(), **server_facts},
-            shown={
-                "tickets": lambda: len(lookups.tickets),
-                "lookups": lookups.status,
-                "price": lookups.pricing.status,
-                "use": lookups.use.status,
-                "requests": request_durations,
-                "transports": lambda: {
-                    name: each.server.status() if each.server else {} for name, each in transports.items()
-                },
-            },
-            counted={"losses": self._losses.status, "messaging": messaging_status, "observe": observe_status},
-        )
+        self._server_facts = {"boot_id": self.boot_id.hex(), **server_facts}
+        self._started = time.monotonic()
+        self._started_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        self._messaging_status, self._observe_status = messaging_status, observe_status
+        self._request_durations = request_durations
         self._report = CounterReport(time.monotonic())
-        # The leases that `pin_share` has cut, as far as the log has them, by session.
-        self._cuts: dict[int, int] = {}
         self._parts = (
             self._registrations,
             self._engine_driven,
@@ -145,7 +134,6 @@ class CacheService(CacheServices):
             self._chunks,
             lookups,
             lookups.recording,
-            self._status,
             self.finished,
         )
         self._of_sessions = (self._losses, lookups, transfers, grants)
@@ -157,12 +145,54 @@ class CacheService(CacheServices):
             Handler(REQUESTS["NOOP"], lambda _client, payload, _buffers: payload),
             Handler(REQUESTS["GET_CHUNK_SIZE"], self._get_chunk_size),
             Handler(REQUESTS["CLEAR"], self._clear, pooled=True, ordered=True),
+            Handler(REQUESTS["REPORT_STATUS"], self._report_status, pooled=True, ordered=True),
         ]
         return own + [handler for part in self._parts for handler in part.handlers()]
 
     def report(self) -> dict[str, object]:
-        """Return the status document. Blocks for some milliseconds; from a worker thread."""
-        return self._status.document()
+        """Return the status document, whose fields docs/status.md lists. Blocks for some milliseconds; from a worker
+        thread."""
+        # `list` in one step: the serving thread may change the registry meanwhile.
+        contexts = sorted(list(self.contexts.values()), key=lambda context: context.instance_id)  # noqa: C414
+        document: dict[str, object] = {
+            "server": {
+                "version": kvframework.__version__,
+                "started_at": self._started_at,
+                "uptime_s": round(time.monotonic() - self._started, 1),
+                "chunk_size": self.chunk_size,
+                "missing_kernels": list(missing_kernels()),
+                **self._server_facts,
+            },
+            "instances": [context.describe(self.chunk_size) for context in contexts],
+            "gpu_instance_ids": [context.instance_id for context in contexts if context.is_gpu],
+            "non_gpu_instance_ids": [context.instance_id for context in contexts if not context.is_gpu],
+            "namespaces": sorted({context.namespace.hex() for context in contexts}),
+            "tickets": len(self.lookups.tickets),
+            "lookups": self.lookups.status(),
+            "price": self.lookups.pricing.status(),
+            "use": self.lookups.use.status(),
+            "requests": self._request_durations(),
+            "transports": {
+                name: each.server.status() if each.server else {} for name, each in self._transports.items()
+            },
+            **self._counted(),
+        }
+        return {**document, "problems": problems(document)}
+
+    def _counted(self) -> dict[str, object]:
+        """Return the parts of the document whose counters of failures the log reports as they grow."""
+        return {
+            **self.storage.status(),
+            "losses": self._losses.status(),
+            "messaging": self._messaging_status(),
+            "observe": self._observe_status(),
+            "log": log_status(),
+            "events": self._listeners.status(EVENTS),
+            "listeners": self._listeners.others(),
+        }
+
+    def _report_status(self, _client: ClientInfo, _payload: m.Empty, _buffers: object) -> m.StatusReply:
+        return m.StatusReply(msgspec.json.encode(self.report()))
 
     def configure(self, config: ServerConfig) -> None:
         """Change what of `[server]` may change while it runs, see `kvframework.running_config`. From any thread."""
@@ -211,7 +241,6 @@ class CacheService(CacheServices):
         leases = 0 if self._stopping else self.storage.table.end_owner(client.session_id)
         for part in self._of_sessions:
             part.end_session(client.session_id)
-        self._cuts.pop(client.session_id, None)
         if not (instances or tickets or leases):
             return
         who = (client.name, client.pid)
@@ -229,23 +258,9 @@ class CacheService(CacheServices):
         self.lookups.recording.expire()
         now = time.monotonic()
         if self._report.is_due(now):
-            self._say_cuts()
-            grown = self._report.changes(self._status.parts(), now)
+            grown = self._report.changes(self._counted(), now)
             if grown:
                 log.warning("in the last %.0f s: %s", EVERY_S, grown)
-
-    def _say_cuts(self) -> None:
-        for session_id, pinned in self.storage.table.pinned_bytes().items():
-            cut = pinned.cut - self._cuts.get(session_id, 0)
-            if cut > 0:
-                self._cuts[session_id] = pinned.cut
-                log.warning(
-                    "%s keeps %s of L1 from eviction while others need room: by pin_share = %s, %s ended or refused",
-                    self.lookups.use.engine(session_id),
-                    ByteSize(pinned.nbytes),
-                    self._config.pin_share,
-                    counted(cut, "leases"),
-                )
 
     def close(self, by: float | None = None, *, process_ends: bool = False) -> None:
         """Close contexts, transports and storage, after the last request. Errors of a transport are logged.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,18 +16,16 @@ from typing import Any, NamedTuple
 
 from kvframework.api.futures import Future, Promise
 from kvframework.api.keys import DIGEST_BYTES
-from kvframework.api.listener import NOT_MISSED, RequestRecord
 from kvframework.api.requests import ClientInfo, Handler, Message, PrefetchTask
 from kvframework.errors import LeaseUnknown, NamespaceMismatch
 from kvframework.messaging.polling import Deadlines
-from kvframework.service.counts import LookupCounts, Use
+from kvframework.service.counts import Use
 from kvframework.service.engine_driven import Grants
 from kvframework.service.finished import Recording
 from kvframework.service.keys import KeyResolver, check_key, found_part, prompt_part
 from kvframework.service.miss_reasons import MissFacts
 from kvframework.service.pricing import Pricing
 from kvframework.service.records import PendingLookup, RequestLog
-from kvframework.status import REASONS
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecord
 from kvframework.storage.tickets import Answer, LookupTickets, Wanted
@@ -155,7 +152,6 @@ class Lookups:
         )
         # Changed by the serving thread only, like all counters here.
         self._counters = Counter(lookups=0, asked_tokens=0)
-        self._counts = LookupCounts(REASONS, requests, storage.records.model_of)
         self._requests = requests
         self._grants = grants
         self.pricing = Pricing(storage, on=price)
@@ -167,14 +163,13 @@ class Lookups:
 
     def status(self) -> dict[str, Any]:
         """Return the counters. `asked_tokens` and `hit_tokens` of the lookups that have ended give the hit rate."""
-        return {**self._counters, **self._counts.status()}
+        return {**self._counters, **self.use.lookups()}
 
     def end_session(self, session_id: int) -> None:
         """Forget a session that has ended, once its tickets have."""
         self.use.end_session(session_id)
         self.miss_facts.end_session(session_id)
         self.pricing.end_session(session_id)
-        self.recording.end_session(session_id)
 
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
         return [
@@ -352,27 +347,22 @@ class Lookups:
             self.pricing.ended(priced, chunk_tokens)
         if asked.traced:
             self.recording.decided(asked.traced, hit_tokens)
-        why, missing = NOT_MISSED, -1
+        why, missing = None, -1
         if hit_tokens < key.end - key.start:
             why = self.miss_facts.of_lookup(asked, unanswered=unanswered)
             missing = key.start + (asked.missing[0] * chunk_tokens if asked.missing else 0)
-        subject = self._requests.subject(asked.client, key, began=asked.began)
-        self._requests.add(
-            RequestRecord(
-                "LOOKUP",
-                subject,
-                "hit" if missing < 0 else "partial" if hit_tokens else "miss",
-                time.time(),
-                self._clock(),
-                l1_tokens=l1_tokens,
-                l2_tokens=hit_tokens - l1_tokens,
-                missing=missing,
-                chunk_tokens=chunk_tokens,
-                why=why,
-                # A copy: the load of a lookup that was given up goes on.
-                tier_calls=tuple(asked.task.calls) if subject.trace and asked.task is not None else (),
-                load_s=0.0 if priced is None else priced.load_s,
-                compute_s=0.0 if priced is None else priced.compute_s,
-                prefix=b"" if grid is None else key.namespace + (key.digests[:DIGEST_BYTES] or grid.digests[0]),
-            )
+        begun = self._requests.begun("LOOKUP", asked.client, key, began=asked.began)
+        self._requests.end(
+            begun,
+            "hit" if missing < 0 else "partial" if hit_tokens else "miss",
+            why,
+            l1_tokens=l1_tokens,
+            l2_tokens=hit_tokens - l1_tokens,
+            missing=missing,
+            chunk_tokens=chunk_tokens,
+            # A copy: the load of a lookup that was given up goes on.
+            tier_calls=tuple(asked.task.calls) if begun.trace and asked.task is not None else (),
+            load_s=0.0 if priced is None else priced.load_s,
+            compute_s=0.0 if priced is None else priced.compute_s,
+            prefix=b"" if grid is None else key.namespace + (key.digests[:DIGEST_BYTES] or grid.digests[0]),
         )

@@ -5,12 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import inf
-from typing import NamedTuple
 
 from kvframework.api.keys import DIGEST_BYTES, NAMESPACE_BYTES, PACKED_KEY_BYTES, SALT_BYTES, CacheKey
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
-from kvframework.api.listener import MissReason
-from kvframework.service.records import PendingLookup
+from kvframework.service.records import MissReason, PendingLookup
 from kvframework.storage.l1.eviction_statistics import CAUSES, LAST_EVICTION, Cause, Ghost
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecord
@@ -27,40 +25,37 @@ _SALT = slice(NAMESPACE_BYTES, NAMESPACE_BYTES + SALT_BYTES)
 _RANK = slice(_SALT.stop, _SALT.stop + 4)
 
 
-class Facts(NamedTuple):
-    """What is known of a missing object when the lookup ends. `down`: the tier that failed since the lookup's begin, ""
-    for none. `refused`: no load began, although there is a tier. `tiers_cleared_at`: when the tiers were last cleared
-    of such objects. `elsewhere`: why the same chunk is readable under another name. `named`: whether the namespace is
-    known. `from_before`: the client used an earlier server, whose content this one began without, `up_s` seconds ago.
-    """
-
-    down: str = ""
-    refused: bool = False
-    ghost: Ghost | None = None
-    tiers_cleared_at: float = -inf
-    elsewhere: MissReason | None = None
-    named: bool = True
-    from_before: bool = False
-    up_s: float = 0.0
-
-
-def decide(facts: Facts) -> MissReason:
-    ghost = facts.ghost
-    if facts.down:
-        return MissReason("tier_down", facts.down)
-    if facts.refused:
+def decide(
+    *,
+    down: str = "",
+    refused: bool = False,
+    ghost: Ghost | None = None,
+    tiers_cleared_at: float = -inf,
+    elsewhere: MissReason | None = None,
+    named: bool = True,
+    from_before: bool = False,
+    up_s: float = 0.0,
+) -> MissReason:
+    """Return the reason by what is known of a missing object when the lookup ends. `down`: the tier that failed since
+    the lookup's begin, "" for none. `refused`: no load began, although there is a tier. `tiers_cleared_at`: when the
+    tiers were last cleared of such objects. `elsewhere`: why the same chunk is readable under another name. `named`:
+    whether the namespace is known. `from_before`: the client used an earlier server, whose content this one began
+    without, `up_s` seconds ago."""
+    if down:
+        return MissReason("tier_down", down)
+    if refused:
         return MissReason("timed_out", "the load did not begin, as too many were under way")
     if ghost is not None:
-        if facts.tiers_cleared_at >= ghost.at:
-            return MissReason("cleared", "from L2, too", facts.tiers_cleared_at)
+        if tiers_cleared_at >= ghost.at:
+            return MissReason("cleared", "from L2, too", tiers_cleared_at)
         if ghost.cause <= LAST_EVICTION:
             return MissReason("evicted", _EVICTED.get(ghost.cause, ""), ghost.at, ghost.idle_s, ghost.by)
         return MissReason(CAUSES[ghost.cause], "", ghost.at)
-    if facts.elsewhere is not None:
-        return facts.elsewhere
-    if facts.from_before and facts.up_s < START_EXPLAINS_S:
+    if elsewhere is not None:
+        return elsewhere
+    if from_before and up_s < START_EXPLAINS_S:
         return MissReason("server_started", "its client has used an earlier server")
-    if not facts.named:
+    if not named:
         return MissReason("unknown_namespace", "no instance has registered it here, and no tier knows it")
     return MissReason("never_stored")
 
@@ -74,24 +69,20 @@ _EVICTED = {
 }
 
 
-class Row(NamedTuple):
-    """A row of L1 that has the missing chunk: its key prefix, and what is known of its namespace."""
-
-    prefix: bytes
-    record: NamespaceRecord | None
+# A row of L1 that has the missing chunk: its key prefix, and what is known of its namespace.
+Row = tuple[bytes, NamespaceRecord | None]
 
 
 def elsewhere(key: bytes, mine: NamespaceRecord | None, model: str, rows: Iterable[Row]) -> MissReason | None:
     """Return why a chunk that is readable under the prefixes of `rows` is not readable under `key`; None if none of
     them says so. `mine` is the record of the key's namespace, `model` the name that its client gives."""
     best: MissReason | None = None
-    for row in rows:
-        if row.prefix[:NAMESPACE_BYTES] == key[:NAMESPACE_BYTES]:
-            if row.prefix[_SALT] == key[_SALT]:
+    for prefix, theirs in rows:
+        if prefix[:NAMESPACE_BYTES] == key[:NAMESPACE_BYTES]:
+            if prefix[_SALT] == key[_SALT]:
                 rank = int.from_bytes(key[_RANK], "little")
                 return MissReason("never_stored", f"by rank {rank}, while another rank or layer group has it")
-            return MissReason("other_salt", _salts(key[_SALT], row.prefix[_SALT]))
-        theirs = row.record
+            return MissReason("other_salt", _salts(key[_SALT], prefix[_SALT]))
         if theirs is None:
             continue
         if theirs.model_name == model:
@@ -186,20 +177,18 @@ class MissFacts:
         ghost = found = None
         if missing is not None:
             ghost, prefixes = storage.table.absent(missing, MAX_ROWS)
-            rows = [Row(prefix, storage.records.get(prefix[:NAMESPACE_BYTES])) for prefix in prefixes]
+            rows = [(prefix, storage.records.get(prefix[:NAMESPACE_BYTES])) for prefix in prefixes]
             found = elsewhere(missing, mine, key.model_name, rows)
         cleared = self._tiers_cleared
         return decide(
-            Facts(
-                storage.tiers.trouble(began),
-                refused,
-                ghost,
-                max(cleared.get("", -inf), cleared.get(key.model_name, -inf)),
-                found,
-                mine is not None,
-                session_id in self._from_before,
-                storage.clock() - self._began,
-            )
+            down=storage.tiers.trouble(began),
+            refused=refused,
+            ghost=ghost,
+            tiers_cleared_at=max(cleared.get("", -inf), cleared.get(key.model_name, -inf)),
+            elsewhere=found,
+            named=mine is not None,
+            from_before=session_id in self._from_before,
+            up_s=storage.clock() - self._began,
         )
 
 

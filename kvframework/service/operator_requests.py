@@ -1,9 +1,8 @@
-"""What an operator asks of a server: REPORT_STATUS, DUMP and HAND_OVER, the last two for the server's own user alone:
-a process of that user on this node, and none of `admit_uids`.
+"""What an operator asks of a server: DUMP and HAND_OVER, for the server's own user alone: a process of that user on
+this node, and none of `admit_uids`.
 
-The documents are built in worker threads, so a dump also shows what the serving thread and the storage threads do at
-that moment. The fields of the status document are listed in docs/status.md. HAND_OVER gives L1 to a next server of this
-node, and this one ends: `kvframework.cli.serving` is the other side.
+The dump is built in a worker thread, so it also shows what the serving thread and the storage threads do meanwhile.
+HAND_OVER gives L1 to a next server of this node, and this one ends: `kvframework.cli.serving` is the other side.
 """
 
 from __future__ import annotations
@@ -14,25 +13,18 @@ import os
 import socket
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
-from datetime import datetime, timezone
 
 import msgspec
 
-import kvframework
-from kvframework.api.installing import missing_kernels
 from kvframework.api.requests import ClientInfo, Handler
 from kvframework.errors import RequestError
-from kvframework.logs.form import log_status, recent_lines
+from kvframework.logs.form import recent_lines
 from kvframework.masking import Redaction
-from kvframework.service.contexts import Contexts, check_own_user
+from kvframework.service.contexts import check_own_user
 from kvframework.service.finished import FinishedRequests
-from kvframework.service.health import problems
-from kvframework.service.listeners import EVENTS, Listeners
 from kvframework.service.records import MAX_TEXT
-from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m
 from kvframework.wire.protocol import REQUESTS
 
@@ -40,69 +32,6 @@ log = logging.getLogger(__name__)
 
 
 Makers = Mapping[str, Callable[[], object]]
-
-
-class StatusReport:
-    """Builds the document. `server` holds the constant facts; `counted` makes the parts, by name, whose counters of
-    failures the log reports as they grow, beside those of the storage, the log and the listeners; `shown` the others.
-    """
-
-    def __init__(
-        self,
-        contexts: Contexts,
-        storage: StorageManager,
-        listeners: Listeners,
-        *,
-        chunk_size: int,
-        server: Mapping[str, object],
-        shown: Makers,
-        counted: Makers,
-    ) -> None:
-        self._contexts = contexts
-        self._storage = storage
-        self._listeners = listeners
-        self._chunk_size = chunk_size
-        self._server = server
-        self._shown = shown
-        self._counted = counted
-        self._started = time.monotonic()
-        self._started_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
-
-    def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
-        return [Handler(REQUESTS["REPORT_STATUS"], self._report, pooled=True, ordered=True)]
-
-    def _report(self, _client: ClientInfo, _payload: m.Empty, _buffers: Sequence[memoryview]) -> m.StatusReply:
-        return m.StatusReply(msgspec.json.encode(self.document()))
-
-    def document(self) -> dict[str, object]:
-        # `list` in one step: the serving thread may change the registry meanwhile.
-        contexts = sorted(list(self._contexts.values()), key=lambda context: context.instance_id)  # noqa: C414
-        document: dict[str, object] = {
-            "server": {
-                "version": kvframework.__version__,
-                "started_at": self._started_at,
-                "uptime_s": round(time.monotonic() - self._started, 1),
-                "chunk_size": self._chunk_size,
-                "missing_kernels": list(missing_kernels()),
-                **self._server,
-            },
-            "instances": [context.describe(self._chunk_size) for context in contexts],
-            "gpu_instance_ids": [context.instance_id for context in contexts if context.is_gpu],
-            "non_gpu_instance_ids": [context.instance_id for context in contexts if not context.is_gpu],
-            "namespaces": sorted({context.namespace.hex() for context in contexts}),
-            **{name: make() for name, make in self._shown.items()},
-            **self.parts(),
-        }
-        return {**document, "problems": problems(document)}
-
-    def parts(self) -> dict[str, object]:
-        return {
-            **self._storage.status(),
-            **{name: make() for name, make in self._counted.items()},
-            "log": log_status(),
-            "events": self._listeners.status(EVENTS),
-            "listeners": self._listeners.others(),
-        }
 
 
 class Diagnosis:

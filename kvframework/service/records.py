@@ -12,16 +12,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
 
 from kvframework.api.keys import CacheKey, ChunkContent, sampled_parent
-from kvframework.api.listener import MissReason, RequestRecord, RequestSubject
+from kvframework.api.listener import RequestRecord
 from kvframework.api.requests import ClientInfo
 from kvframework.api.transport import ArenaRange, StoreOutcome
 from kvframework.config import TenantConfig, tenant_digest
 from kvframework.errors import BadRange, TransportMismatch
 from kvframework.pricing import EngineSpeed, Priced
-from kvframework.record_ring import NO_RECORDS, RecordRing
+from kvframework.record_ring import RecordRing
 from kvframework.service.contexts import Contexts, RegisteredContext, own_context
 from kvframework.service.keys import KeyGrid, KeyResolver, check_key, found_part, prompt_part
 from kvframework.storage.l1.entries import StoredObject
@@ -44,27 +47,17 @@ class TenantNames:
 
     def __init__(self, tenants: Sequence[TenantConfig] = ()) -> None:
         self.names = ("", *(tenant.name for tenant in tenants))
-        self._digests = {digest: number for number, tenant in enumerate(tenants, 1) for digest in tenant.keys.salts}
-        self._known: dict[str, int] = {}
+        digests = {digest: number for number, tenant in enumerate(tenants, 1) for digest in tenant.keys.salts}
+        self._by_salt = lru_cache(_MOST_SALTS)(lambda cache_salt: digests.get(tenant_digest(cache_salt), 0))
 
     def number(self, cache_salt: str) -> int:
-        if not self._digests or not cache_salt:
-            return 0
-        known = self._known.get(cache_salt)
-        if known is None:
-            known = self._digests.get(tenant_digest(cache_salt), 0)
-            if len(self._known) >= _MOST_SALTS:
-                self._known.clear()
-            self._known[cache_salt] = known
-        return known
+        return self._by_salt(cache_salt) if cache_salt and len(self.names) > 1 else 0
 
     def name(self, cache_salt: str) -> str:
         return self.names[self.number(cache_salt)]
 
 
-# Records that wait for those who count; beyond, who makes one counts them.
-MOST_WAITING = 4096
-# They are counted this often without being asked for, so many at a time, with a pause for the serving thread.
+# Records are counted this often without being asked for, so many at a time, with a pause for the serving thread.
 EVERY_S = 0.1
 _AT_ONCE = 16
 _PAUSE_S = 0.0005
@@ -72,68 +65,75 @@ _END_S = 1.0
 
 
 class RequestLog:
-    """The records of finished requests on their way to those who count, which `listeners` are: each gets every record
-    once, in the order of the ends. `add` and `count` run on any thread. A handler that shows counts calls `count`
-    first, so that no count lacks a request that was answered. `ring` has them for plugins."""
+    """The records of finished requests: `ring` hands them to those who read it, the listeners of plugins and, here, the
+    server's own: each of `listeners` gets every record once, in the order of the ends. A handler that shows counts
+    calls `count` first, so that no count lacks a request that was answered. From any thread."""
 
     def __init__(
         self,
         clock: Callable[[], float] = time.monotonic,
         tenants: TenantNames | None = None,
-        ring: RecordRing = NO_RECORDS,
+        ring: RecordRing | None = None,
     ) -> None:
         self.clock = clock
         self.tenants = tenants or TenantNames()
-        self.ring = ring
+        self.ring = ring or RecordRing()
         self.listeners: list[Callable[[RequestRecord], None]] = []
-        self._waiting: deque[RequestRecord] = deque()
+        self._reader = self.ring.open()
+        self._taken: deque[RequestRecord] = deque()
         self._counting = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvf-records", daemon=True)
 
-    def subject(self, client: ClientInfo, key: CacheKey, path: str = "", began: float | None = None) -> RequestSubject:
-        """Return which request it is that began then, now without `began`."""
-        return RequestSubject(
+    def begun(
+        self, request: str, client: ClientInfo, key: CacheKey, path: str = "", began: float | None = None
+    ) -> RequestRecord:
+        """Return the record, as far as it is known, of a request that began then, now without `began`, at which
+        `monotonic` is until its `end`."""
+        return RequestRecord(
+            0,
+            request,
+            0.0,
             self.clock() if began is None else began,
+            0.0,
+            key.request_id[:MAX_TEXT],
             client.name,
             client.pid,
             client.session_id,
-            key.request_id[:MAX_TEXT],
             key.model_name[:MAX_TEXT],
-            key.namespace[:4],
+            key.namespace[:4].hex(),
+            "",
             key.start,
             key.end - key.start,
-            path,
-            self.tenants.name(key.cache_salt),
+            path=path,
+            tenant=self.tenants.name(key.cache_salt),
             # A client may send any text; W3C wants an invalid one ignored.
-            sampled_parent(key.trace) if key.trace else "",
+            trace=sampled_parent(key.trace) if key.trace else "",
         )
 
-    def add(self, record: RequestRecord) -> None:
-        """Add the record of a request that has ended now. 1 us."""
-        self._waiting.append(record)
-        if self.ring.wanted:
-            self.ring.finished(record)
-        # Whoever counts now may wait for a lock that this thread holds, and goes on later.
-        if len(self._waiting) > MOST_WAITING and self._counting.acquire(blocking=False):
-            try:
-                self._count(len(self._waiting))
-            finally:
-                self._counting.release()
+    def end(self, begun: RequestRecord, outcome: str, why: MissReason | None = None, **found: Any) -> None:
+        """Complete the record of a request that ends now, and put it into the ring. 3 us."""
+        at, now = time.time(), self.clock()
+        if why is not None:
+            cause_at = 0.0 if why.at is None else at - (now - why.at)
+            found |= {"reason": why.reason, "detail": why.detail, "cause_at": cause_at}
+            found |= {"idle_s": why.idle_s, "by": why.by}
+        seconds = now - begun.monotonic
+        self.ring.finished(replace(begun, outcome=outcome, at=at, monotonic=now, seconds=seconds, **found))
 
     def count(self, most: int | None = None) -> bool:
         """Have the waiting records counted, at most `most` of them; False if none is left. Blocks for 3 us a record.
         Not for who holds the lock of the storage."""
         with self._counting:
-            waiting = len(self._waiting)
-            self._count(waiting if most is None else min(most, waiting))
-        return bool(self._waiting)
-
-    def _count(self, records: int) -> None:
-        for _ in range(records):
-            record = self._waiting.popleft()
-            for listener in self.listeners:
-                listener(record)
+            batch = self._reader.take()
+            if batch.lost:
+                log.error("%d records were lost, and are missing in the counts", batch.lost)
+            self._taken += [record for record in batch.records if isinstance(record, RequestRecord)]
+            for _ in range(len(self._taken) if most is None else min(most, len(self._taken))):
+                record = self._taken.popleft()
+                for listener in self.listeners:
+                    listener(record)
+            return bool(self._taken)
 
     def start(self) -> None:
         """Count in the background until `stop`."""
@@ -152,6 +152,17 @@ class RequestLog:
                     pass
             except Exception:
                 log.exception("a finished request was not counted")
+
+
+class MissReason(NamedTuple):
+    """A reason, one of `kvframework.status.REASONS`, and what else is known, in words. Of what has a time: `at`, of the
+    clock of the storage; of an eviction: after how many seconds without a use, and by which model's objects."""
+
+    reason: str
+    detail: str = ""
+    at: float | None = None
+    idle_s: float = 0.0
+    by: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -186,15 +197,10 @@ class PendingLookup:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """A STORE or RETRIEVE that has its objects. `outcome` and `added`, the tokens that a store adds, are those of one
-    that succeeds. `key` is kept for listeners that want contents."""
+    """A STORE or RETRIEVE that has its objects. `record` is that of its success, as far as it is known; `key` is kept
+    for listeners that want contents."""
 
-    request: str
-    subject: RequestSubject
-    outcome: str
-    objects: int
-    nbytes: int
-    added: int = -1
+    record: RequestRecord
     key: CacheKey | None = None
     chunk_tokens: int = 0
 
@@ -233,7 +239,7 @@ class Transfers:
         chunk_size: int,
     ) -> None:
         self.contexts = contexts
-        self.subject = requests.subject
+        self.begun = requests.begun
         self._resolver = resolver
         self._chunk_size = chunk_size
         self._table = storage.table
@@ -262,7 +268,7 @@ class Transfers:
 
     def reserve(
         self,
-        subject: RequestSubject,
+        begun: RequestRecord,
         key: CacheKey,
         grid: KeyGrid,
         wanted: Sequence[int],
@@ -279,13 +285,13 @@ class Transfers:
             request_id=key.request_id,
             lease_s=lease_s,
             most_bytes=math.inf if share >= 1.0 else share * self._table.capacity,
-            client=subject.session_id,
+            client=begun.session_id,
             prompt=prompt_part(key, grid, wanted),
         )
         result.placed = [(wanted[at], offset) for at, offset in result.placed]
-        return self.reserved(subject, key, grid, result)
+        return self.reserved(begun, key, grid, result)
 
-    def reserved(self, subject: RequestSubject, key: CacheKey, grid: KeyGrid, result: Reservation) -> Plan:
+    def reserved(self, begun: RequestRecord, key: CacheKey, grid: KeyGrid, result: Reservation) -> Plan:
         """Return the plan of a STORE with these places, of objects of `grid.flat`; one without any ends here."""
         groups = grid.row_groups
         count = len(groups)
@@ -297,14 +303,14 @@ class Transfers:
             for index, offset in result.placed
         )
         added = len({place.chunk for place in ranges}) * grid.desc.chunk_tokens
-        transfer = self._transfer("STORE", subject, outcome, ranges, added, key, grid)
+        transfer = self._transfer(begun, key, grid, outcome, ranges, added)
         plan = StoreOutcome(0, result.present, result.in_flight, result.dropped)
         if result.lease is None:
-            self._add(transfer, outcome)
+            self._requests.end(transfer.record, outcome)
             return Plan("", outcome=plan)
         return Plan(result.lease.id, ranges, plan, transfer=transfer)
 
-    def pin(self, subject: RequestSubject, key: CacheKey, grid: KeyGrid, *, owner: int, lease_s: float | None) -> Plan:
+    def pin(self, begun: RequestRecord, key: CacheKey, grid: KeyGrid, *, owner: int, lease_s: float | None) -> Plan:
         """Pin the objects that a hit of the whole key uses; a miss, which ends here, if one of them is missing, or the
         share of L1 of the session that asks is pinned."""
         lease = self._table.pin_found(
@@ -313,33 +319,27 @@ class Transfers:
             request_id=key.request_id,
             lease_s=lease_s,
             prompt=found_part(key, grid, grid.chunks),
-            asked_by=subject.session_id,
+            asked_by=begun.session_id,
         )
         self._table.count(retrieves=1, retrieve_misses=lease is None)
         if lease is None:
-            return Plan("", reason=self._missed(subject, key, grid))
+            return Plan("", reason=self._missed(begun, key, grid))
         count = len(grid.row_groups)
         ranges = tuple(
             ArenaRange(index // count, index % count, stored.offset, stored.length)
             for index, stored in zip(grid.needed(grid.chunks), lease.objects, strict=True)
         )
-        return Plan(lease.id, ranges, transfer=self._transfer("RETRIEVE", subject, "hit", ranges, -1, key, grid))
+        return Plan(lease.id, ranges, transfer=self._transfer(begun, key, grid, "hit", ranges))
 
-    def _missed(self, subject: RequestSubject, key: CacheKey, grid: KeyGrid) -> str:
+    def _missed(self, begun: RequestRecord, key: CacheKey, grid: KeyGrid) -> str:
         with self._table.lock:
             missing = grid.first_missing(self._table.row, grid.find(self._table.row)[0])
-        chunk_tokens = grid.desc.chunk_tokens
-        self._requests.add(
-            RequestRecord(
-                "RETRIEVE",
-                subject,
-                "miss",
-                time.time(),
-                self._requests.clock(),
-                missing=key.start + missing[0] * chunk_tokens if missing else -1,
-                chunk_tokens=chunk_tokens,
-                why=self._why_missed(key, missing and missing[1], subject.session_id, subject.began),
-            )
+        self._requests.end(
+            begun,
+            "miss",
+            self._why_missed(key, missing and missing[1], begun.session_id, begun.monotonic),
+            missing=key.start + missing[0] * grid.desc.chunk_tokens if missing else -1,
+            chunk_tokens=grid.desc.chunk_tokens,
         )
         return "not all objects are in L1" if missing else "this client keeps its share of L1 from eviction"
 
@@ -363,14 +363,17 @@ class Transfers:
         """Add a transfer; if it is `ok` its objects are there, and `content`, which was checked, is theirs."""
         if transfer is None:
             return
-        self._add(transfer, transfer.outcome if ok else "failed")
-        key = transfer.key
+        record, key = transfer.record, transfer.key
+        if ok:
+            self._requests.end(record, record.outcome)
+        else:
+            self._requests.end(record, "failed", added_tokens=min(record.added_tokens, 0))
         if ok and key is not None and (content is not None or key.tokens):
             self._ring.registered(key, content)
 
     def end_session(self, session_id: int) -> None:
         """Add, as failed, the transfers under way of a client that has ended."""
-        ending = [lease for lease, each in self._under_way.items() if each.subject.session_id == session_id]
+        ending = [lease for lease, each in self._under_way.items() if each.record.session_id == session_id]
         for lease in ending:
             self.end_lease(lease, ok=False)
 
@@ -393,28 +396,13 @@ class Transfers:
 
     def _transfer(
         self,
-        request: str,
-        subject: RequestSubject,
-        outcome: str,
-        ranges: Sequence[ArenaRange],
-        added: int,
+        begun: RequestRecord,
         key: CacheKey,
         grid: KeyGrid,
+        outcome: str,
+        ranges: Sequence[ArenaRange],
+        added: int = -1,
     ) -> Transfer:
-        kept = key if self._ring.wants_contents else None
         nbytes = sum([place.length for place in ranges])
-        return Transfer(request, subject, outcome, len(ranges), nbytes, added, kept, grid.desc.chunk_tokens)
-
-    def _add(self, transfer: Transfer, outcome: str) -> None:
-        self._requests.add(
-            RequestRecord(
-                transfer.request,
-                transfer.subject,
-                outcome,
-                time.time(),
-                self._requests.clock(),
-                objects=transfer.objects,
-                nbytes=transfer.nbytes,
-                added_tokens=min(transfer.added, 0) if outcome == "failed" else transfer.added,
-            )
-        )
+        record = replace(begun, outcome=outcome, objects=len(ranges), nbytes=nbytes, added_tokens=added)
+        return Transfer(record, key if self._ring.wants_contents else None, grid.desc.chunk_tokens)

@@ -87,9 +87,6 @@ def _text(places: tuple[Place, ...]) -> str:
     return " and ".join(f"place {index} of layer group {group}" for group, index in places)
 
 
-# Fields of an instance's description that show why two namespaces differ.
-TELLING = ("world_size", "dtype", "chunk_tokens", "layers", "hidden_sizes", "mla", "forms")
-
 MAX_INSTANCES = 256  # per client
 MAX_INSTANCES_IN_ALL = 2048
 # A layout is kept as long as its instance.
@@ -258,7 +255,6 @@ class Registrations:
         server = self._transports[context.transport].server
         if server is not None:
             context.memory = server.open(client, context.layout, desc, handles)
-        self._tell_apart(context)
         self._contexts[context.instance_id] = context
         self._storage.records.retain(context.namespace)
         if context.rank is None:
@@ -318,24 +314,6 @@ class Registrations:
             )
         if any(group.form != CANONICAL for group in desc.groups):
             raise BadLayout("shards of opaque objects", where="layout.groups", available=f"form {CANONICAL}")
-
-    def _tell_apart(self, context: RegisteredContext) -> None:
-        """Log that two namespaces of one model share nothing, which otherwise looks like a cache without hits."""
-        others = [c for c in self._contexts.values() if c.model_name == context.model_name]
-        other = next((c for c in others if c.namespace != context.namespace), None)
-        if other is None:
-            return
-        mine, theirs = (each.describe(self._chunk_size) for each in (context, other))
-        differing = [
-            f"{name} {mine[name]!s:.80}, not {theirs[name]!s:.80}" for name in TELLING if mine[name] != theirs[name]
-        ]
-        log.info(
-            "instance %d shares nothing with instance %d of the same model %s: %s",
-            context.instance_id,
-            other.instance_id,
-            context.model_name,
-            "; ".join(differing) or "their revision, quantisation, packing or hasher differs",
-        )
 
     def _end(self, context: RegisteredContext) -> None:
         del self._contexts[context.instance_id]

@@ -68,10 +68,10 @@ class ServerDrivenTransfers:
     def _store(
         self, client: ClientInfo, payload: m.TransferRequest, _buffers: object
     ) -> m.TransferReply | Future[Message]:
-        subject = self._transfers.subject(client, payload.key, "server")
+        begun = self._transfers.begun("STORE", client, payload.key, "server")
         context, grid, blocks = self._checked(client, payload, storing=True)
         wanted = grid.stored([each.first // each.per_object for each in blocks])
-        plan = self._transfers.reserve(subject, payload.key, grid, wanted, owner=INTERNAL_OWNER, lease_s=None)
+        plan = self._transfers.reserve(begun, payload.key, grid, wanted, owner=INTERNAL_OWNER, lease_s=None)
         if not plan.lease:
             return m.TransferReply(plan.outcome.ok, plan.outcome)
 
@@ -92,14 +92,14 @@ class ServerDrivenTransfers:
     def _retrieve(
         self, client: ClientInfo, payload: m.TransferRequest, _buffers: object
     ) -> m.TransferReply | Future[Message]:
-        subject = self._transfers.subject(client, payload.key, "server")
+        begun = self._transfers.begun("RETRIEVE", client, payload.key, "server")
         context, grid, blocks = self._checked(client, payload, storing=False)
         if not 0 <= payload.skip_first_n_tokens < payload.key.end - payload.key.start:
             raise BadRange(
                 f"skip_first_n_tokens is {payload.skip_first_n_tokens}", available="0 up to the key's number of tokens"
             )
         check_skip(context.layout, payload.skip_first_n_tokens)
-        plan = self._transfers.pin(subject, payload.key, grid, owner=INTERNAL_OWNER, lease_s=None)
+        plan = self._transfers.pin(begun, payload.key, grid, owner=INTERNAL_OWNER, lease_s=None)
         if not plan.lease:
             return m.TransferReply(False, reason=plan.reason)
 

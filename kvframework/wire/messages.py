@@ -12,12 +12,13 @@ import msgspec
 
 from kvframework.api.keys import CacheKey, ChunkContent
 from kvframework.api.layout import MAX_GROUPS, KVLayout, MemoryLayoutDesc
+from kvframework.api.listener import Finished
 from kvframework.api.plugin import Message
 from kvframework.api.transport import ArenaRange, StoreOutcome
 from kvframework.pricing import EngineSpeed
-from kvframework.status import MAX_RECENT, Finished, RecentReply, TierCall
+from kvframework.status import MAX_RECENT, RecentReply
 
-__all__ = ["MAX_RECENT", "Finished", "RecentReply", "TierCall"]  # those of `status`, beside what is defined here
+__all__ = ["MAX_RECENT", "Finished", "RecentReply"]  # beside what is defined here
 
 PROTOCOL_VERSION = 1
 MAX_HANDLES = 4096

@@ -15,9 +15,10 @@ import pytest
 from rich.console import Console
 
 from kvf_observe.explain import ANSWERS, clock, headline, print_explained, sentences, why
+from kvframework.api.listener import Finished
 from kvframework.api.requests import Handler
 from kvframework.errors import UnknownRequest
-from kvframework.status import REASONS, Finished
+from kvframework.status import REASONS
 from kvframework.wire import messages as m
 from kvframework.wire.transfer_blocks import pack_indices
 from tests.core.cli.command import run

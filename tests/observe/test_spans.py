@@ -14,9 +14,9 @@ from kvf_observe import settings
 from kvf_observe.spans import SpanMaker
 from kvframework.api.endpoint import collector_url
 from kvframework.api.installing import install_command
+from kvframework.api.listener import Finished, TierCall
 from kvframework.config import ObserveConfig, load_config
 from kvframework.errors import ConfigFieldError, PluginUnavailable
-from kvframework.status import Finished, TierCall
 
 TRACE, SPAN = "ab" * 16, "cd" * 8
 PARENT = f"00-{TRACE}-{SPAN}-01"

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import threading
 from math import inf
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.api.keys import ObjectKey, salt_digest
+from kvframework.api.keys import CacheKey, ObjectKey, salt_digest
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
-from kvframework.api.listener import MissReason, RequestRecord, RequestSubject, TierCall
+from kvframework.api.listener import Finished, RequestRecord, TierCall
+from kvframework.api.requests import ClientInfo
 from kvframework.record_ring import RecordRing
-from kvframework.service.counts import MAX_MODELS, OTHER_MODELS, LookupCounts
 from kvframework.service.finished import MOST, FinishedRequests
-from kvframework.service.miss_reasons import START_EXPLAINS_S, Facts, Row, decide, elsewhere
-from kvframework.service.records import MOST_WAITING, RequestLog
+from kvframework.service.miss_reasons import START_EXPLAINS_S, Row, decide, elsewhere
+from kvframework.service.records import MissReason, RequestLog
 from kvframework.status import REASONS
 from kvframework.storage.l1.eviction_statistics import Cause, Ghost
 from kvframework.storage.namespaces import NamespaceRecord
@@ -48,20 +48,19 @@ EVICTED = Ghost(Cause.ROOM, 50.0, 40.0, "other")
     ],
 )
 def test_the_facts_decide(facts: dict[str, Any], reason: str) -> None:
-    assert decide(Facts(**facts)).reason == reason
+    assert decide(**facts).reason == reason
 
 
 def test_an_eviction_is_told_with_its_facts() -> None:
-    assert decide(Facts(ghost=EVICTED)) == MissReason("evicted", "", 50.0, 40.0, "other")
+    assert decide(ghost=EVICTED) == MissReason("evicted", "", 50.0, 40.0, "other")
 
 
 @pytest.mark.parametrize("cause", Cause)
 def test_every_cause_of_a_ghost_has_a_reason(cause: Cause) -> None:
-    assert decide(Facts(ghost=Ghost(cause, 1.0))).reason in REASONS
+    assert decide(ghost=Ghost(cause, 1.0)).reason in REASONS
 
 
-facts_of_all_kinds = st.builds(
-    Facts,
+@given(
     down=st.sampled_from(["", "disk: its circuit is open"]),
     refused=st.booleans(),
     ghost=st.none() | st.builds(Ghost, st.sampled_from(Cause), st.floats(0, 9), st.floats(0, 9)),
@@ -71,11 +70,8 @@ facts_of_all_kinds = st.builds(
     from_before=st.booleans(),
     up_s=st.floats(0, 1e5),
 )
-
-
-@given(facts_of_all_kinds)
-def test_there_is_always_one_reason(facts: Facts) -> None:
-    assert decide(facts).reason in REASONS
+def test_there_is_always_one_reason(**facts: Any) -> None:
+    assert decide(**facts).reason in REASONS
 
 
 def key(namespace: bytes = HERE, salt: str = "", rank: int = 0, digest: bytes = b"d" * 32) -> bytes:
@@ -83,7 +79,7 @@ def key(namespace: bytes = HERE, salt: str = "", rank: int = 0, digest: bytes = 
 
 
 def row(record: NamespaceRecord | None = RECORD, **fields: Any) -> Row:
-    return Row(key(**fields)[:-32], record)
+    return key(**fields)[:-32], record
 
 
 def other(**changes: Any) -> NamespaceRecord:
@@ -142,12 +138,13 @@ def test_no_reason_tells_a_salt() -> None:
 # the ring
 
 
-def subject(request_id: str = "r") -> RequestSubject:
-    return RequestSubject(1.0, "engine", 7, 3, request_id, "m", bytes.fromhex("abcd0123"), 0, 512)
+class _Client(ClientInfo):
+    session_id, pid, name, local = 3, 7, "engine", True
 
 
-def ended(request: str, subject: RequestSubject, outcome: str, **fields: Any) -> RequestRecord:
-    return RequestRecord(request, subject, outcome, 100.0, 3.0, **fields)
+def add(requests: RequestLog, request: str, outcome: str, request_id: str = "r", trace: str = "", **found: Any) -> None:
+    key = CacheKey("m", 1, 0, bytes(16), 0, 512, request_id, trace=trace)
+    requests.end(requests.begun(request, _Client(), key, began=1.0), outcome, **found)
 
 
 def ring() -> tuple[RequestLog, FinishedRequests]:
@@ -158,7 +155,7 @@ def ring() -> tuple[RequestLog, FinishedRequests]:
 def test_the_ring_forgets_the_oldest_and_never_counts_back() -> None:
     requests, finished = ring()
     for _ in range(MOST + 10):
-        requests.add(ended("LOOKUP", subject(), "hit"))
+        add(requests, "LOOKUP", "hit")
     reply = finished.after(0)
     assert [record.number for record in reply.records] == list(range(11, MOST + 11))
     assert (reply.last, reply.forgotten) == (MOST + 10, 10)
@@ -170,7 +167,7 @@ def test_the_ring_forgets_the_oldest_and_never_counts_back() -> None:
 def test_a_reader_gets_all_that_it_has_not_seen(number: int, after: int, most: int) -> None:
     requests, finished = ring()
     for count in range(number):
-        requests.add(ended("STORE", subject(f"r{count % 3}"), "stored"))
+        add(requests, "STORE", "stored", f"r{count % 3}")
     expected = [index for index in range(1, number + 1) if index > after]
     assert [record.number for record in finished.after(after, most).records] == expected[:most]
     of_one = [record.number for record in finished.after(after, request_id="r1").records]
@@ -179,91 +176,45 @@ def test_a_reader_gets_all_that_it_has_not_seen(number: int, after: int, most: i
 
 def test_a_record_has_its_duration_and_the_wall_clock_of_its_cause() -> None:
     requests, finished = ring()
-    requests.add(ended("LOOKUP", subject(), "miss", why=MissReason("evicted", "", 2.5, 1.5, "other")))
+    add(requests, "LOOKUP", "miss", why=MissReason("evicted", "", 2.5, 1.5, "other"))
     (record,) = finished.after(0).records
     assert (record.seconds, record.monotonic, record.at - record.cause_at) == (2.0, 3.0, pytest.approx(0.5))
     assert (record.reason, record.idle_s, record.by) == ("evicted", 1.5, "other")
 
 
 def test_sampled_requests_have_a_ring_of_their_own_and_their_calls_to_tiers() -> None:
-    (requests, finished), calls = ring(), [TierCall("redis", "get", 1.5, 0.5, 4, 4, True)]
-    sampled = subject("sampled")._replace(trace=f"00-{'ab' * 16}-{'cd' * 8}-01")
-    for each in (sampled, *[subject()] * (MOST + 1)):
-        requests.add(ended("LOOKUP", each, "hit", tier_calls=calls if each.trace else ()))
+    (requests, finished), calls = ring(), (TierCall("redis", "get", 1.5, 0.5, 4, 4, True),)
+    trace = f"00-{'ab' * 16}-{'cd' * 8}-01"
+    add(requests, "LOOKUP", "hit", "sampled", trace, tier_calls=calls)
+    for _ in range(MOST + 1):
+        add(requests, "LOOKUP", "hit")
     reply = finished.after(0, traced=True)
-    assert [(each.number, each.request_id, each.trace) for each in reply.records] == [(1, "sampled", sampled.trace)]
+    assert [(each.number, each.request_id, each.trace) for each in reply.records] == [(1, "sampled", trace)]
     assert [(call.tier, call.found) for call in reply.records[0].tier_calls] == [("redis", 4)]
     assert (reply.last, reply.forgotten) == (1, 0)
     assert not any(each.trace for each in finished.after(0).records)
     for _ in range(MOST + 1):
-        requests.add(ended("LOOKUP", sampled, "hit"))
+        add(requests, "LOOKUP", "hit", "sampled", trace)
     flooded = finished.after(reply.last, traced=True)
     assert (len(flooded.records), flooded.last, flooded.forgotten) == (MOST, MOST + 2, 1)
-
-
-# the counters
-
-
-def test_models_beyond_the_bound_count_as_others() -> None:
-    requests = RequestLog()
-    counts = LookupCounts(REASONS, requests, lambda namespace: f"model {int.from_bytes(namespace, 'big')}")
-    for number in range(MAX_MODELS + 5):
-        requests.add(ended("LOOKUP", subject(), "hit", l1_tokens=2, l2_tokens=3, prefix=number.to_bytes(16, "big")))
-    models = counts.status()["by_model"]
-    assert len(models) == MAX_MODELS + 1
-    assert models[OTHER_MODELS] == {"lookups": 5, "asked_tokens": 5 * 512, "l1_tokens": 10, "l2_tokens": 15}
 
 
 # the way to those who count
 
 
-def test_more_records_than_may_wait_are_counted_by_who_makes_them() -> None:
+def test_records_are_counted_without_being_asked_for_or_at_once_where_somebody_asks() -> None:
     requests, heard = RequestLog(), list[str]()
-    requests.listeners.append(lambda record: heard.append(record.subject.request_id))
-    for number in range(MOST_WAITING + 10):
-        requests.add(ended("STORE", subject(str(number)), "stored"))
-    assert len(heard) > MOST_WAITING
-    requests.count()
-    assert heard == [str(number) for number in range(MOST_WAITING + 10)]
-
-
-def test_who_holds_the_storage_may_end_a_request_while_others_count() -> None:
-    """A ticket ends under the lock of the storage, which those who count take, too."""
-    requests, storage = RequestLog(), threading.RLock()
-    entered, heard = threading.Event(), list[str]()
-
-    def count(record: RequestRecord) -> None:
-        entered.set()
-        with storage:
-            heard.append(record.subject.request_id)
-
-    requests.listeners.append(count)
-
-    def end(number: int) -> None:
-        for _ in range(number):
-            requests.add(ended("LOOKUP", subject(), "hit"))
-
-    with storage:
-        end(1)
-        counting = threading.Thread(target=requests.count, daemon=True)
-        counting.start()
-        assert entered.wait(10)
-        ending = threading.Thread(target=end, args=(MOST_WAITING + 10,), daemon=True)
-        ending.start()
-        ending.join(10)
-        assert not ending.is_alive(), "it waits for who counts, who waits for the storage"
-    counting.join(10)
-    requests.count()
-    assert len(heard) == MOST_WAITING + 11
-
-
-def test_records_are_counted_without_being_asked_for() -> None:
-    requests, heard = RequestLog(), list[str]()
-    requests.listeners.append(lambda record: heard.append(record.subject.request_id))
+    requests.listeners.append(lambda record: heard.append(record.request_id))
+    for number in range(100):
+        add(requests, "STORE", "stored", str(number))
+    assert requests.count(10)
+    assert len(heard) == 10
+    assert not requests.count()
+    assert heard == [str(number) for number in range(100)]
     requests.start()
     try:
-        requests.add(ended("STORE", subject("r"), "stored"))
-        wait_until(lambda: heard == ["r"], what="the record")
+        add(requests, "STORE", "stored", "last")
+        wait_until(lambda: heard[-1] == "last", what="the record")
     finally:
         requests.stop()
 
@@ -273,9 +224,19 @@ def test_a_listener_of_a_plugin_gets_the_same_record() -> None:
     reader = ring.open()
     requests, heard = RequestLog(ring=ring), list[RequestRecord]()
     requests.listeners.append(heard.append)
-    requests.add(ended("RETRIEVE", subject(), "hit", objects=2, nbytes=9))
+    add(requests, "RETRIEVE", "hit", objects=2, nbytes=9)
+    ring.added([])
     requests.count()
-    (record,) = reader.take().records
+    (record, _) = reader.take().records
+    assert [record] == heard
     assert record is heard[0]
     with pytest.raises(AttributeError):
         record.nbytes = 0  # type: ignore[misc, union-attr]
+
+
+def test_what_is_for_listeners_alone_is_not_answered() -> None:
+    requests, finished = ring()
+    add(requests, "LOOKUP", "hit", prefix=b"secret")
+    (record,) = finished.after(0).records
+    assert type(record) is Finished
+    assert b"secret" not in msgspec.msgpack.encode(record)

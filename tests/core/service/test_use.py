@@ -21,11 +21,6 @@ def counted(numbers: list[int]) -> HotPrefixes:
     return sketch
 
 
-def count_of(sketch: HotPrefixes, number: int) -> int:
-    """As many as it can have been; of one that is forgotten, too."""
-    return sketch._sums.get(prefix_of(number), sketch._floor * counts._LOOKUP) // counts._LOOKUP
-
-
 def test_few_prefixes_are_counted_exactly() -> None:
     rows = counted([1] * 5 + [2] * 3 + [3]).status()
     assert [(row["count"], row["error"], row["hit_tokens"]) for row in rows] == [(5, 0, 1280), (3, 0, 0), (1, 0, 256)]
@@ -36,17 +31,14 @@ def test_of_many_prefixes_the_hot_ones_are_found_within_their_error() -> None:
     numbers = [chance.choice((chance.randrange(10), chance.randrange(1_000_000))) for _ in range(30_000)]
     true = Counter(numbers)
     sketch = counted(numbers)
-    assert 0 < sketch._floor <= len(numbers) / counts.ENTRIES
-    assert len(sketch._sums) <= counts.MOST
-    assert len(sketch._errors) < counts.ENTRIES
+    assert 0 < sketch.floor <= len(numbers) / counts.ENTRIES
+    assert len(sketch.rows) <= counts.MOST
     for number in true:
-        count = count_of(sketch, number)
-        assert count - sketch._errors.get(prefix_of(number), sketch._floor) <= true[number] <= count
+        count, error = sketch.rows.get(prefix_of(number), (sketch.floor, sketch.floor, 0))[:2]
+        assert count - error <= true[number] <= count
     shown = sketch.status()
     assert len(shown) == counts.SHOWN
-    assert {row["count"] for row in shown[:10]} == {
-        sketch._sums[prefix_of(number)] // counts._LOOKUP for number in range(10)
-    }
+    assert {row["count"] for row in shown[:10]} == {sketch.rows[prefix_of(number)][0] for number in range(10)}
 
 
 def test_the_names_of_a_prefix_differ_between_starts() -> None:
@@ -58,9 +50,9 @@ def test_rows_are_bounded_and_lose_nothing() -> None:
     accounts = []
     for number in range(MAX_ROWS + 10):
         account = Account()
-        account.looked_up(10, number)
+        account.looked_up(10, number, 1)
         accounts.append((f"model {number}", account))
     rows = _rows(accounts)
     assert len(rows) == MAX_ROWS + 1
     assert rows[OTHER]["lookups"] == 10
-    assert sum(row["hit_tokens"] for row in rows.values()) == sum(range(MAX_ROWS + 10))
+    assert sum(row["hit_tokens"] for row in rows.values()) == sum(range(1, MAX_ROWS + 11))

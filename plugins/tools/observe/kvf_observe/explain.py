@@ -13,11 +13,11 @@ from rich.text import Text
 
 from kvframework.api.command import AsJson, Endpoint, EndpointConfig, examples
 from kvframework.api.console import counted, print_document, print_text, short_number
+from kvframework.api.listener import Finished
 from kvframework.api.plugin import ByteSize
 from kvframework.api.process import one_line
 from kvframework.client import StatusSource, quiet_connection, server_endpoint
 from kvframework.errors import RequestError, UnknownRequest, VersionMismatch
-from kvframework.status import Finished
 
 app = typer.Typer()
 DEFAULT_LAST = 5

@@ -33,9 +33,9 @@ from opentelemetry.trace import (
 
 from kvf_observe.metrics import NOTHING_TRACED
 from kvframework import __version__
+from kvframework.api.listener import Finished, TierCall
 from kvframework.client import StatusSource
 from kvframework.errors import KVFrameworkError
-from kvframework.status import Finished, TierCall
 
 _NS = 1_000_000_000
 Attributes = Mapping[str, str | int]

@@ -29,7 +29,6 @@ from kvframework.api.listener import (
     ListenerContext,
     ListenerProvider,
     RequestRecord,
-    RequestSubject,
     ServerTerms,
 )
 from kvframework.messaging.server.sockets import ListenerDoors
@@ -48,13 +47,13 @@ _KEY = PackedKey(_NAMESPACE.ljust(40, b"\0") + _DIGEST)
 def _fill(ring: RecordRing) -> None:
     """Put a record of every kind into a ring."""
     key = CacheKey("model", 1, 0, _NAMESPACE, 0, 256, "request", digests=_DIGEST)
-    subject = RequestSubject(1.0, "engine", 7, 3, "request", "model", _NAMESPACE[:4], 0, 256)
+    who = ("request", "engine", 7, 3, "model", _NAMESPACE[:4].hex())
     ring.added([_KEY, _KEY[::-1]])
     ring.registered(key, None)
     ring.registered(msgspec.structs.replace(key, namespace=b"?" * 16), None)
     ring.accessed(1, [_KEY], found=True)
     ring.accessed(2, [_KEY, _KEY[::-1]], [True, False])
-    ring.finished(RequestRecord("LOOKUP", subject, "hit", 2.0, 2.0))
+    ring.finished(RequestRecord(0, "LOOKUP", 2.0, 2.0, 1.0, *who, "hit", 0, 256))
     ring.removed(_KEY)
 
 
