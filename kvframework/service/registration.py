@@ -41,9 +41,6 @@ log = logging.getLogger(__name__)
 # the names count layers in the model's order everywhere. So the order of an instance is its names relative to their
 # natural order, in which numbers in a text compare as numbers.
 
-# (layer group, place in it)
-Place = tuple[int, int]
-
 
 def layer_order(layout: KVLayout) -> bytes:
     """Return b"" for layers that follow each other in the natural order of their names, group after group, and for
@@ -61,30 +58,24 @@ def layer_order(layout: KVLayout) -> bytes:
     return hashlib.blake2b(encoded, digest_size=LAYER_ORDER_BYTES, person=b"kvf-layers").digest()
 
 
-def first_difference(mine: KVLayout, theirs: KVLayout) -> str:
-    """Describe the first layer of one instance that lies elsewhere in the other; "" if there is none."""
+def same_layers(mine: KVLayout, theirs: KVLayout) -> bool:
+    """Whether two instances hold the same layers in the same places, by their names; names of another kind by their
+    order."""
     if [group.layer_names for group in mine.groups] == [group.layer_names for group in theirs.groups]:
-        return ""
+        return True
     here, there = _places(mine), _places(theirs)
-    for name, places in here.items():
-        if there.get(name, places) != places:
-            return f"layer {name[:80]!r} is {_text(places)} here, and {_text(there[name])} there"
-    # Names of another kind.
-    same = layer_order(mine) == layer_order(theirs)
-    return "" if same else "their places follow another order of the names here than there"
+    apart = any(there.get(name, places) != places for name, places in here.items())
+    return not apart and layer_order(mine) == layer_order(theirs)
 
 
-def _places(layout: KVLayout) -> Mapping[str, tuple[Place, ...]]:
-    """Return places by name, in the order of the layout. A layer whose keys and values lie in two groups has two."""
-    places: defaultdict[str, tuple[Place, ...]] = defaultdict(tuple)
+def _places(layout: KVLayout) -> Mapping[str, list[tuple[int, int]]]:
+    """Return the places of each layer, (layer group, place in it). One whose keys and values lie in two groups has
+    two."""
+    places: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
     for group, declared in enumerate(layout.groups):
         for index, name in enumerate(declared.layer_names):
-            places[name] += ((group, index),)
+            places[name].append((group, index))
     return places
-
-
-def _text(places: tuple[Place, ...]) -> str:
-    return " and ".join(f"place {index} of layer group {group}" for group, index in places)
 
 
 MAX_INSTANCES = 256  # per client
@@ -283,10 +274,9 @@ class Registrations:
             if other.namespace != context.namespace:
                 continue
             for rank in _shared_ranks(context, other):
-                difference = first_difference(context.layout_of(rank), other.layout_of(rank))
-                if difference:
+                if not same_layers(context.layout_of(rank), other.layout_of(rank)):
                     raise NamespaceMismatch(
-                        difference,
+                        "its layers are in another order, or in other layer groups",
                         where=f"layers of instance {context.instance_id}",
                         available=f"the order of instance {other.instance_id} (process {other.pid})",
                         hint="list both engines' layers alike, or give one another revision",

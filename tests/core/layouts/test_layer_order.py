@@ -79,31 +79,23 @@ def client(server: ServerProcess) -> Iterator[KVClient]:
 
 
 @pytest.mark.parametrize(
-    ("groups", "others", "says"),
+    ("groups", "others"),
     [
-        ([layers(0, 1, 2, 3)], [layers(0, 2, 1, 3)], "layer 'layers.2' is place 1 of layer group 0 here"),
-        (
-            [layers(0, 1), layers(2, 3)],
-            [layers(0, 2), layers(1, 3)],
-            "layer 'layers.2' is place 1 of layer group 0 here",
-        ),
-        (
-            [layers(2, 3), layers(0, 1)],
-            [layers(0, 1), layers(2, 3)],
-            "layer 'layers.0' is place 0 of layer group 0 here",
-        ),
-        ([layers(0, 1)], [layers(1, 0, form="h.{}")], "another order of the names here than there"),
+        ([layers(0, 1, 2, 3)], [layers(0, 2, 1, 3)]),
+        ([layers(0, 1), layers(2, 3)], [layers(0, 2), layers(1, 3)]),
+        ([layers(2, 3), layers(0, 1)], [layers(0, 1), layers(2, 3)]),
+        ([layers(0, 1)], [layers(1, 0, form="h.{}")]),
     ],
     ids=["order", "membership", "groups", "other names"],
 )
 def test_another_order_is_refused_and_once_it_is_alone_finds_nothing(
-    client: KVClient, groups: list[list[str]], others: list[list[str]], says: str
+    client: KVClient, groups: list[list[str]], others: list[list[str]]
 ) -> None:
     first = Engine(client, 1, groups)
     first.store()
     assert first.hit() == 256
     assert first.load()
-    with pytest.raises(NamespaceMismatch, match=says):
+    with pytest.raises(NamespaceMismatch, match="in another order"):
         Engine(client, 2, others)
     first.worker.close()
     other = Engine(client, 2, others)

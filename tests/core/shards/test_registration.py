@@ -100,7 +100,7 @@ def test_other_layers_in_a_shard_that_is_held_are_refused(client: WireClient) ->
             GOOD, instance_id=4 + ranks[0], rank=ranks[0], ranks=ranks, layout=KVLayout("paged", (turned, turned), 8)
         )
         if refused:
-            with pytest.raises(errors.NamespaceMismatch, match=r"layer 'l\.1' is place 0"):
+            with pytest.raises(errors.NamespaceMismatch, match="in another order"):
                 client.call("REGISTER_KV_CACHE", payload)
         else:
             client.call("REGISTER_KV_CACHE", payload)
