@@ -10,7 +10,7 @@ from kvf_hashers.sha256 import Sha256
 from kvf_vllm.layouts import GroupFacts
 from kvf_vllm.options import VllmOptions
 from kvf_vllm.scheduler import SchedulerSide
-from kvf_vllm.step_messages import LoadOp, Served, StepPlan, StepReport, StoreOp
+from kvf_vllm.step_messages import Served, StepPlan, StepReport, TransferOp
 from kvframework.api.futures import Future
 from kvframework.api.keys import DIGEST_BYTES, Retain
 from kvframework.api.transport import LoadOutcome
@@ -122,7 +122,7 @@ class FakeServer:
     def free(self, result: LookupResult) -> None:
         self.tickets.remove(result.ticket)
 
-    def stored(self, op: StoreOp) -> None:
+    def stored(self, op: TransferOp) -> None:
         """Takes in what a worker stores."""
         for at in range(op.start, op.end, CHUNK):
             self.known.add((op.salt, digest(op.digests, at)))
@@ -178,22 +178,19 @@ class FakeInstance:
     def __init__(self, answer: Callable[[], Future[Any]] = lambda: Future.resolved(LoadOutcome(True))) -> None:
         self.served: Served | None = SERVED
         self.answer = answer
-        self.loads: list[LoadOp] = []
-        self.stores: list[StoreOp] = []
+        self.loads: list[TransferOp] = []
+        self.stores: list[TransferOp] = []
 
-    def load(self, ops: Sequence[LoadOp], *, in_pieces: bool = False) -> list[Future[Any]]:
+    def load(self, ops: Sequence[TransferOp], *, in_pieces: bool = False) -> list[Future[Any]]:
         self.loads += ops
         return [self.answer() for _ in ops]
 
-    def store(self, ops: Sequence[StoreOp]) -> list[Future[Any]]:
+    def store(self, ops: Sequence[TransferOp]) -> list[Future[Any]]:
         self.stores += ops
         return [self.answer() for _ in ops]
 
-    def load_bytes(self, op: LoadOp) -> int:
+    def nbytes(self, op: TransferOp) -> int:
         return op.end - op.start - op.skip
-
-    def store_bytes(self, op: StoreOp) -> int:
-        return op.end - op.start
 
 
 def scene(

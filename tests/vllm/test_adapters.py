@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,14 +12,11 @@ from typing import Any
 import pytest
 
 from kvf_vllm import adapters
-from kvf_vllm.adapters import NO_ADAPTER, Adapted, AdapterFacts, AdapterNames, AdapterReader, LoadedAdapters, adapter_of
-from kvf_vllm.options import VllmOptions
-from kvf_vllm.scheduler import SchedulerSide
-from kvf_vllm.step_messages import AdapterNews, AdapterUse, LoadOp, StepPlan, StepReport, StoreOp
+from kvf_vllm.adapters import AdapterFacts, AdapterNames, AdapterReader, LoadedAdapters, adapter_of
+from kvf_vllm.step_messages import AdapterNews, AdapterUse, StepPlan, StepReport, TransferOp
 from kvf_vllm.worker import WorkerSide
 from kvframework.errors import ConfigFieldError
-from tests.support.waiting import wait_until
-from tests.vllm.stand_ins import BLOCK, SERVED, WINDOWED, Clock, FakeInstance, FakeRequest, FakeServer, computed, table
+from tests.vllm.stand_ins import BLOCK, FakeInstance, FakeRequest, FakeServer, computed, scheduler, table
 
 CONFIG = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
 
@@ -238,7 +234,7 @@ def test_what_a_cpu_may_have_computed_with_an_adapter_is_not_stored_as_without(
 
     def step(number: int) -> int:
         worker.before_step(StepPlan())
-        worker.store(StepPlan(stores=[StoreOp(number, "a", 0, 8, b"", "", [[5, 6]])]))
+        worker.store(StepPlan(stores=[TransferOp("a", 0, 8, b"", "", [[5, 6]], number=number)]))
         return len(instance.stores)
 
     assert step(0) == 1
@@ -253,168 +249,81 @@ def test_what_a_cpu_may_have_computed_with_an_adapter_is_not_stored_as_without(
 # names in the scheduler
 
 
-def files_of(adapter: AdapterFacts) -> str:
-    return f"files of {adapter.path}"
+@pytest.mark.parametrize(
+    ("contents", "found"),
+    [
+        (["one"], "lora_not_loaded"),
+        (["one", "one"], AdapterUse(1, "one")),
+        (["one", "two"], "lora_unnamed"),
+        (["", ""], "lora_unnamed"),
+    ],
+)
+def test_an_adapter_has_the_name_that_all_workers_tell(contents: list[str], found: AdapterUse | str) -> None:
+    side, lora = AdapterNames(2), Lora("/x")
+    assert side.use_of(lora) == "lora_not_loaded"
+    for worker, each in enumerate(contents):
+        side.heard(worker, {1: AdapterNews("style", "/x", each)})
+    assert side.use_of(lora) == found
+    side.heard(0, {1: None})
+    assert side.use_of(lora) == "lora_not_loaded"
 
 
-def names(workers: int = 1, read: Callable[[AdapterFacts], str] = files_of, **fields: Any) -> AdapterNames:
-    return AdapterNames(workers, read=read, **fields)
-
-
-def settled(names: AdapterNames, lora: Lora, request_id: str = "a") -> Adapted:
-    """What becomes of a request that waits for its adapter's name."""
-    found = NO_ADAPTER
-
-    def asked() -> bool:
-        nonlocal found
-        found = names.adapted(request_id, lora)
-        return found != NO_ADAPTER
-
-    wait_until(asked, 20, "the name")
-    return found
-
-
-def test_what_the_workers_hold_counts_and_before_that_what_lies_in_the_files() -> None:
-    side, lora = names(workers=2), Lora("/x")
-    files = Adapted(AdapterUse(1, "files of /x"), False)
-    assert settled(side, lora) == files
-    side.heard(0, {1: AdapterNews("style", "/x", "files of /x")})
-    assert settled(side, lora) == files, "not all of them have told"
-    side.heard(1, {1: AdapterNews("style", "/x", "files of /x")})
-    assert side.adapted("b", lora) == Adapted(AdapterUse(1, "files of /x"), True)
-    side.heard(1, {1: None})
-    assert settled(side, lora) == files
-
-
-def test_workers_that_hold_different_contents_or_unknown_ones() -> None:
-    side = names(workers=2)
-    side.heard(0, {1: AdapterNews("style", "/x", "one"), 2: AdapterNews("b", "/y", "")})
-    side.heard(1, {1: AdapterNews("style", "/x", "two"), 2: AdapterNews("b", "/y", "")})
-    assert side.adapted("a", Lora("/x")).reason == "lora_unnamed"
-    assert side.adapted("b", Lora("/y", "b", 2)).reason == "lora_unnamed"
-
-
-@pytest.mark.parametrize(("by_path", "reason"), [(True, ""), (False, "lora_changed")])
-def test_a_name_with_two_contents_is_left_out(by_path: bool, reason: str) -> None:
-    side = names(by_path=by_path)
+@pytest.mark.parametrize(("by_path", "found"), [(True, AdapterUse(2, "two")), (False, "lora_changed")])
+def test_a_name_with_two_contents_is_left_out(by_path: bool, found: AdapterUse | str) -> None:
+    side = AdapterNames(1, by_path=by_path)
     side.heard(0, {1: AdapterNews("style", "/x", "one")})
     side.heard(0, {2: AdapterNews("style", "/x/v2", "two")})
-    assert side.adapted("a", Lora("/x/v2", "style", 2)).reason == reason
+    assert side.use_of(Lora("/x/v2", "style", 2)) == found
     side.heard(0, {3: AdapterNews("style", "/x", "three")})
-    assert side.adapted("a", Lora("/x", "style", 3)).reason == "lora_changed"
-    # Files that are not loaded yet count too.
-    assert settled(side, Lora("/x", "style", 4)).reason == "lora_changed"
+    assert side.use_of(Lora("/x", "style", 3)) == "lora_changed"
 
 
 def test_unknown_content_may_lie_in_vllms_own_cache_as_well() -> None:
-    side = names()
+    side = AdapterNames(1)
     side.heard(0, {1: AdapterNews("style", "/x", "")})
     side.heard(0, {1: AdapterNews("style", "/x", "one")})
-    assert side.adapted("a", Lora("/x")).reason == "lora_changed"
-
-
-def test_files_that_cannot_be_read_and_files_that_take_long() -> None:
-    def fails(adapter: AdapterFacts) -> str:
-        raise OSError("no such folder")
-
-    assert settled(names(read=fails), Lora("/x")).reason == "lora_unnamed"
-    hangs, clock, server = threading.Event(), Clock(), FakeServer()
-
-    def slow(adapter: AdapterFacts) -> str:
-        hangs.wait(60)
-        return "late"
-
-    side = SchedulerSide(server, WINDOWED[:1], VllmOptions(), adapters=names(read=slow), clock=clock)
-    side.heard(StepReport(served={0: SERVED}))
-    request = FakeRequest("a", list(range(16)), lora_request=Lora("/x"))
-    assert side.matched_tokens(request, 0) == (None, False)
-    clock.now += 10
-    assert side.matched_tokens(request, 0) == (0, False)
-    side.allocated(request, table(16), 0)
-    assert not computed(side, request, 16).stores
-    assert dict(side.tally.counts) == {"miss_requests|lora_unnamed": 1}
-    hangs.set()
+    assert side.use_of(Lora("/x")) == "lora_changed"
 
 
 # requests
 
 
-def scheduling(server: FakeServer, *, groups: Any = WINDOWED[:1], loaded: str = "", **roles: Any) -> SchedulerSide:
-    side = SchedulerSide(server, groups, VllmOptions(), adapters=names(), **roles)
-    held = {0: {1: AdapterNews("style", "/x", loaded)}} if loaded else {}
-    side.heard(StepReport(served={0: SERVED}, adapters=held))
-    return side
+def loaded(content: str) -> StepReport:
+    return StepReport(adapters={0: {1: AdapterNews("style", "/x", content)}})
 
 
-def matched(side: SchedulerSide, request: FakeRequest) -> tuple[int | None, bool]:
-    answer: tuple[int | None, bool] = (None, False)
-
-    def asked() -> bool:
-        nonlocal answer
-        answer = side.matched_tokens(request, 0)
-        return answer[0] is not None
-
-    wait_until(asked, 20, "the adapter's name")
-    return answer
+def requested(request_id: str, tokens: int = 16) -> FakeRequest:
+    return FakeRequest(request_id, list(range(tokens)), lora_request=Lora("/x"))
 
 
-def requested(request_id: str, path: str = "/x") -> FakeRequest:
-    return FakeRequest(request_id, list(range(16)), lora_request=Lora(path))
-
-
-def stored(server: FakeServer) -> list[StoreOp]:
-    side, request = scheduling(server), requested("first")
-    assert matched(side, request) == (0, False)
-    stores = computed(side, request, 16).stores
-    for op in stores:
-        server.stored(op)
-    return stores
-
-
-def test_kv_of_an_adapter_is_found_with_it_and_not_without() -> None:
+def test_kv_of_an_adapter_is_stored_once_it_is_loaded_and_found_with_it_alone() -> None:
     server = FakeServer()
-    (op,) = stored(server)
-    assert op.adapter == AdapterUse(1, "files of /x")
-    side = scheduling(server, loaded="files of /x")
-    request = requested("a")
-    assert matched(side, request) == (16, True)
-    side.allocated(request, table(16), 16)
-    (load,) = computed(side, request, 1, table(17)).loads
-    assert (load.adapter, load.in_step) == (op.adapter, False)
+    side, request = scheduler(server), requested("first", 17)
+    assert side.matched_tokens(request, 0) == (0, False)
+    side.allocated(request, table(17), 0)
+    assert not computed(side, request, 16).stores, "the step loads the adapter"
+    side.heard(loaded("one"))
+    (op,) = computed(side, request, 1).stores
+    assert (op.start, op.end, op.adapter) == (0, 16, AdapterUse(1, "one"))
+    server.stored(op)
+    assert dict(side.tally.counts) == {"miss_requests|lora_not_loaded": 1}
+    found = requested("a")
+    assert side.matched_tokens(found, 0) == (16, True)
+    side.allocated(found, table(16), 16)
+    (load,) = computed(side, found, 1, table(17)).loads
+    assert load.adapter == op.adapter
     assert side.matched_tokens(FakeRequest("base", list(range(16))), 0) == (0, False)
-    assert scheduling(server, loaded="other").matched_tokens(requested("a"), 0) == (0, False)
-
-
-def test_an_adapter_that_is_not_loaded_yet_waits_for_its_step() -> None:
-    server = FakeServer()
-    stored(server)
-    side, request = scheduling(server), requested("a")
-    # Within the step, which must compute something.
-    assert matched(side, request) == (8, False)
-    side.allocated(request, table(16), 8)
-    (load,) = computed(side, request, 8, table(16)).loads
-    assert load.in_step
-    state = replace(WINDOWED[0], state=True)
-    for groups in (WINDOWED, (state,)):
-        between = scheduling(server, groups=groups)
-        assert matched(between, requested("b")) == (0, False), "vLLM loads these between steps only"
-        between.allocated(requested("b"), [*table(16), *table(16)][: len(groups)], 0)
-        assert dict(between.tally.counts) == {"miss_requests|lora_not_loaded": 1}
-
-
-def test_a_role_that_only_stores_waits_for_the_name_too() -> None:
-    server = FakeServer()
-    side, request = scheduling(server, loads=False), requested("a")
-    assert matched(side, request) == (0, False)
-    assert [op.adapter for op in computed(side, request, 16).stores] == [AdapterUse(1, "files of /x")]
+    other = scheduler(server)
+    other.heard(loaded("other"))
+    assert other.matched_tokens(requested("a"), 0) == (0, False)
 
 
 def test_a_request_whose_adapter_is_another_after_a_preemption_is_left_out() -> None:
-    server = FakeServer()
-    side, request = scheduling(server, loaded="one"), requested("a")
-    assert matched(side, request) == (0, False)
-    side.heard(StepReport(adapters={0: {1: AdapterNews("style", "/x", "two")}}))
-    assert matched(side, request) == (0, False)
+    side, request = scheduler(FakeServer()), requested("a")
+    side.heard(loaded("one"))
+    assert side.matched_tokens(request, 0) == (0, False)
+    side.heard(loaded("two"))
+    assert side.matched_tokens(request, 0) == (0, False)
     assert not computed(side, request, 16).stores
     side.allocated(request, table(16), 0)
     assert dict(side.tally.counts) == {"miss_requests|lora_changed": 1}
@@ -431,12 +340,12 @@ def test_a_worker_moves_nothing_under_the_name_of_what_it_does_not_hold(
     (news,) = worker.take_report().adapters[0].values()
     assert news is not None
     use = AdapterUse(1, news.content if holds else "0" * 64)
-    load = LoadOp("a", 0, 16, 0, b"d" * 64, "", [[1, 2, 3, 4]], in_step=True, adapter=use)
+    load = TransferOp("a", 0, 16, b"d" * 64, "", [[1, 2, 3, 4]], adapter=use)
     worker.load(StepPlan(loads=[load]))
-    assert worker.finished_loads() == (set(), set()), "it was loaded within the step"
+    assert worker.finished_loads() == ({"a"}, set())
     assert worker.take_failed_blocks() == (set() if holds else {1, 2, 3, 4})
     worker.before_step(StepPlan())
-    store = StoreOp(0, "a", 0, 8, b"", "", [[5, 6]], adapter=use)
+    store = TransferOp("a", 0, 8, b"", "", [[5, 6]], adapter=use)
     worker.store(StepPlan(stores=[store]))
     assert (len(instance.loads), len(instance.stores)) == ((1, 1) if holds else (0, 0))
     assert worker.take_report().stored == ({0: 1} if holds else {0: 0})

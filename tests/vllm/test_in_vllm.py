@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -198,19 +197,6 @@ def test_metrics_of_several_engines_are_one_and_what_they_do_not_know_harms_none
     metrics._made.clear()
     Counter("kvframework:errors", "somebody else's")
     KvFrameworkConnector.build_prom_metrics(config, kinds, ["model_name"], {0: ["m"]}).observe({"errors": 1})
-
-
-def test_the_interface_of_the_last_release_is_the_one_that_is_followed() -> None:
-    import vllm
-    from kvf_vllm.interface import FOLLOWED, installed_fingerprint
-    from kvf_vllm.options import EQUAL
-
-    found = installed_fingerprint()
-    assert len(found) == 32
-    if vllm.__version__.startswith("0.32."):
-        assert found in EQUAL
-    for file in FOLLOWED:
-        assert (Path(vllm.__file__).parent / file).is_file()
 
 
 def test_pipeline_stages_are_told_apart_in_vllms_own_configuration() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvf_vllm.identity import Named, identify
-from kvf_vllm.step_messages import LoadOp, StepPlan, StepReport, StoreOp, Weights
+from kvf_vllm.step_messages import StepPlan, StepReport, TransferOp, Weights
 from kvf_vllm.weights import CacheResets, WeightUpdates
 from kvf_vllm.worker import WorkerSide
 from kvframework.api.futures import Future, Promise
@@ -23,8 +23,8 @@ from kvframework.client import ModelFacts, model_files
 from kvframework.errors import ConfigFieldError
 from tests.vllm.stand_ins import BLOCK, FakeInstance, FakeRequest, FakeServer, scheduler
 
-LOAD = LoadOp("a", 0, 16, 4, b"d" * 64, "", [[1, 2, 3, 4]])
-STORE = StoreOp(0, "b", 0, 8, b"", "", [[5, 6]])
+LOAD = TransferOp("a", 0, 16, b"d" * 64, "", [[1, 2, 3, 4]], skip=4)
+STORE = TransferOp("b", 0, 8, b"", "", [[5, 6]])
 
 
 # the calls

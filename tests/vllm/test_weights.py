@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvf_vllm.options import VllmOptions
 from kvf_vllm.scheduler import SchedulerSide
-from kvf_vllm.step_messages import LoadOp, Served, StepPlan, StepReport, StoreOp
+from kvf_vllm.step_messages import Served, StepPlan, StepReport, TransferOp
 from kvf_vllm.weights import EngineWeights
 from kvf_vllm.worker import WorkerSide
 from kvframework.api.futures import Future, Promise
@@ -63,13 +63,13 @@ class Worker:
         self.naming: tuple[Promise[bool], bool] | None = None
         self.wrong: list[str] = []
 
-    def load(self, ops: Sequence[LoadOp], *, in_pieces: bool = False) -> list[Future[LoadOutcome]]:
+    def load(self, ops: Sequence[TransferOp], *, in_pieces: bool = False) -> list[Future[LoadOutcome]]:
         return [self._load(op) for op in ops]
 
-    def store(self, ops: Sequence[StoreOp]) -> list[Future[StoreOutcome]]:
+    def store(self, ops: Sequence[TransferOp]) -> list[Future[StoreOutcome]]:
         return [self._store(op) for op in ops]
 
-    def _load(self, op: LoadOp) -> Future[LoadOutcome]:
+    def _load(self, op: TransferOp) -> Future[LoadOutcome]:
         assert self.served is not None
         for at in range(op.start, op.end, CHUNK):
             key = (self.served.namespace, self.index, op.salt, digest(op.digests, at))
@@ -80,7 +80,7 @@ class Worker:
                 self.blocks[block] = self.weights
         return Future.resolved(LoadOutcome(True))
 
-    def _store(self, op: StoreOp) -> Future[StoreOutcome]:
+    def _store(self, op: TransferOp) -> Future[StoreOutcome]:
         assert self.served is not None
         for at in range(op.start, op.end, CHUNK):
             blocks = op.block_ids[0][(at - op.start) // BLOCK : (at - op.start + CHUNK) // BLOCK]
@@ -94,10 +94,7 @@ class Worker:
         if not is_right:
             self.wrong.append(what)
 
-    def load_bytes(self, op: LoadOp) -> int:
-        return 0
-
-    def store_bytes(self, op: StoreOp) -> int:
+    def nbytes(self, op: TransferOp) -> int:
         return 0
 
     def update(self, weights: int, *, from_files: bool) -> None:

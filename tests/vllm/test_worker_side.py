@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from kvf_vllm.step_messages import LoadOp, StepPlan, StepReport, StoreOp
+from kvf_vllm.step_messages import StepPlan, StepReport, TransferOp
 from kvf_vllm.worker import WorkerSide
 from kvframework.api.futures import Future, Promise
 from kvframework.api.transport import LoadOutcome
 from kvframework.errors import BadBlockIds
 from tests.vllm.stand_ins import BLOCK, SERVED, Clock, FakeInstance
 
-LOAD = LoadOp("a", 0, 16, 4, b"d" * 64, "", [[1, 2, 3, 4]])
+LOAD = TransferOp("a", 0, 16, b"d" * 64, "", [[1, 2, 3, 4]], skip=4)
 
 
-def store(number: int = 0, request_id: str = "a", start: int = 0) -> StoreOp:
-    return StoreOp(number, request_id, start, start + 8, b"", "", [[5, 6]])
+def store(number: int = 0, request_id: str = "a", start: int = 0) -> TransferOp:
+    return TransferOp(request_id, start, start + 8, b"", "", [[5, 6]], number=number)
 
 
 def answers(*results: bool | Future[LoadOutcome]) -> FakeInstance:
@@ -148,16 +148,16 @@ def test_a_steps_transfers_are_one_batch_of_which_a_bad_one_fails_alone(
     batches: list[int] = []
 
     class Instance(FakeInstance):
-        def checked(self, ops: Sequence[LoadOp | StoreOp]) -> None:
+        def checked(self, ops: Sequence[TransferOp]) -> None:
             batches.append(len(ops))
             if any(op.request_id == "b" for op in ops):
                 raise BadBlockIds("block 9 of 4")
 
-        def load(self, ops: Sequence[LoadOp], *, in_pieces: bool = False) -> list[Future[Any]]:
+        def load(self, ops: Sequence[TransferOp], *, in_pieces: bool = False) -> list[Future[Any]]:
             self.checked(ops)
             return super().load(ops, in_pieces=in_pieces)
 
-        def store(self, ops: Sequence[StoreOp]) -> list[Future[Any]]:
+        def store(self, ops: Sequence[TransferOp]) -> list[Future[Any]]:
             self.checked(ops)
             return super().store(ops)
 

@@ -15,7 +15,7 @@ from kvf_vllm.canonical import CanonicalBlocks, LayerForm
 from kvf_vllm.facts import part_of, place_of
 from kvf_vllm.layouts import GroupFacts
 from kvf_vllm.options import VllmOptions
-from kvf_vllm.step_messages import LoadOp, StoreOp
+from kvf_vllm.step_messages import TransferOp
 from kvframework.client import KVClient, KvIdentity, RequestHashes, WorkerAdapter
 from tests.support.lazy import torch
 from tests.support.server_process import ServerProcess
@@ -121,13 +121,13 @@ class Vllm:
         return vllm_blocks(self.backend, layers[:, :, :, first : first + own])
 
     def store(self) -> None:
-        op = StoreOp(0, "r", 0, TOKENS, hashed(self.client).digests(TOKENS), "", [[1, 2, 3, 4]])
+        op = TransferOp("r", 0, TOKENS, hashed(self.client).digests(TOKENS), "", [[1, 2, 3, 4]])
         for rank in self.ranks:
             assert rank.store([op])[0].result(60).ok
-            assert rank.store_bytes(op) == 2 * LAYERS * TOKENS * HEADS // len(self.ranks) * DIM * 4
+            assert rank.nbytes(op) == 2 * LAYERS * TOKENS * HEADS // len(self.ranks) * DIM * 4
 
     def load(self, whole: torch.Tensor) -> None:
-        op = LoadOp("r", 0, TOKENS, 0, hashed(self.client).digests(TOKENS), "", [[1, 2, 3, 4]])
+        op = TransferOp("r", 0, TOKENS, hashed(self.client).digests(TOKENS), "", [[1, 2, 3, 4]])
         for number, rank in enumerate(self.ranks):
             assert rank.load([op])[0].result(60).ok
             assert torch.equal(self.memory[number][:, 1:], self.wanted(whole, number))

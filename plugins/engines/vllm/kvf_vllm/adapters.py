@@ -8,11 +8,9 @@ vLLM reports neither loads nor evictions of adapters to a connector, so one call
 load. The files are named before and after it; if they differ, what was loaded is unknown, and the adapter has no name.
 Without such a call in this vLLM no adapter has one.
 
-For the scheduler an adapter that all workers hold has the name that they tell. One that they do not hold yet is named
-by its files, in a thread; the workers compare when they have loaded it. A name that is known only from the files is
-good for a load within the step that uses the adapter, never for one before it. vLLM's own prefix cache goes by an
-adapter's name and path. Once these had two contents in the engine's life, blocks of both may lie there, and their
-requests are left out.
+For the scheduler an adapter has the name that all workers tell once they have loaded it: the first request with it is
+computed, and stored from the next step on. vLLM's own prefix cache goes by an adapter's name and path. Once these had
+two contents in the engine's life, blocks of both may lie there, and their requests are left out.
 """
 
 from __future__ import annotations
@@ -21,22 +19,22 @@ import hashlib
 import json
 import logging
 import math
-import queue
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvf_vllm.step_messages import AdapterNews, AdapterUse
-from kvframework.api.futures import Future, Promise
 from kvframework.client import WEIGHT_SUFFIXES, FileState, WatchedCall, watch_calls
 from kvframework.errors import ConfigFieldError
 
+log = logging.getLogger(__name__)
+
 CONFIG = "adapter_config.json"
+NOT_LOADED = "lora_not_loaded"
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_FILES = 256
 _MAX_REMEMBERED = 4096
@@ -69,10 +67,9 @@ def settings_of(lora_config: Any) -> tuple[str, ...]:
 
 
 class AdapterReader:
-    """Names adapters, and remembers the digests of their files. Threads may share it."""
+    """Names adapters, and remembers the digests of their files. For one thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._digests: OrderedDict[FileState, str] = OrderedDict()
 
     def content(self, adapter: AdapterFacts) -> str:
@@ -89,8 +86,7 @@ class AdapterReader:
     def _digest(self, path: Path) -> tuple[int, str]:
         """The size and the digest of a file."""
         started, before = time.time(), FileState.of(path)
-        with self._lock:
-            digest = self._digests.get(before)
+        digest = self._digests.get(before)
         if digest is None:
             hasher = hashlib.sha256()
             buffer = memoryview(bytearray(_CHUNK_BYTES))
@@ -102,10 +98,9 @@ class AdapterReader:
                 raise OSError(f"{path} was changed while it was read")
             # A file that was just written may change again without getting another time.
             if before.rested(started):
-                with self._lock:
-                    self._digests[before] = digest
-                    while len(self._digests) > _MAX_REMEMBERED:
-                        self._digests.popitem(last=False)
+                self._digests[before] = digest
+                if len(self._digests) > _MAX_REMEMBERED:
+                    self._digests.popitem(last=False)
         return before.size, digest
 
 
@@ -145,34 +140,14 @@ def _no_adapter(adapter: AdapterFacts, why: str) -> ConfigFieldError:
     )
 
 
-class Adapted(NamedTuple):
-    """The adapter of one request, if it has one. `use` is None as long as it has no name; `reason` says why it gets
-    none, "" as long as it is looked for. `is_loaded`: all workers hold it."""
-
-    use: AdapterUse | None = None
-    is_loaded: bool = False
-    reason: str = ""
-
-
 class AdapterNames:
     """The scheduler's side. `by_path` False: vLLM's prefix cache goes by the adapter's name alone. For one thread."""
 
-    def __init__(
-        self,
-        workers: int,
-        *,
-        settings: Sequence[str] = (),
-        by_path: bool = True,
-        read: Callable[[AdapterFacts], str] | None = None,
-    ) -> None:
+    def __init__(self, workers: int, *, by_path: bool = True) -> None:
         self._workers = workers
-        self._settings = tuple(settings)
         self._by_path = by_path
-        self._read = read or AdapterReader().content
         self._held: dict[int, dict[int, AdapterNews]] = {}
         self._contents: dict[tuple[str, str], set[str]] = {}
-        self._reading: dict[str, Future[str]] = {}
-        self._wanted: queue.SimpleQueue[tuple[AdapterFacts, Promise[str]]] | None = None
 
     def heard(self, worker: int, news: Mapping[int, AdapterNews | None]) -> None:
         """Applies the news of one worker."""
@@ -186,57 +161,21 @@ class AdapterNames:
             held[worker] = each
             self._contents.setdefault(self._key(each.name, each.path), set()).add(each.content)
 
-    def adapted(self, request_id: str, request: Any) -> Adapted:
-        """The adapter of vLLM's `LoRARequest`; without a use and a reason it is to be asked again. Never blocks."""
-        adapter = adapter_of(request, self._settings)
-        held = self._held.get(adapter.number, {})
-        is_loaded = len(held) == self._workers
-        if is_loaded:
-            contents = {each.content for each in held.values()}
-            content = contents.pop() if len(contents) == 1 else ""
-        else:
-            reading = self._reading.get(request_id) or self._started(request_id, adapter)
-            if not reading.query():
-                return Adapted()
-            content = reading.result(0) if reading.exception() is None else ""
-        self.forget(request_id)
+    def use_of(self, request: Any) -> AdapterUse | str:
+        """The adapter of vLLM's `LoRARequest`, or why it has no name: for now (`NOT_LOADED`), or for good."""
+        held = self._held.get(int(request.lora_int_id), {})
+        if len(held) < self._workers:
+            return NOT_LOADED
+        contents = {each.content for each in held.values()}
+        content = contents.pop() if len(contents) == 1 else ""
         if not content:
-            return Adapted(reason="lora_unnamed")
-        if self._contents.get(self._key(adapter.name, adapter.path), set()) - {content}:
-            return Adapted(reason="lora_changed")
-        return Adapted(AdapterUse(adapter.number, content), is_loaded)
-
-    def forget(self, request_id: str) -> None:
-        """The request has ended, or waits no longer."""
-        self._reading.pop(request_id, None)
+            return "lora_unnamed"
+        if self._contents.get(self._key(str(request.lora_name), str(request.lora_path)), set()) - {content}:
+            return "lora_changed"
+        return AdapterUse(int(request.lora_int_id), content)
 
     def _key(self, name: str, path: str) -> tuple[str, str]:
         return name, path if self._by_path else ""
-
-    def _started(self, request_id: str, adapter: AdapterFacts) -> Future[str]:
-        if self._wanted is None:
-            self._wanted = queue.SimpleQueue()
-            threading.Thread(
-                target=self._keep_reading, args=(self._wanted,), name="kvf-vllm-adapters", daemon=True
-            ).start()
-        promise: Promise[str] = Promise()
-        self._reading[request_id] = promise
-        self._wanted.put((adapter, promise))
-        return promise
-
-    def _keep_reading(self, wanted: queue.SimpleQueue[tuple[AdapterFacts, Promise[str]]]) -> None:
-        while True:
-            adapter, promise = wanted.get()
-            try:
-                promise.set_result(self._read(adapter))
-            except Exception as error:  # noqa: BLE001 - whatever it is, the adapter has no name
-                promise.set_exception(error)
-
-
-NO_ADAPTER = Adapted()
-
-
-log = logging.getLogger(__name__)
 
 
 class LoadedAdapters:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvf_vllm.layouts import BlockForm, GroupFacts, group_of_each
 from kvf_vllm.options import VllmOptions
-from kvf_vllm.step_messages import GroupBlocks, LoadOp, Served, StoreOp
+from kvf_vllm.step_messages import GroupBlocks, Served, TransferOp
 from kvframework.api.futures import Future, Promise
 from kvframework.api.layout import NO_BLOCK, LayerTensors
 from kvframework.api.transport import LoadOutcome, Registration, StoreOutcome
@@ -105,7 +105,7 @@ class AttachedInstance:
         self._adapter.close()
         self._identity, self._adapter = identity, self._adapter_of(identity)
 
-    def load(self, ops: Sequence[LoadOp], *, in_pieces: bool = False) -> list[Future[LoadOutcome]]:
+    def load(self, ops: Sequence[TransferOp], *, in_pieces: bool = False) -> list[Future[LoadOutcome]]:
         return self._adapter.batched_submit_retrieve(
             [self._request(op) for op in ops],
             [(op.start, op.end) for op in ops],
@@ -114,18 +114,23 @@ class AttachedInstance:
             in_pieces=in_pieces,
         )
 
-    def store(self, ops: Sequence[StoreOp]) -> list[Future[StoreOutcome]]:
+    def store(self, ops: Sequence[TransferOp]) -> list[Future[StoreOutcome]]:
         return self._adapter.batched_submit_store(
             [self._request(op) for op in ops],
             [(op.start, op.end) for op in ops],
             [self._by_layer_group(op.block_ids) for op in ops],
         )
 
-    def load_bytes(self, op: LoadOp) -> int:
-        return self._nbytes(op, op.end - op.start - op.skip)
-
-    def store_bytes(self, op: StoreOp) -> int:
-        return self._nbytes(op, op.end - op.start)
+    def nbytes(self, op: TransferOp) -> int:
+        """The bytes of its tokens, and of the state at the end if there is one."""
+        registration = self._registration()
+        chunk, tokens = registration.desc.chunk_tokens, op.end - op.start - op.skip
+        return sum(
+            (op.block_ids[index][-1] != NO_BLOCK) * desc.nbytes if group.state else tokens * desc.nbytes // chunk
+            for index, group, desc in zip(
+                self._group_of_each, registration.layout.groups, registration.desc.groups, strict=True
+            )
+        )
 
     def collect(self) -> None:
         """Drops transfers that have ended. Never blocks."""
@@ -172,18 +177,7 @@ class AttachedInstance:
             raise NotRegistered("this worker is not registered")
         return registration
 
-    def _nbytes(self, op: LoadOp | StoreOp, tokens: int) -> int:
-        """The bytes of `tokens` tokens, and of the state at the end if there is one."""
-        registration = self._registration()
-        chunk = registration.desc.chunk_tokens
-        return sum(
-            (op.block_ids[index][-1] != NO_BLOCK) * desc.nbytes if group.state else tokens * desc.nbytes // chunk
-            for index, group, desc in zip(
-                self._group_of_each, registration.layout.groups, registration.desc.groups, strict=True
-            )
-        )
-
-    def _request(self, op: LoadOp | StoreOp) -> RequestHashes:
+    def _request(self, op: TransferOp) -> RequestHashes:
         chunk = self._registration().desc.chunk_tokens
         request = RequestHashes(
             self._client.hasher,
@@ -193,7 +187,7 @@ class AttachedInstance:
             digests=op.digests,
             trace=op.trace,
             retain=op.retain,
-            grants=op.grants if isinstance(op, LoadOp) else (),
+            grants=op.grants,
         )
         # One stage's word is enough, as one rank's is.
         if op.content is not None and not self._stage:

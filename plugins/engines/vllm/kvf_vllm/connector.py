@@ -32,7 +32,7 @@ try:
 except ImportError:  # vLLM before 0.32 does not ask for the source of hits
     CacheHitSource = None
 
-from kvf_vllm.adapters import AdapterNames, LoadedAdapters, settings_of
+from kvf_vllm.adapters import AdapterNames, LoadedAdapters
 from kvf_vllm.attach import AttachedInstance
 from kvf_vllm.canonical import CanonicalBlocks, prove_planes
 from kvf_vllm.facts import (
@@ -154,11 +154,7 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             stores=transfer.is_kv_producer,
             unread=bool(self._unread),
             event_block_size=_event_block_size(config, self._kv_cache_config),
-            adapters=AdapterNames(
-                config.parallel_config.world_size,
-                settings=settings_of(config.lora_config),
-                by_path=caches_adapters_by_path(vllm.__version__),
-            ),
+            adapters=AdapterNames(config.parallel_config.world_size, by_path=caches_adapters_by_path(vllm.__version__)),
             weights=EngineWeights(caches_prefixes=bool(config.cache_config.enable_prefix_caching)),
         )
 

@@ -10,10 +10,10 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from kvf_vllm.adapters import NO_ADAPTER, Adapted, AdapterNames
+from kvf_vllm.adapters import NOT_LOADED, AdapterNames
 from kvf_vllm.engine_names import EngineNames
 from kvf_vllm.events import Announcements, BlocksStored
 from kvf_vllm.layouts import (
@@ -29,7 +29,7 @@ from kvf_vllm.lookups import LookupService
 from kvf_vllm.options import VllmOptions
 from kvf_vllm.requests import EngineRequest, Wish, chunk_extras, content_of, salted, traceparent, wish_of
 from kvf_vllm.search import PrefixSearch, Waiting
-from kvf_vllm.step_messages import GroupBlocks, LoadOp, StepPlan, StepReport, StoreOp
+from kvf_vllm.step_messages import AdapterUse, GroupBlocks, StepPlan, StepReport, TransferOp
 from kvf_vllm.tally import Tally
 from kvf_vllm.weights import EngineWeights
 from kvframework.api.keys import ChunkContent
@@ -48,8 +48,8 @@ class _Tracked:
     """A request from its first mention until vLLM has finished it. `stored` is the token up to which stores were
     planned, `hit_end` the token up to which the last answer to vLLM promised KV, `own_end` the token up to which vLLM
     had computed it or this connector loads it, `loading` the number of workers that still load, `miss` the reason of
-    the last miss. `in_step`: the load that was promised happens within the step that uses it. `adapter_asked` is the
-    time at which its adapter's name was asked for, `was_asked_again`: it waited a step for news of the weights."""
+    the last miss. `adapter` is None without one, and as long as it has no name. `was_asked_again`: it waited a step for
+    news of the weights."""
 
     request: EngineRequest
     wish: Wish
@@ -63,9 +63,7 @@ class _Tracked:
     loading: int = 0
     failed: bool = False
     miss: str = ""
-    in_step: bool = False
-    adapter: Adapted = NO_ADAPTER
-    adapter_asked: float | None = None
+    adapter: AdapterUse | None = None
     was_asked_again: bool = False
 
 
@@ -119,7 +117,7 @@ class SchedulerSide:
         # The requests that have blocks. A step that computes any is held up by no lookup, others by one at most.
         self._running: set[str] = set()
         self._has_waited = False
-        self._planned_loads: list[LoadOp] = []
+        self._planned_loads: list[TransferOp] = []
         # Blocks that another connector may load into, which begins before vLLM schedules them.
         self._foreign: set[int] = set()
         self._unfinished: dict[int, _Unfinished] = {}
@@ -147,8 +145,8 @@ class SchedulerSide:
             return self._no_hit(tracked, "no_prefix_caching")
         if self._awaits_weights(tracked):
             return None, False
-        if request.lora_request is not None and self._awaits_adapter(tracked):
-            return None, False
+        if unnamed := self._adapter_lacks(tracked):
+            return self._no_hit(tracked, unnamed)
         loads = self._loads and tracked.wish.load
         if (loads or (self._stores and tracked.wish.store)) and self._awaits_names(tracked):
             return None, False
@@ -161,12 +159,7 @@ class SchedulerSide:
             return self._no_hit(tracked, self._names.why_none)
         chunk = self._names.served.chunk_tokens
         start = computed // chunk * chunk
-        is_known = tracked.adapter.use is None or tracked.adapter.is_loaded
-        if not is_known and only_between_steps(self._groups):
-            return self._no_hit(tracked, "lora_not_loaded")
-        tracked.in_step = not (self._is_async and is_known)
-        whole_prompt = self._whole_prompt and not tracked.in_step
-        end = min(request.num_tokens - (0 if whole_prompt else 1), hashes.hashed_tokens) // chunk * chunk
+        end = min(request.num_tokens - (0 if self._whole_prompt else 1), hashes.hashed_tokens) // chunk * chunk
         if end <= computed:
             tracked.search.release()
             return self._no_hit(tracked, "too_short" if not computed else "held_locally")
@@ -182,7 +175,7 @@ class SchedulerSide:
             unknown = "no_answer" if tracked.search.unanswered else "not_stored"
             return self._no_hit(tracked, unknown if external < 1 else "too_few")
         tracked.start, tracked.hit_end = start, hit_end
-        return external, not tracked.in_step
+        return external, self._is_async
 
     def allocated(self, request: EngineRequest, table: GroupBlocks, external: int) -> None:
         """vLLM's `update_state_after_alloc`: the request has its blocks, all of them in `table`."""
@@ -201,20 +194,10 @@ class SchedulerSide:
         start, end = tracked.start, tracked.hit_end
         tracked.own_end = end
         self._planned_loads.append(
-            LoadOp(
-                request.request_id,
-                start,
-                end,
-                end - external - start,
-                tracked.hashes.digests(end),
-                tracked.hashes.cache_salt,
-                blocks_between(self._groups, table, start, end),
-                tracked.hashes.trace,
-                tracked.in_step,
-                tracked.adapter.use,
-                self._content(tracked, tracked.hashes, start, end),
-                tracked.wish.retain,
-                tracked.search.take_grants(),
+            replace(
+                self._op(tracked, tracked.hashes, start, end, blocks_between(self._groups, table, start, end)),
+                skip=end - external - start,
+                grants=tracked.search.take_grants(),
             )
         )
         tracked.loading = self._workers
@@ -231,7 +214,7 @@ class SchedulerSide:
         if tracked is None or not external or tracked.loading:
             return
         end = tracked.hit_end
-        self._planned_loads.append(LoadOp(request_id, 0, end, end - external, b"", "", table, "", tracked.in_step))
+        self._planned_loads.append(TransferOp(request_id, 0, end, b"", "", table, skip=end - external))
         tracked.loading = self._workers
 
     def leave_out(self, request_id: str) -> None:
@@ -258,14 +241,14 @@ class SchedulerSide:
         for load in self._planned_loads:
             written.update(_behind(self._groups, load.block_ids, load.skip))
         fence = [number for number, store in self._unfinished.items() if not written.isdisjoint(store.blocks)]
-        stores: list[StoreOp] = []
+        stores: list[TransferOp] = []
         if self._stores and self._names.served is not None:
             for request_id, tokens in scheduled.items():
                 tracked = self._tracked.get(request_id)
                 if tracked is not None and tracked.wish.store:
                     stores += self._plan_store(tracked, tokens, tables, states.get(request_id, ()))
         loads, self._planned_loads = self._planned_loads, []
-        self._begin_step(scheduled, counts=not any(load.in_step for load in loads))
+        self._begin_step(scheduled, counts=self._is_async or not loads)
         return StepPlan(loads, stores, fence, bool(scheduled), self._step, self._names.weights.updates)
 
     def step_ended(self) -> None:
@@ -320,7 +303,6 @@ class SchedulerSide:
         blocks until the workers have reported its end."""
         self._waiting.gone(request.request_id)
         tracked = self._tracked.pop(request.request_id, None)
-        self._adapters.forget(request.request_id)
         self._running.discard(request.request_id)
         if tracked is not None:
             tracked.search.release()
@@ -414,32 +396,25 @@ class SchedulerSide:
             return False
         return not self._names.have_come if self._names.served is None else self._hashed(tracked) is None
 
-    def _awaits_adapter(self, tracked: _Tracked) -> bool:
-        """True as long as the name of the request's adapter is looked for. A request whose adapter gets none, or
-        another one than before, is left out."""
-        request, now = tracked.request, self._clock()
-        if not (tracked.wish.load or tracked.wish.store):
-            return False
-        if tracked.adapter_asked is None:
-            tracked.adapter_asked = now
-        found = self._adapters.adapted(request.request_id, request.lora_request)
-        if found.use is None and not found.reason:
-            if now - tracked.adapter_asked < self._options.lookup_deadline_s:
-                return True
-            self._adapters.forget(request.request_id)
-            found = Adapted(reason="lora_unnamed")
-        before, tracked.adapter = tracked.adapter.use, found
-        if before not in (None, found.use):
-            found = Adapted(reason="lora_changed")
-        if found.reason:
-            tracked.wish = Wish(False, False, reason=found.reason)
-        return False
+    def _adapter_lacks(self, tracked: _Tracked) -> str:
+        """Return why the request's adapter has no name, "" if it has one, or there is none. A request whose adapter
+        gets none, or another one than before, is left out."""
+        if tracked.request.lora_request is None or not (tracked.wish.load or tracked.wish.store):
+            return ""
+        found = self._adapters.use_of(tracked.request.lora_request)
+        if isinstance(found, AdapterUse):
+            before, tracked.adapter = tracked.adapter, found
+            if before in (None, found):
+                return ""
+            found = "lora_changed"
+        if found != NOT_LOADED:
+            tracked.wish = Wish(False, False, reason=found)
+        return found
 
     def _hashed(self, tracked: _Tracked) -> RequestHashes | None:
         """The request's digests of all tokens that are known now, None as long as they have no name."""
         assert self._names.served is not None
-        adapter = tracked.adapter.use
-        if tracked.request.lora_request is not None and adapter is None:
+        if tracked.adapter is None and self._adapter_lacks(tracked):
             return None
         if tracked.hashes is None:
             salt = salted(tracked.wish.salt, self._names.generation)
@@ -449,7 +424,7 @@ class SchedulerSide:
             )
         if tracked.hashes is not None and tracked.fed < tracked.request.num_tokens:
             tokens = tracked.request.all_token_ids[tracked.fed :]
-            content = adapter.content if adapter is not None else ""
+            content = tracked.adapter.content if tracked.adapter is not None else ""
             has_more = bool(content or tracked.request.mm_features)
             extras = chunk_extras(tracked.request, self._names.served.chunk_tokens, content) if has_more else None
             tracked.hashes.extend(tokens, extras)
@@ -462,7 +437,7 @@ class SchedulerSide:
         scheduled: int,
         tables: Callable[[str], GroupBlocks | None],
         handed: Iterable[Handover],
-    ) -> Iterable[StoreOp]:
+    ) -> Iterable[TransferOp]:
         assert self._names.served is not None
         request, chunk = tracked.request, self._names.served.chunk_tokens
         # Drafted tokens may be rejected: only known tokens count.
@@ -470,7 +445,7 @@ class SchedulerSide:
         # A load of another connector within this step may fail: the next step shows it.
         is_foreign, tracked.own_end = request.num_computed_tokens > tracked.own_end, sys.maxsize
         # So may another worker's part of a load within this step, which spoils what all of them compute.
-        is_open = tracked.in_step and tracked.loading > 0 and self._workers > 1
+        is_open = not self._is_async and tracked.loading > 0 and self._workers > 1
         if end <= tracked.stored or is_foreign or is_open:
             return
         hashes, table = self._hashed(tracked), tables(request.request_id)
@@ -484,31 +459,31 @@ class SchedulerSide:
 
     def _store_up_to(
         self, end: int, tracked: _Tracked, hashes: RequestHashes, table: GroupBlocks, states: Mapping[int, int]
-    ) -> Iterable[StoreOp]:
-        request, start = tracked.request, tracked.stored
+    ) -> Iterable[TransferOp]:
+        start = tracked.stored
         block_ids = storable(self._groups, blocks_between(self._groups, table, start, end), end - start, states)
         tracked.stored = end
         if block_ids is None:
             self.tally.count("unstorable_chunks")
             return
         number, self._next_store = self._next_store, self._next_store + 1
-        blocks = {block for ids in block_ids for block in ids}
-        content = self._content(tracked, hashes, start, end)
+        op = replace(self._op(tracked, hashes, start, end, block_ids), number=number)
         # What the server tells is not announced twice.
-        event = self.events.of(request, tracked.wish, start, end) if content is None else None
-        self._unfinished[number] = _Unfinished(blocks, self._workers, 0, event)
-        digests, salt, adapter = hashes.digests(end), hashes.cache_salt, tracked.adapter.use
-        yield StoreOp(
-            number,
-            request.request_id,
+        event = self.events.of(tracked.request, tracked.wish, start, end) if op.content is None else None
+        self._unfinished[number] = _Unfinished({block for ids in block_ids for block in ids}, self._workers, 0, event)
+        yield op
+
+    def _op(self, tracked: _Tracked, hashes: RequestHashes, start: int, end: int, block_ids: GroupBlocks) -> TransferOp:
+        return TransferOp(
+            tracked.request.request_id,
             start,
             end,
-            digests,
-            salt,
+            hashes.digests(end),
+            hashes.cache_salt,
             block_ids,
             hashes.trace,
-            adapter,
-            content,
+            tracked.adapter,
+            self._content(tracked, hashes, start, end),
             tracked.wish.retain,
         )
 
@@ -516,7 +491,6 @@ class SchedulerSide:
         """The content of tokens `[start, end)`, None unless the server tells routers of them."""
         if not self._service.tells(hashes.cache_salt):
             return None
-        adapter = tracked.adapter.use
         return content_of(
             tracked.request,
             tracked.wish,
@@ -524,7 +498,7 @@ class SchedulerSide:
             end,
             chunk_tokens=hashes.chunk_tokens,
             block_size=self._event_block_size,
-            adapter=adapter.content if adapter is not None else "",
+            adapter=tracked.adapter.content if tracked.adapter is not None else "",
         )
 
     def _no_hit(self, tracked: _Tracked, reason: str) -> tuple[int, bool]:

@@ -54,42 +54,25 @@ class AdapterNews(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LoadOp:
-    """Tokens `[start + skip, end)` go into `block_ids`, which cover `[start, end)`. `digests` cover `[0, end)`.
-    `in_step`: the load ends before the step computes. `content` goes to a server that asks for it. `grants` are what
-    the lookup has prepared for all workers."""
+class TransferOp:
+    """A load of tokens `[start + skip, end)` into `block_ids`, which cover `[start, end)`, or a store of tokens
+    `[start, end)`, which lie there after the step. `digests` cover `[0, end)`. `content` goes to a server that asks for
+    it. `grants` are what a load's lookup has prepared for all workers; `number` of a store is unique in this engine's
+    life."""
 
     request_id: str
     start: int
     end: int
-    skip: int
     digests: bytes
     salt: str
     block_ids: GroupBlocks
     trace: str = ""
-    in_step: bool = False
     adapter: AdapterUse | None = None
     content: ChunkContent | None = None
     retain: tuple[Retain, ...] = ()
+    skip: int = 0
     grants: tuple[LoadGrant, ...] = ()
-
-
-@dataclass(frozen=True)
-class StoreOp:
-    """Tokens `[start, end)` lie in `block_ids` after the step. `number` is unique in this engine's life. `content` goes
-    to a server that asks for it."""
-
-    number: int
-    request_id: str
-    start: int
-    end: int
-    digests: bytes
-    salt: str
-    block_ids: GroupBlocks
-    trace: str = ""
-    adapter: AdapterUse | None = None
-    content: ChunkContent | None = None
-    retain: tuple[Retain, ...] = ()
+    number: int = 0
 
 
 @dataclass
@@ -98,8 +81,8 @@ class StepPlan:
     anything: their blocks may belong to other requests now. `computes`: requests wait for this step. `step` is the
     number of steps so far that write KV, `updates` those of the weights, by worker, that the scheduler has heard of."""
 
-    loads: list[LoadOp] = field(default_factory=list)
-    stores: list[StoreOp] = field(default_factory=list)
+    loads: list[TransferOp] = field(default_factory=list)
+    stores: list[TransferOp] = field(default_factory=list)
     fence: list[int] = field(default_factory=list)
     computes: bool = True
     step: int = 0

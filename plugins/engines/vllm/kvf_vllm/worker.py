@@ -11,7 +11,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from kvf_vllm.adapters import LoadedAdapters
-from kvf_vllm.step_messages import AdapterUse, LoadOp, Served, StepPlan, StepReport, StoreOp
+from kvf_vllm.step_messages import AdapterUse, Served, StepPlan, StepReport, TransferOp
 from kvf_vllm.tally import Tally
 from kvf_vllm.weights import WorkerWeights
 from kvframework.api.futures import Future
@@ -68,7 +68,6 @@ LAST_RESORT_S = 120.0
 # A load that is as old has no bound any more: its pins (`[server] retrieve_lease_s`, 30 s) do not last for ever.
 PATIENCE_S = 10.0
 O = TypeVar("O", LoadOutcome, StoreOutcome)  # noqa: E741
-Op = TypeVar("Op", LoadOp, StoreOp)
 _DONE = {"load": "loaded", "store": "stored"}
 
 
@@ -79,17 +78,16 @@ class Instance(Protocol):
     def served(self) -> Served | None:
         """The names of content, None as long as no server has accepted this worker."""
 
-    def load(self, ops: Sequence[LoadOp], *, in_pieces: bool) -> list[Future[LoadOutcome]]:
+    def load(self, ops: Sequence[TransferOp], *, in_pieces: bool) -> list[Future[LoadOutcome]]:
         """Raises before the first is sent. `in_pieces`: what this thread has to copy waits for `Future.advance`."""
         ...
 
-    def store(self, ops: Sequence[StoreOp]) -> list[Future[StoreOutcome]]:
+    def store(self, ops: Sequence[TransferOp]) -> list[Future[StoreOutcome]]:
         """Raises before the first is sent."""
         ...
 
-    def load_bytes(self, op: LoadOp) -> int: ...
-
-    def store_bytes(self, op: StoreOp) -> int: ...
+    def nbytes(self, op: TransferOp) -> int:
+        """The bytes that it moves."""
 
 
 class WorkerSide:
@@ -117,8 +115,8 @@ class WorkerSide:
         self._block_size = block_size
         self._clock = clock
         self._pace = Pace(clock)
-        self._loading: dict[str, tuple[LoadOp, Future[LoadOutcome], float]] = {}
-        self._storing: dict[int, tuple[StoreOp, Future[StoreOutcome], float]] = {}
+        self._loading: dict[str, tuple[TransferOp, Future[LoadOutcome], float]] = {}
+        self._storing: dict[int, tuple[TransferOp, Future[StoreOutcome], float]] = {}
         self._report = StepReport()
         self._reported: list[tuple[Served | None, tuple[int, ...]]] = []
         self._weights = WorkerWeights()
@@ -164,17 +162,13 @@ class WorkerSide:
         # A load without digests stands for one that the scheduler could not plan, see
         # `SchedulerSide.allocated_in_vain`.
         named = [op for op in plan.loads if fits and op.digests and self._has(op.adapter)]
-        futures: dict[str, Future[LoadOutcome]] = {}
-        for in_pieces in (True, False):
-            ops = [op for op in named if self._in_step(op) != in_pieces]
-            load = partial(self._instance.load, in_pieces=in_pieces)
-            submitted = self._submitted(ops, load, LoadOutcome.failed)
-            futures.update((op.request_id, future) for op, future in zip(ops, submitted, strict=True))
+        submitted = self._submitted(named, partial(self._instance.load, in_pieces=self._is_async), LoadOutcome.failed)
+        futures = {op.request_id: future for op, future in zip(named, submitted, strict=True)}
         for op in plan.loads:
             unnamed = Future.resolved(LoadOutcome(False, "the scheduler could not name it"))
             self._loading[op.request_id] = (op, futures.get(op.request_id, unnamed), started)
-        for op, future, _ in self._loading.values():
-            if self._in_step(op):
+        if not self._is_async:
+            for _, future, _ in self._loading.values():
                 self._wait(future)
         self._advance(computes=plan.computes)
         self._settle_loads()
@@ -261,7 +255,10 @@ class WorkerSide:
         self._pace.end(computes=computes)
 
     def _submitted(
-        self, ops: Sequence[Op], submit: Callable[[Sequence[Op]], list[Future[O]]], failed: Callable[[BaseException], O]
+        self,
+        ops: Sequence[TransferOp],
+        submit: Callable[[Sequence[TransferOp]], list[Future[O]]],
+        failed: Callable[[BaseException], O],
     ) -> list[Future[O]]:
         """The futures of a step's transfers."""
         try:
@@ -276,9 +273,6 @@ class WorkerSide:
             )
             return [Future.resolved(failed(error))]
 
-    def _in_step(self, op: LoadOp) -> bool:
-        return op.in_step or not self._is_async
-
     def _has(self, adapter: AdapterUse | None) -> bool:
         """True if the engine computes with the adapter that the scheduler's name stands for."""
         return adapter is None or self._adapters.holds(adapter)
@@ -289,17 +283,17 @@ class WorkerSide:
                 continue
             del self._loading[request_id]
             self._report.loaded[request_id] += 1
-            if not self._in_step(op):
+            if self._is_async:
                 self._received.add(request_id)
             if request_id in self._left:
                 self._left.discard(request_id)
                 continue
             if _succeeded(future):
-                self._count("load", self._instance.load_bytes(op), op.end - op.start - op.skip, started)
+                self._count("load", op, started)
                 continue
             self.tally.count("failed_loads")
             self._report.failed.add(request_id)
-            self._is_spoiled = self._is_spoiled or self._in_step(op)
+            self._is_spoiled = self._is_spoiled or not self._is_async
             if self._block_size:
                 self._failed_blocks.update(op.block_ids[0][op.skip // self._block_size :])
             else:
@@ -316,13 +310,13 @@ class WorkerSide:
             if not self._stores:
                 continue
             if succeeded:
-                self._count("store", self._instance.store_bytes(op), op.end - op.start, started)
+                self._count("store", op, started)
             else:
                 self.tally.count("failed_stores")
 
-    def _count(self, what: str, nbytes: int, tokens: int, started: float) -> None:
-        self.tally.count(f"{_DONE[what]}_bytes", nbytes)
-        self.tally.count(f"{_DONE[what]}_tokens", tokens)
+    def _count(self, what: str, op: TransferOp, started: float) -> None:
+        self.tally.count(f"{_DONE[what]}_bytes", self._instance.nbytes(op))
+        self.tally.count(f"{_DONE[what]}_tokens", op.end - op.start - op.skip)
         self.tally.took(what, self._clock() - started)
 
     def _wait(self, future: Future[O]) -> None:
