@@ -15,7 +15,7 @@ from kvf_vllm.layouts import BlockForm, GroupFacts, Handover, OpaqueBlocks, bloc
 from kvf_vllm.lookups import ServerLookups
 from kvf_vllm.options import VllmOptions
 from kvf_vllm.scheduler import SchedulerSide
-from kvf_vllm.step_messages import StepPlan
+from kvf_vllm.step_messages import StepPlan, StepReport
 from kvf_vllm.worker import WorkerSide
 from kvframework.client import KVClient, KvIdentity, WorkerAdapter, integration
 from kvframework.errors import BadLayout
@@ -43,38 +43,24 @@ def canonical(backend: str, isa: str, cache_layout: str) -> CanonicalBlocks:
     return CanonicalBlocks(dict.fromkeys((layer for group in HYBRID for layer in group.layers), described))
 
 
-class Engine:
-    """One vLLM engine's connector, without vLLM: both sides, and tensors of several groups over the same memory."""
+class Connected:
+    """One vLLM engine's connector, without vLLM: the scheduler's side, and those of `workers`, with their
+    registrations."""
 
-    def __init__(self, server: ServerProcess, groups: tuple[GroupFacts, ...] = PLAIN, form: BlockForm = WHOLE) -> None:
-        # A layer of every group lies in the same memory, as hybrid models have it; block ids differ.
-        layers = max(len(group.layers) for group in groups)
-        self.memory = torch.randn(layers, BLOCKS, HEADS, BLOCK, 2 * DIM)
-        self.kv = {name: self.memory[index] for group in groups for index, name in enumerate(group.layers)}
-        self.clients = [KVClient(server.endpoint, connect_timeout_s=1.0, deadline_scale=20.0) for _ in range(2)]
-        self.instance = AttachedInstance(
-            self.clients[0],
-            OPTIONS,
-            identity=KvIdentity("m", "r", dtype="bfloat16"),
-            groups=groups,
-            form=form,
-            rank=0,
-            world_size=1,
-            num_blocks=BLOCKS,
-        )
-        self.instance.attach(self.kv)
-        self.clients[1].wait_up(5 if server.process else 0.1)
-        self.worker = WorkerSide(self.instance, block_size=BLOCK if len(groups) == 1 else 0)
-        self.scheduler = SchedulerSide(ServerLookups(self.clients[1]), groups, OPTIONS)
-        self.step(StepPlan())
+    clients: list[KVClient]
+    workers: list[tuple[WorkerSide, AttachedInstance]]
+    scheduler: SchedulerSide
 
-    def step(self, plan: StepPlan) -> tuple[set[str], set[str]]:
-        self.worker.before_step(plan)
-        self.worker.load(plan)
-        self.worker.store(plan)
-        finished = self.worker.finished_loads()
-        self.instance.collect()
-        self.scheduler.heard(self.worker.take_report())
+    def step(self, plan: StepPlan) -> list[tuple[set[str], set[str]]]:
+        report, finished = StepReport(), []
+        for worker, instance in self.workers:
+            worker.before_step(plan)
+            worker.load(plan)
+            worker.store(plan)
+            finished.append(worker.finished_loads())
+            instance.collect()
+            report = report.merge(worker.take_report())
+        self.scheduler.heard(report)
         return finished
 
     def compute(self, request: FakeRequest, table: list[list[int]], states: Sequence[Handover] = ()) -> None:
@@ -95,16 +81,47 @@ class Engine:
         assert found[-1] is not None
         return found[-1]
 
-    def load(self, request: FakeRequest, table: list[list[int]], external: int) -> tuple[set[str], set[str]]:
+    def load(self, request: FakeRequest, table: list[list[int]], external: int) -> Any:
         self.scheduler.allocated(request, table, external)
         return self.step(self.scheduler.plan_step({}, lambda _request_id: None))
 
     def close(self) -> None:
         self.scheduler.close()
-        self.worker.close()
-        self.instance.close()
+        for worker, instance in self.workers:
+            worker.close()
+            instance.close()
         for client in self.clients:
             client.close()
+
+
+class Engine(Connected):
+    """With one worker, and tensors of several groups over the same memory."""
+
+    def __init__(self, server: ServerProcess, groups: tuple[GroupFacts, ...] = PLAIN, form: BlockForm = WHOLE) -> None:
+        # A layer of every group lies in the same memory, as hybrid models have it; block ids differ.
+        layers = max(len(group.layers) for group in groups)
+        self.memory = torch.randn(layers, BLOCKS, HEADS, BLOCK, 2 * DIM)
+        self.kv = {name: self.memory[index] for group in groups for index, name in enumerate(group.layers)}
+        self.clients = [KVClient(server.endpoint, connect_timeout_s=1.0, deadline_scale=20.0) for _ in range(2)]
+        self.instance = AttachedInstance(
+            self.clients[0],
+            OPTIONS,
+            identity=KvIdentity("m", "r", dtype="bfloat16"),
+            groups=groups,
+            form=form,
+            rank=0,
+            world_size=1,
+            num_blocks=BLOCKS,
+        )
+        self.instance.attach(self.kv)
+        self.clients[1].wait_up(5 if server.process else 0.1)
+        self.worker = WorkerSide(self.instance, block_size=BLOCK if len(groups) == 1 else 0)
+        self.workers = [(self.worker, self.instance)]
+        self.scheduler = SchedulerSide(ServerLookups(self.clients[1]), groups, OPTIONS)
+        self.step(StepPlan())
+
+    def step(self, plan: StepPlan) -> Any:
+        return super().step(plan)[0]
 
 
 def spied_on(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -42,7 +42,7 @@ def test_vllm_names_images_and_salts_alike() -> None:
 def test_subscribers_read_the_salt_where_they_look_for_it() -> None:
     from vllm.distributed.kv_events import KVEventBatch
 
-    from kvf_vllm.published import published
+    from kvf_vllm.connector import published
 
     request = FakeRequest("a", list(range(8)), cache_salt="tenant")
     event = Announcements(BLOCK, salts=True).of(request, Wish(), 0, 8)

@@ -23,6 +23,7 @@ from tests.support.lazy import torch
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 from tests.vllm.stand_ins import SERVED, FakeRequest, FakeServer, computed, filled, scene, table
+from tests.vllm.test_attached import Connected
 
 pytestmark = pytest.mark.torch
 
@@ -55,8 +56,8 @@ class Parallel:
         self.rank, self.world_size, self.pipeline_parallel_size = rank, stages, stages
 
 
-class Engine:
-    """The connector of an engine with a worker for each stage, without vLLM."""
+class Engine(Connected):
+    """With a worker for each stage."""
 
     def __init__(self, server: ServerProcess, stages: Any = EVEN) -> None:
         self.clients = [
@@ -87,44 +88,9 @@ class Engine:
         self.scheduler = SchedulerSide(ServerLookups(self.clients[-1]), stages[0], OPTIONS, workers=len(stages))
         self.step(StepPlan())
 
-    def step(self, plan: StepPlan) -> list[tuple[set[str], set[str]]]:
-        report, finished = StepReport(), []
-        for worker, instance in self.workers:
-            worker.before_step(plan)
-            worker.load(plan)
-            worker.store(plan)
-            finished.append(worker.finished_loads())
-            instance.collect()
-            report = report.merge(worker.take_report())
-        self.scheduler.heard(report)
-        return finished
-
-    def match(self, request: FakeRequest) -> int:
-        found: list[int | None] = []
-
-        def settled() -> bool:
-            found.append(self.scheduler.matched_tokens(request, 0)[0])
-            return found[-1] is not None
-
-        wait_until(settled, what="the lookup")
-        return found[-1] or 0
-
-    def compute(self, request: FakeRequest, blocks: list[list[int]], states: Sequence[Handover] = ()) -> None:
+    def compute(self, request: FakeRequest, table: list[list[int]], states: Sequence[Handover] = ()) -> None:
         self.match(request)
-        tokens, handed = {request.request_id: request.num_tokens}, {request.request_id: states}
-        self.step(self.scheduler.plan_step(tokens, lambda _request_id: blocks, (), handed))
-
-    def load(self, request: FakeRequest, blocks: list[list[int]], external: int) -> list[tuple[set[str], set[str]]]:
-        self.scheduler.allocated(request, blocks, external)
-        return self.step(self.scheduler.plan_step({}, lambda _request_id: None))
-
-    def close(self) -> None:
-        self.scheduler.close()
-        for worker, instance in self.workers:
-            worker.close()
-            instance.close()
-        for client in self.clients:
-            client.close()
+        super().compute(request, table, states)
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 
 
 class AttachedInstance:
-    """See `kvf_vllm.worker.Instance`. The client and the tensors are borrowed until `close`."""
+    """This worker's registration, which may end and begin again during its life. The client and the tensors are
+    borrowed until `close`."""
 
     def __init__(
         self,
@@ -60,6 +61,7 @@ class AttachedInstance:
 
     @property
     def served(self) -> Served | None:
+        """The names of content, None as long as no server has accepted this worker."""
         return self._attachment.value
 
     def attach(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -106,6 +108,7 @@ class AttachedInstance:
         self._identity, self._adapter = identity, self._adapter_of(identity)
 
     def load(self, ops: Sequence[TransferOp], *, in_pieces: bool = False) -> list[Future[LoadOutcome]]:
+        """Raises before the first is sent. `in_pieces`: what this thread has to copy waits for `Future.advance`."""
         return self._adapter.batched_submit_retrieve(
             [self._request(op) for op in ops],
             [(op.start, op.end) for op in ops],
@@ -115,6 +118,7 @@ class AttachedInstance:
         )
 
     def store(self, ops: Sequence[TransferOp]) -> list[Future[StoreOutcome]]:
+        """Raises before the first is sent."""
         return self._adapter.batched_submit_store(
             [self._request(op) for op in ops],
             [(op.start, op.end) for op in ops],

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import get_current_vllm_config_or_none
-from vllm.distributed.kv_events import KVCacheEvent
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.utils.import_utils import resolve_obj_by_qualname
-from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash, resolve_kv_cache_block_sizes
 
 import vllm
 from vllm import envs
@@ -35,6 +35,7 @@ except ImportError:  # vLLM before 0.32 does not ask for the source of hits
 from kvf_vllm.adapters import AdapterNames, LoadedAdapters
 from kvf_vllm.attach import AttachedInstance
 from kvf_vllm.canonical import CanonicalBlocks, prove_planes
+from kvf_vllm.events import BlocksRemoved, BlocksStored
 from kvf_vllm.facts import (
     check_parallel,
     check_sleep,
@@ -51,7 +52,6 @@ from kvf_vllm.layouts import BlockForm, GroupFacts, OpaqueBlocks, only_between_s
 from kvf_vllm.lookups import ServerLookups
 from kvf_vllm.metrics import Counted, Shown
 from kvf_vllm.options import VllmOptions, caches_adapters_by_path, check_version, parse_options
-from kvf_vllm.published import published
 from kvf_vllm.registration import NAME, join_log, register
 from kvf_vllm.scheduler import SchedulerSide
 from kvf_vllm.step_messages import StepPlan, StepReport
@@ -84,6 +84,31 @@ class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
     def aggregate(self, other: Report) -> Report:
         return Report(self.report.merge(other.report))
+
+
+class SaltedBlockStored(BlockStored, tag="BlockStored"):  # type: ignore[misc, call-arg]
+    """vLLM's event with the field by which NVIDIA Dynamo keeps salts apart. Other readers skip it."""
+
+    cache_salt: str | None = None
+
+
+def published(event: BlocksStored | BlocksRemoved) -> KVCacheEvent:
+    """vLLM's event for one of the connector's. The medium is CPU, for blocks in any tier of the server."""
+    hashes = [maybe_convert_block_hash(each) for each in event.hashes]
+    if isinstance(event, BlocksRemoved):
+        return BlockRemoved(block_hashes=hashes, medium=MEDIUM_CPU)
+    fields: dict[str, Any] = {
+        "block_hashes": hashes,
+        "parent_block_hash": maybe_convert_block_hash(event.parent) if event.parent is not None else None,
+        "token_ids": list(event.tokens),
+        "block_size": event.block_size,
+        # Requests with adapters are not announced.
+        "lora_id": None,
+        "lora_name": None,
+        "medium": MEDIUM_CPU,
+        "extra_keys": list(event.extra_keys) or None,
+    }
+    return SaltedBlockStored(**fields, cache_salt=event.salt) if event.salt else BlockStored(**fields)
 
 
 class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]

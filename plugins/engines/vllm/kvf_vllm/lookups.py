@@ -7,39 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from kvf_vllm.step_messages import Served
 from kvframework.api.keys import Retain
 from kvframework.client import EngineSpeed, KVClient, LoadGrant, LookupResult, RequestHashes, SchedulerAdapter
 from kvframework.errors import KVFrameworkError
-
-
-class LookupService(Protocol):
-    """The scheduler side's access to the server."""
-
-    def serve(self, served: Sequence[Served]) -> None:
-        """Sets the names of content that the workers use, one for each pipeline stage. Called before any other
-        method."""
-
-    def hashes(
-        self, request_id: str, salt: str, trace: str = "", retain: Sequence[Retain] = ()
-    ) -> RequestHashes | None:
-        """A new empty digest list; `trace` is the request's traceparent, `retain` what it says of its KV's future. None
-        as long as the server has never been reached."""
-
-    def tells(self, salt: str) -> bool:
-        """True if the server tells routers of prompts with this salt, and so wants their content."""
-
-    def lookup(
-        self, request: RequestHashes, start: int, end: int, wait_s: float = 0.0, speed: EngineSpeed | None = None
-    ) -> LookupResult:
-        """Looks up tokens `[start, end)`, and waits `wait_s` at most for L2 to say whether it has more than L1. `speed`
-        is this engine's, as far as it is known."""
-
-    def poll(self, result: LookupResult) -> LookupResult: ...
-
-    def free(self, result: LookupResult) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -66,6 +38,7 @@ class ServerLookups:
         self._adapters: Sequence[SchedulerAdapter] = ()
 
     def serve(self, served: Sequence[Served]) -> None:
+        """Sets the names of content that the workers use, one for each pipeline stage. Called before any lookup."""
         self._chunk_tokens = served[0].chunk_tokens
         self._adapters = [
             SchedulerAdapter(
@@ -82,6 +55,8 @@ class ServerLookups:
     def hashes(
         self, request_id: str, salt: str, trace: str = "", retain: Sequence[Retain] = ()
     ) -> RequestHashes | None:
+        """A new empty digest list; `trace` is the request's traceparent, `retain` what it says of its KV's future. None
+        as long as the server has never been reached."""
         # Only `usable` guarantees that no call waits for a first handshake.
         if not self._adapters or not self._client.usable:
             return None
@@ -94,11 +69,14 @@ class ServerLookups:
         )
 
     def tells(self, salt: str) -> bool:
+        """True if the server tells routers of prompts with this salt, and so wants their content."""
         return self._client.wants_tokens(salt)
 
     def lookup(
         self, request: RequestHashes, start: int, end: int, wait_s: float = 0.0, speed: EngineSpeed | None = None
     ) -> LookupResult:
+        """Looks up tokens `[start, end)`, and waits `wait_s` at most for L2 to say whether it has more than L1. `speed`
+        is this engine's, as far as it is known."""
         serving = self._serving()
         # All stages together hold up the scheduler for no longer than one.
         wait_s /= len(serving)

@@ -1,7 +1,7 @@
 """The scheduler side: the tokens of a request to load, the chunks to store and when, and the stores that must end
 before their blocks are written.
 
-A pure state machine; vLLM's scheduler thread drives it, and only `LookupService` does I/O.
+A pure state machine; vLLM's scheduler thread drives it, and only `ServerLookups` does I/O.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvf_vllm.layouts import (
     storable,
     whole_prompt_loadable,
 )
-from kvf_vllm.lookups import LookupService
+from kvf_vllm.lookups import ServerLookups
 from kvf_vllm.options import VllmOptions
 from kvf_vllm.requests import EngineRequest, Wish, chunk_extras, content_of, salted, traceparent, wish_of
 from kvf_vllm.search import PrefixSearch, Waiting
@@ -84,7 +84,7 @@ class SchedulerSide:
 
     def __init__(
         self,
-        service: LookupService,
+        service: ServerLookups,
         groups: Sequence[GroupFacts],
         options: VllmOptions,
         *,

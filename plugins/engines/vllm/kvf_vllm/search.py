@@ -1,5 +1,5 @@
 """The search for one request's prefix in the server: lookups, polls while L2 loads, a deadline, and the ticket that
-pins the hit. A pure state machine over `LookupService`; takes a clock. And the prompts that have come to vLLM, and that
+pins the hit. A pure state machine over `ServerLookups`; takes a clock. And the prompts that have come to vLLM, and that
 its scheduler has not asked for yet."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import msgspec
 
-from kvf_vllm.lookups import LookupService
+from kvf_vllm.lookups import ServerLookups
 from kvframework.client import EngineSpeed, LoadGrant, LookupResult, RequestHashes
 
 # The scheduler may ask about a request at every step for as long as it has no room for it.
@@ -23,7 +23,7 @@ class PrefixSearch:
     """One search, with at most one ticket at a time, which `release` ends. `found_after_s` is the duration of the last
     lookup."""
 
-    def __init__(self, service: LookupService, *, deadline_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, service: ServerLookups, *, deadline_s: float, clock: Callable[[], float]) -> None:
         self.found_after_s = 0.0
         self._service = service
         self._deadline_s = deadline_s

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from kvf_vllm.adapters import LoadedAdapters
 from kvf_vllm.step_messages import AdapterUse, Served, StepPlan, StepReport, TransferOp
@@ -17,6 +17,9 @@ from kvf_vllm.weights import WorkerWeights
 from kvframework.api.futures import Future
 from kvframework.api.transport import LoadOutcome, StoreOutcome, error_code
 from kvframework.errors import KVFrameworkError
+
+if TYPE_CHECKING:
+    from kvf_vllm.attach import AttachedInstance
 
 # The part of a step's own time by which loads may make it longer.
 SHARE = 0.25
@@ -71,25 +74,6 @@ O = TypeVar("O", LoadOutcome, StoreOutcome)  # noqa: E741
 _DONE = {"load": "loaded", "store": "stored"}
 
 
-class Instance(Protocol):
-    """This worker's registration with the server, which may end and begin again during its life."""
-
-    @property
-    def served(self) -> Served | None:
-        """The names of content, None as long as no server has accepted this worker."""
-
-    def load(self, ops: Sequence[TransferOp], *, in_pieces: bool) -> list[Future[LoadOutcome]]:
-        """Raises before the first is sent. `in_pieces`: what this thread has to copy waits for `Future.advance`."""
-        ...
-
-    def store(self, ops: Sequence[TransferOp]) -> list[Future[StoreOutcome]]:
-        """Raises before the first is sent."""
-        ...
-
-    def nbytes(self, op: TransferOp) -> int:
-        """The bytes that it moves."""
-
-
 class WorkerSide:
     """`stores` False: this worker holds the same KV as another one, which stores it. `block_size` is that of an engine
     with one KV cache group of full attention, which reports failed loads by their blocks; 0: by their requests. For one
@@ -97,7 +81,7 @@ class WorkerSide:
 
     def __init__(
         self,
-        instance: Instance,
+        instance: AttachedInstance,
         *,
         worker: int = 0,
         is_async: bool = True,
