@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvf_sglang.options import SglangOptions
+from kvf_sglang.pages import PoolPages, Salt
 from kvf_sglang.pools import PoolForm
-from kvframework.client import Attachment, KVClient, KvIdentity, ModelPart, SchedulerAdapter, WorkerAdapter
+from kvframework.client import Attachment, KVClient, KvIdentity, ModelPart, WorkerAdapter
 
 # SGLang's own page hashes are the digests. A server with this hasher serves other engines under the same names.
 PAGE_HASHER = "sglang/1"
@@ -27,41 +28,31 @@ class Place:
     part: ModelPart | None = None
 
 
-@dataclass
-class AttachedPool:
-    """One registered pool. SGLang loads and stores in two threads at once, and an adapter belongs to one: so there are
-    two."""
-
-    form: PoolForm
-    page_tokens: int
-    loads: WorkerAdapter
-    stores: WorkerAdapter
-    lookups: SchedulerAdapter
-    groups: int
-    world_size: int
-    page_bytes: int
-    loading: threading.Lock = field(default_factory=threading.Lock)
-    storing: threading.Lock = field(default_factory=threading.Lock)
-
-
 class Attachments:
     """The pools of one engine process, by name. `identity` names the model; it may read files, and raise. `release` is
     part of the names if it is not ""."""
 
     def __init__(
-        self, client: KVClient, options: SglangOptions, identity: Callable[[], KvIdentity], *, release: str = ""
+        self,
+        client: KVClient,
+        options: SglangOptions,
+        identity: Callable[[], KvIdentity],
+        salt: Salt,
+        *,
+        release: str = "",
+        clock: Callable[[], float],
     ) -> None:
-        self._client = client
+        self._client, self._salt, self._clock = client, salt, clock
         self._options = options
         self._identity = identity
         self._release = "release:" + release if release else ""
         self._named: KvIdentity | None = None
         self._naming = threading.Lock()
-        self._pools: dict[str, Attachment[AttachedPool]] = {}
+        self._pools: dict[str, Attachment[PoolPages]] = {}
         self._lock = threading.Lock()
         self._closed = False
 
-    def get(self, name: str) -> AttachedPool | None:
+    def get(self, name: str) -> PoolPages | None:
         """The pool, None as long as it is not registered. Never blocks."""
         pool = self._pools.get(name)
         return pool.value if pool is not None else None
@@ -87,8 +78,7 @@ class Attachments:
         for each in self._pools.values():
             pool = each.stop(2 * self._client.deadlines.setup_s + 0.5)
             if pool is not None:
-                pool.loads.close()
-                pool.stores.close()
+                pool.close()
 
     def _name(self, stop: threading.Event) -> None:
         """Name the model, once for all pools."""
@@ -96,27 +86,17 @@ class Attachments:
             if self._named is None and not stop.is_set():
                 self._named = self._identity()
 
-    def _registered(self, name: str, form: PoolForm, page_tokens: int, place: Place) -> AttachedPool:
+    def _registered(self, name: str, form: PoolForm, page_tokens: int, place: Place) -> PoolPages:
         assert self._named is not None
         loads, stores = [self._adapter(name, form, place, self._named) for _ in range(2)]
         try:
             registration = loads.register_kv_caches(form.tensors, block_size=page_tokens)
             stores.register_kv_caches(form.tensors, block_size=page_tokens)
-            lookups = loads.scheduler()
+            return PoolPages(self._client, form, registration, loads, stores, self._salt, clock=self._clock)
         except BaseException:
             loads.close()
             stores.close()
             raise
-        return AttachedPool(
-            form,
-            page_tokens,
-            loads,
-            stores,
-            lookups,
-            groups=len(registration.layout.groups),
-            world_size=registration.world_size,
-            page_bytes=registration.desc.nbytes,
-        )
 
     def _adapter(self, name: str, form: PoolForm, place: Place, identity: KvIdentity) -> WorkerAdapter:
         # What names KV beside the model; nothing where the names are those of other engines.

@@ -133,9 +133,8 @@ class PageCache:
         self._client = client or KVClient(
             options.endpoint or None, name="sglang", deadline_scale=options.deadline_scale
         )
-        self._attachments = Attachments(self._client, options, identity, release=release)
         self._salt = Salt(engine_name())
-        self._pages: dict[str, PoolPages] = {}
+        self._attachments = Attachments(self._client, options, identity, self._salt, release=release, clock=clock)
         self._page_tokens = 0
         self._first_layer = 0
         self._retired = ""
@@ -239,15 +238,7 @@ class PageCache:
         return [True] * done + failed[done:]
 
     def _of(self, name: str) -> PoolPages | None:
-        if self._retired or self._left_out:
-            return None
-        pages = self._pages.get(name)
-        if pages is None:
-            attached = self._attachments.get(name)
-            if attached is None:
-                return None
-            pages = self._pages.setdefault(name, PoolPages(self._client, attached, self._salt, clock=self._clock))
-        return pages
+        return None if self._retired or self._left_out else self._attachments.get(name)
 
     def _leave_out(self, why: str) -> None:
         self._left_out = True

@@ -13,11 +13,11 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import takewhile
 from typing import NamedTuple, TypeVar
 
-from kvf_sglang.attach import AttachedPool
+from kvf_sglang.pools import PoolForm
 from kvframework.api.futures import Future
 from kvframework.api.hasher import DIGEST_BYTES
-from kvframework.api.transport import LoadOutcome, StoreOutcome
-from kvframework.client import KVClient, LoadGrant, LookupResult, RequestHashes
+from kvframework.api.transport import LoadOutcome, Registration, StoreOutcome
+from kvframework.client import KVClient, LoadGrant, LookupResult, RequestHashes, WorkerAdapter
 
 log = logging.getLogger(__name__)
 
@@ -89,25 +89,41 @@ class Tickets:
 
 
 class PoolPages:
-    """One attached pool. Questions, loads and stores may come from three threads at once. `slots` are the pool's
-    indices of one page, `page_bytes` the bytes of a page of this rank."""
+    """One registered pool, whose pages are the chunks of its `registration`. SGLang loads and stores in two threads at
+    once, and an adapter belongs to one: so there are two, both registered. Questions may come from a third thread.
+    `slots` are the pool's indices of one page, `page_bytes` the bytes of a page of this rank."""
 
-    def __init__(self, client: KVClient, pool: AttachedPool, salt: Salt, *, clock: Callable[[], float]) -> None:
-        self._client = client
-        self._pool = pool
+    def __init__(
+        self,
+        client: KVClient,
+        form: PoolForm,
+        registration: Registration,
+        loads: WorkerAdapter,
+        stores: WorkerAdapter,
+        salt: Salt,
+        *,
+        clock: Callable[[], float],
+    ) -> None:
+        self._client, self._loads, self._stores, self._lookups = client, loads, stores, loads.scheduler()
+        self._loading, self._storing = threading.Lock(), threading.Lock()
         self._salt = salt
         self._clock = clock
         self._tickets = Tickets(clock)
-        self.slots = pool.form.slots
-        self.holds_states = pool.form.state
-        self.page_bytes = pool.page_bytes
+        self._groups, self._page_tokens = len(registration.layout.groups), registration.desc.chunk_tokens
+        self._step = max(ASKED_OBJECTS // (self._groups * registration.world_size), 1)
+        self.slots, self.holds_states = form.slots, form.state
+        self.page_bytes = registration.desc.nbytes
+
+    def close(self) -> None:
+        """Unregister, if the server runs. No transfer may be in progress."""
+        self._loads.close()
+        self._stores.close()
 
     def prefix(self, digests: Sequence[bytes], deadline_s: float) -> int:
         """The number of pages from the first on that all ranks can load; pinned until they are loaded."""
         until, found = self._clock() + deadline_s, 0
-        step = max(ASKED_OBJECTS // (self._pool.groups * self._pool.world_size), 1)
-        for at in range(0, len(digests), step):
-            part = digests[at : at + step]
+        for at in range(0, len(digests), self._step):
+            part = digests[at : at + self._step]
             hit = self._asked(part, until)
             found += hit
             if hit < len(part):
@@ -119,9 +135,8 @@ class PoolPages:
         loaded."""
         until, end = self._clock() + deadline_s, len(digests)
         found: list[int] = []
-        step = max(ASKED_OBJECTS // (self._pool.groups * self._pool.world_size), 1)
         while end and len(found) < most:
-            start = max(end - step, 0)
+            start = max(end - self._step, 0)
             hit = self._asked(digests[start:end], until)
             if hit:
                 found.append(start + hit)
@@ -149,33 +164,33 @@ class PoolPages:
     def store(self, digests: Sequence[bytes], places: Sequence[int], deadline_s: float) -> bool:
         """Stores the pages in these places; those that are stored already are skipped. True if the server has all of
         them. After it returns nothing reads the pool."""
-        pool, until = self._pool, self._clock() + deadline_s
+        until = self._clock() + deadline_s
         request = self._request(digests)
         if request is None or not digests:
             return not digests
-        blocks = [places] * pool.groups
-        with pool.storing:
-            future = pool.stores.submit_store(request, 0, len(digests) * pool.page_tokens, blocks)
+        blocks = [places] * self._groups
+        with self._storing:
+            future = self._stores.submit_store(request, 0, len(digests) * self._page_tokens, blocks)
             outcome = self._ended(future, until)
-            pool.stores.get_finished()
+            self._stores.get_finished()
         return outcome is not None and not (outcome.dropped or outcome.unknown or outcome.error)
 
     def _load(self, digests: Sequence[bytes], places: Sequence[int], until: float) -> int:
         """All pages or none, each in one request if it is a state: then those before the first that failed."""
-        pool, size = self._pool, 1 if self._pool.form.state else max(len(digests), 1)
+        size = 1 if self.holds_states else max(len(digests), 1)
         parts = [digests[at : at + size] for at in range(0, len(digests), size)]
         requests = [request for request in map(self._request, parts) if request is not None]
         if len(requests) < len(parts):
             return 0
         for request, part in zip(requests, parts, strict=True):
-            request.grants.add(self._tickets.grants(part[-1], request.cache_salt, len(part) * pool.page_tokens))
-        ranges = [(0, len(part) * pool.page_tokens) for part in parts]
-        blocks = [[places[at : at + size]] * pool.groups for at in range(0, len(digests), size)]
-        with pool.loading:
-            futures = pool.loads.batched_submit_retrieve(requests, ranges, blocks)
+            request.grants.add(self._tickets.grants(part[-1], request.cache_salt, len(part) * self._page_tokens))
+        ranges = [(0, len(part) * self._page_tokens) for part in parts]
+        blocks = [[places[at : at + size]] * self._groups for at in range(0, len(digests), size)]
+        with self._loading:
+            futures = self._loads.batched_submit_retrieve(requests, ranges, blocks)
             outcomes = [self._ended(future, until) for future in futures]
-            pool.loads.get_finished()
-            pool.loads.take_failed_blocks()
+            self._loads.get_finished()
+            self._loads.take_failed_blocks()
         loaded = takewhile(lambda outcome: outcome is not None and outcome.ok, outcomes)
         return sum(len(part) for part, _ in zip(parts, loaded, strict=False))
 
@@ -184,16 +199,15 @@ class PoolPages:
         request, left = self._request(digests), until - self._clock()
         if request is None or left <= 0:
             return 0
-        lookups = self._pool.lookups
-        result = lookups.wait(lookups.lookup(request, wait_s=left), left)
-        pages = result.hit_tokens // self._pool.page_tokens
+        result = self._lookups.wait(self._lookups.lookup(request, wait_s=left), left)
+        pages = result.hit_tokens // self._page_tokens
         if result.ticket:
             self._free(self._tickets.hold(result, digests[pages - 1] if pages else b"", request.cache_salt))
         return pages
 
     def _free(self, results: Sequence[LookupResult]) -> None:
         for each in results:
-            self._pool.lookups.free(each)
+            self._lookups.free(each)
 
     def _request(self, digests: Sequence[bytes]) -> RequestHashes | None:
         """The pages as the content of a request; None while no server answers. A digest names all tokens before it, so
@@ -202,7 +216,7 @@ class PoolPages:
             return None
         return RequestHashes(
             self._client.hasher,
-            self._pool.page_tokens,
+            self._page_tokens,
             request_id=digests[-1].hex()[:32],
             cache_salt=self._salt.text,
             digests=b"".join(digests),

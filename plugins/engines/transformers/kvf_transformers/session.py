@@ -172,15 +172,7 @@ class CacheSession:
         # Stored and loaded tensors come with each call; these stand for them, and prove the declaration.
         scratch = _named(now.form, _new_pairs(now.form, BLOCK_TOKENS), _new_states(now.form))
         registration = worker.register_kv_caches(scratch, block_size=BLOCK_TOKENS, view=CacheView(scratch))
-        scheduler = SchedulerAdapter(
-            self.client,
-            model_name=identity.model_name,
-            namespace=registration.namespace,
-            chunk_tokens=registration.desc.chunk_tokens,
-            world_size=registration.world_size,
-            instances=(registration.instance_id,),
-        )
-        return Attached(now.form, worker, scheduler, registration)
+        return Attached(now.form, worker, worker.scheduler(), registration)
 
     def load(self, now: ModelNow, tokens: Sequence[int], speed: EngineSpeed | None = None) -> Moved:
         """Return new tensors with the server's part of `tokens`, always leaving at least one token to compute. With the
