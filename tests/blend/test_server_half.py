@@ -31,9 +31,7 @@ def test_it_starts_without_torch_and_client() -> None:
         "blend.CB_STORE_PRE_COMPUTED",
         "blend.CB_UNREGISTER_KV_CACHE",
     ]
-    assert listed.split() == ["kvf_blend", "kvf_blend.server", "kvf_blend.server.options"], (
-        "a list of plugins loads no more"
-    )
+    assert listed.split() == ["kvf_blend"], "a list of plugins loads no more"
     assert foreign.split() == []
     assert modules.split() == [
         "errors",
@@ -46,6 +44,5 @@ def test_it_starts_without_torch_and_client() -> None:
         "server.instances",
         "server.lookup",
         "server.matcher",
-        "server.options",
         "server.segments",
     ], "the contract in pyproject.toml names the same"

@@ -6,10 +6,26 @@ plugins stay cheap.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from kvf_blend.server.options import BlendOptions
+from msgspec import Meta
+
+from kvframework.api.plugin import Options
 from kvframework.api.requests import CacheServices, Handler, RequestsProvider, hookimpl
+
+
+class BlendOptions(Options, frozen=True):
+    """The `[[requests]]` table with `use = "blend"`."""
+
+    known_segments: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1 << 22,
+            description="segments that are found in a prompt which does not mark them; those not met for longest are "
+            "forgotten (some 600 bytes of memory each, and 32 more a chunk). Marked ones are found without it",
+        ),
+    ] = 65536
 
 
 def _create(options: BlendOptions, services: CacheServices) -> list[Handler[Any]]:

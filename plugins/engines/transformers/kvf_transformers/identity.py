@@ -13,8 +13,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-from kvf_transformers.adapters import at_work
-from kvf_transformers.module_state import ModelState, Section, read_state, unwrapped
+from kvf_transformers.module_state import ModelState, Section, at_work, read_state, unwrapped
 from kvf_transformers.weight_digests import Stamps, WeightDigests, WeightSigns
 from kvframework.client import KvIdentity, named_identity
 from kvframework.errors import RequestError

@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from kvf_blend import BlendOptions
 from kvf_blend import messages as m
 from kvf_blend.errors import BadSegments
 from kvf_blend.server.choice import Choice, Question
@@ -18,7 +19,6 @@ from kvf_blend.server.digests import chunks_of, final_digests, prompt_digests, s
 from kvf_blend.server.instances import Blended, attach, blended, detach
 from kvf_blend.server.lookup import Loads, Lookup, pinned
 from kvf_blend.server.matcher import KnownSegments, Space
-from kvf_blend.server.options import BlendOptions
 from kvf_blend.server.segments import Span, marked
 from kvframework.api.keys import DIGEST_BYTES, TOKEN_BYTES
 from kvframework.api.requests import CacheServices, ClientInfo, Handler, HandlerResult
