@@ -103,9 +103,6 @@ class Waiting:
         self._tokens: dict[str, int] = {}
         self._sum = self._squares = 0
 
-    def __len__(self) -> int:
-        return len(self._tokens)
-
     def came(self, request_id: str, tokens: int) -> None:
         self.gone(request_id)
         self._tokens[request_id] = tokens
