@@ -26,7 +26,7 @@ from kvframework.api.futures import Future, Promise
 from kvframework.api.keys import ChunkContent
 from kvframework.api.requests import ClientInfo, Handler, Message, Reply
 from kvframework.api.transport import StoreOutcome
-from kvframework.errors import BadRange, MalformedFrames, MessageTooLarge
+from kvframework.errors import BadRange, LeaseUnknown, MalformedFrames, MessageTooLarge
 from kvframework.service.keys import KeyGrid, prompt_part
 from kvframework.service.records import Plan, Transfers
 from kvframework.storage.l1.leases import INTERNAL_OWNER, PinLease
@@ -197,8 +197,11 @@ class ChunkTransfers:
         future.set_result(m.ChunksStored(msgspec.structs.replace(plan.outcome, stored=stored)))
 
     def _retrieve(self, client: ClientInfo, payload: m.RetrieveCpuChunks, _buffers: object) -> m.ChunksSent | Reply:
-        pinned = self._table.pinned(payload.lease, owner=client.session_id)
-        if pinned is None:
+        try:
+            pinned = self._table.pinned(payload.lease, owner=client.session_id)
+        except LeaseUnknown:
+            if not self._transfers.lapsed(payload.lease, client.session_id):
+                raise
             return m.ChunksSent(False)
         _check_count(payload.objects)
         wanted = unpack_indices(payload.objects, where="objects")
@@ -228,8 +231,6 @@ class ChunkTransfers:
             )
         # The client's own pins lapse, however slowly it reads.
         pin = self._table.pin_again(payload.lease, wanted, owner=client.session_id)
-        if pin is None:
-            return m.ChunksSent(False)
         views = self._send_pins.views(client.session_id, [(place.offset, place.length) for place in places], pin)
         return Reply(m.ChunksSent(True), views)
 

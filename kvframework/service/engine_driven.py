@@ -282,13 +282,23 @@ class EngineDrivenTransfers:
     def _commit_retrieve(self, client: ClientInfo, payload: m.Commit, _buffers: object) -> m.RetrieveCommitted:
         lease, owner = payload.lease, client.session_id
         granted = self._grants.find(client, lease)
-        self._transfers.check(granted.transfer if granted else self._transfers.under(lease), payload.content)
+        transfer = granted.transfer if granted else self._transfers.under(lease)
+        self._transfers.check(transfer, payload.content)
+        if granted is not None:
+            self._grants.take(client, lease, granted, payload.took_s)
+            self._table.count(retrieves=1)
+        held = True
+        try:
+            if granted is None:
+                self._table.unpin(lease, owner=owner)
+            else:
+                self._table.unpin(lease, owner=owner, use="retrieve", prompt=granted.prompt)
+        except LeaseUnknown:
+            if granted is None and not self._transfers.lapsed(lease, owner):
+                raise
+            held = False
         if granted is None:
-            held = self._table.unpin(lease, owner=owner).held
             self._transfers.end_lease(lease, payload.content, ok=held)
         else:
-            self._grants.take(client, lease, granted, payload.took_s)
-            held = self._table.unpin(lease, owner=owner, use="retrieve", prompt=granted.prompt).held
-            self._table.count(retrieves=1)
-            self._transfers.end(granted.transfer, payload.content, ok=held)
+            self._transfers.end(transfer, payload.content, ok=held)
         return m.RetrieveCommitted(held)

@@ -226,7 +226,6 @@ class Table(ObjectTable):
         """Expire leases; above the high watermark, evict down to the low one, except for objects that a write policy
         must write before. Called about every 100 ms; each call is bounded, and the next ones continue."""
         self.expire()
-        self.report_uses()
         self.prices = self.compute_s, self.tiers.load_s()
         if self._journal is not None:
             self._tend(self._journal)

@@ -190,7 +190,7 @@ class LookupTickets:
     def pinned(self, ticket_id: str, owner: int) -> list[StoredObject]:
         """Return the objects that a ticket pins, [] if it has ended. The list is the table's."""
         with self._lock, contextlib.suppress(LeaseUnknown):
-            return self._storage.table.pinned(self._get(ticket_id, owner).pins, owner=owner) or []
+            return self._storage.table.pinned(self._get(ticket_id, owner).pins, owner=owner)
         return []
 
     def is_loading(self, ticket_id: str, owner: int) -> bool:
@@ -311,5 +311,4 @@ class LookupTickets:
         try:
             return len(self._storage.table.unpin(lease_id, owner=ticket.owner).objects) if lease_id else 0
         except LeaseUnknown:
-            # It lapsed, and was forgotten to make room.
-            return 0
+            return 0  # it has lapsed

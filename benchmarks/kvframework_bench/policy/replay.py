@@ -34,7 +34,6 @@ class Replay:
     def _one(self, at: float, digests: list[bytes], request_id: str) -> int:
         table, self._at = self._table, at
         table.expire()
-        table.report_uses()
         row = table.row(_PREFIX, digests)
         hit = row.index(None) if None in row else len(row)
         found: list[StoredObject] = [stored for stored in row[:hit] if stored is not None]

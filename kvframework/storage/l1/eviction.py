@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left, insort
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, groupby, islice
 from operator import attrgetter
@@ -86,16 +86,11 @@ class Tenant(NamedTuple):
     policy: EvictionPolicy
 
 
-# Uses that are reported to a policy in one call, a millisecond or two; and the number of batches that may wait.
-REPORT_AT_ONCE = 1 << 13
-MOST_UNREPORTED = 16
-
-
 class Tenants:
     """See the module. `policy` is that of tenant 0; `used` has the bytes of each tenant.
 
     A policy must not be called while its victims are walked, so the objects of one STORE leave first, and the policies
-    learn of all of them afterwards, by `report_removals`. Many uses at once wait for `report_uses`.
+    learn of all of them afterwards, by `report_removals`.
     """
 
     def __init__(self, policy: EvictionPolicy, named: Sequence[Tenant] = ()) -> None:
@@ -111,8 +106,6 @@ class Tenants:
         self._salts: dict[bytes, int] = {}
         # What left and is not reported yet, in this order: empty between two calls of the table.
         self._left: dict[Why, list[StoredObject]] = {"evicted": [], "cleared": [], "removed": []}
-        # Batches of uses too large to report at once, oldest first, each in the order of the policy's calls.
-        self._unreported: deque[tuple[list[StoredObject], RequestFacts]] = deque()
 
     @property
     def any_named(self) -> bool:
@@ -144,29 +137,9 @@ class Tenants:
             facts = msgspec.structs.replace(facts, sizes=sizes)
         self.policies[tenant].on_inserts(list(map(_key_of, last_first)), sizes, chunks[::-1], facts)
 
-    def accessed(self, objects: list[StoredObject], facts: RequestFacts, rows: ObjectRows) -> None:
-        """Report uses of objects, given in the order of a prompt; the policy receives the end of the prompt first.
-        Objects of a large batch that have left when it is reported are skipped."""
-        batch = objects[::-1]
-        if len(batch) <= REPORT_AT_ONCE:
-            self._accessed(batch, facts)
-            return
-        if len(self._unreported) == MOST_UNREPORTED:
-            oldest, of = self._unreported.popleft()
-            for first in range(0, len(oldest), REPORT_AT_ONCE):
-                self._accessed(rows.still_here(oldest[first : first + REPORT_AT_ONCE]), of)
-        self._unreported.append((batch, facts))
-
-    def report_uses(self, rows: ObjectRows) -> None:
-        """Report some of the waiting uses to the policies, `REPORT_AT_ONCE` at most."""
-        if self._unreported:
-            batch, facts = self._unreported.popleft()
-            if len(batch) > REPORT_AT_ONCE:
-                self._unreported.appendleft((batch[REPORT_AT_ONCE:], facts))
-            self._accessed(rows.still_here(batch[:REPORT_AT_ONCE]), facts)
-
-    def _accessed(self, objects: Sequence[StoredObject], facts: RequestFacts) -> None:
-        for tenant, own in self._by_tenant(objects):
+    def accessed(self, objects: Sequence[StoredObject], facts: RequestFacts) -> None:
+        """Report uses of objects, given in the order of a prompt; the policy receives the end of the prompt first."""
+        for tenant, own in self._by_tenant(objects[::-1]):
             of_tenant = facts
             if self.any_named:
                 of_tenant = msgspec.structs.replace(facts, tenant=self.names[tenant], held=self.used[tenant])

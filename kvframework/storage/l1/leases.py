@@ -46,13 +46,12 @@ NO_PROMPT = PromptPart()
 
 @dataclass(slots=True)
 class _Lease:
-    """`asked_by` is the session whose numbers of leases and pins it counts in, `payer` the one whose share of L1; `id`
-    is given by `LeaseBook.open`."""
+    """`payer` is the session in whose numbers of leases and pins, and in whose share of L1, it counts; `id` is given by
+    `LeaseBook.open`."""
 
     owner: int
     request_id: str
     deadline: float
-    asked_by: int
     payer: int
     id: str = ""
 
@@ -80,8 +79,8 @@ class WriteLease(_Lease):
 
 @dataclass(slots=True)
 class PinLease(_Lease):
-    """Objects protected from eviction: under a LOOKUP's ticket, or while a RETRIEVE reads them. `held` until it lapses.
-    A `hit` is what no one reads without a further lease: it may lapse before its deadline."""
+    """Objects protected from eviction: under a LOOKUP's ticket, or while a RETRIEVE reads them; none, and not `held`,
+    once it has lapsed. A `hit` is what no one reads without a further lease: it may lapse before its deadline."""
 
     objects: list[StoredObject] = field(default_factory=list)
     hit: bool = False
@@ -115,66 +114,61 @@ class LeaseBook:
     def __init__(self) -> None:
         self.writes: dict[str, WriteLease] = {}
         self.pins: dict[str, PinLease] = {}
-        # By owner, and by the session that asked for them, with the number of their pins.
         self._of: dict[int, dict[str, Lease]] = {}
-        self._asked: dict[int, dict[str, Lease]] = {}
+        # The numbers of leases and of their pins, by payer.
+        self._open: Counter[int] = Counter()
         self._pinned: Counter[int] = Counter()
-        # The hits of each payer that have not lapsed, the oldest first.
+        # The hits of each payer, the oldest first.
         self._hits: dict[int, dict[str, PinLease]] = {}
         self._boot = secrets.token_hex(4)
         self._count = itertools.count(1)
 
     def open(self, lease: L) -> L:
-        """Add a lease and give it its id. Raises `RequestError` if the session that asks for it holds too many leases
+        """Add a lease and give it its id. Raises `RequestError` if the session that it counts for holds too many leases
         or pins."""
-        who = lease.asked_by
-        if self.is_full(who):
+        payer = lease.payer
+        if payer != INTERNAL_OWNER and self._open[payer] >= MAX_LEASES_PER_OWNER:
             raise RequestError(
                 f"the client holds {MAX_LEASES_PER_OWNER} leases and tickets",
                 available=f"at most {MAX_LEASES_PER_OWNER} at once",
                 hint="commit, abort or free them",
             )
         if isinstance(lease, PinLease):
-            pinned = self._pinned[who] + len(lease.objects)
-            if who != INTERNAL_OWNER and pinned > MAX_PINS_PER_OWNER:
+            pinned = self._pinned[payer] + len(lease.objects)
+            if payer != INTERNAL_OWNER and pinned > MAX_PINS_PER_OWNER:
                 raise RequestError(
                     f"the client would hold {pinned} pins",
                     available=f"at most {MAX_PINS_PER_OWNER} at once",
                     hint="free the tickets of requests that have ended",
                 )
-            self._pinned[who] = pinned
+            self._pinned[payer] = pinned
         lease.id = f"{self._boot}-{next(self._count):x}"
         if isinstance(lease, PinLease):
             self.pins[lease.id] = lease
             if lease.hit:
-                self._hits.setdefault(lease.payer, {})[lease.id] = lease
+                self._hits.setdefault(payer, {})[lease.id] = lease
         else:
             self.writes[lease.id] = lease
         self._of.setdefault(lease.owner, {})[lease.id] = lease
-        self._asked.setdefault(who, {})[lease.id] = lease
+        self._open[payer] += 1
         return lease
 
-    def lapse(self, lease: PinLease) -> list[StoredObject]:
-        """End the hold of a lease but keep its record; return its objects."""
-        objects, lease.objects, lease.held = lease.objects, [], False
-        self._pinned[lease.asked_by] -= len(objects)
-        self._no_hit(lease)
-        return objects
-
     def close(self, lease: Lease) -> None:
+        payer = lease.payer
         if isinstance(lease, PinLease):
             del self.pins[lease.id]
-            self._pinned[lease.asked_by] -= len(lease.objects)
-            self._no_hit(lease)
+            self._pinned[payer] -= len(lease.objects)
+            if lease.hit:
+                _remove(self._hits, payer, lease.id)
         else:
             del self.writes[lease.id]
         _remove(self._of, lease.owner, lease.id)
-        _remove(self._asked, lease.asked_by, lease.id)
-        if lease.asked_by not in self._asked:
-            del self._pinned[lease.asked_by]
+        self._open[payer] -= 1
+        if not self._open[payer]:
+            del self._open[payer], self._pinned[payer]
 
     def hits(self, payer: int) -> Iterator[PinLease]:
-        """Yield the hits of a payer that have not lapsed, the oldest first, while the caller ends each."""
+        """Yield the hits of a payer, the oldest first, while the caller ends each."""
         while of := self._hits.get(payer):
             yield next(iter(of.values()))
 
@@ -195,18 +189,6 @@ class LeaseBook:
         """Return an owner's leases, or those of one request."""
         leases = self._of.get(owner, {}).values()
         return [lease for lease in leases if request_id is None or lease.request_id == request_id]
-
-    def asked(self, session: int) -> list[Lease]:
-        """Return the leases that a session asked for, of any owner."""
-        return list(self._asked.get(session, {}).values())
-
-    def is_full(self, session: int) -> bool:
-        return session != INTERNAL_OWNER and len(self._asked.get(session, ())) >= MAX_LEASES_PER_OWNER
-
-    def _no_hit(self, lease: PinLease) -> None:
-        if lease.hit:
-            lease.hit = False
-            _remove(self._hits, lease.payer, lease.id)
 
 
 def _remove(leases: dict[int, dict[str, L]], session: int, lease_id: str) -> None:

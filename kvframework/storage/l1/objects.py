@@ -7,7 +7,7 @@ model:
 * A range has one owner: a free range, a write lease, or one readable object.
 * An expired or cancelled write lease publishes nothing, and its ranges stay quarantined until COMMIT, ABORT or the
 owner's end, since a stopped writer may wake up and write.
-* Pinned objects are neither evicted nor dropped. Pins end with their lease; a lease says whether it held throughout.
+* Pinned objects are neither evicted nor dropped. Pins end with their lease; one that lapses is unknown from then on.
 
 An object's last use has the time of the latest `expire` or `commit`.
 """
@@ -49,8 +49,6 @@ from kvframework.storage.l1.leases import (
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
-# How long after a pin lease lapsed its owner may still end it and learn that it did not hold.
-REMEMBER_LAPSED_S = 600.0
 # Objects that one `expire` unpins, up to one lease more: about a millisecond.
 UNPIN_AT_ONCE = 1 << 16
 
@@ -179,11 +177,10 @@ class ObjectTable(Places):
         refuse the last ones. Raises `RequestError` if the owner holds too many leases.
         """
         used_before = self.used_bytes
-        self._forget_lapsed(owner)
         space = most_bytes - (self._reserved_bytes(owner) if most_bytes < math.inf else 0)
         self._needing = payer = self.shares.payer(payer or client)
         deadline = self._deadline(lease_s)
-        lease = self._leases.open(WriteLease(owner, request_id, deadline, owner, payer, use=use, prompt=prompt))
+        lease = self._leases.open(WriteLease(owner, request_id, deadline, payer, use=use, prompt=prompt))
         if items:
             first = items[0][0]
             lease.tenant = self.tenants.of(first)
@@ -343,11 +340,8 @@ class ObjectTable(Places):
         owns the list. `prompt` has their places if the request says anything of their future. `asked_by` is the session
         that the pins count for, None: the owner. A `hit` may lapse when others need room. Raises `RequestError` if that
         session holds too many leases or pins."""
-        who = owner if asked_by is None else asked_by
-        self._forget_lapsed(who)
-        lease = PinLease(
-            owner, request_id, self._deadline(lease_s), who, self.shares.payer(who), objects=objects, hit=hit
-        )
+        payer = self.shares.payer(owner if asked_by is None else asked_by)
+        lease = PinLease(owner, request_id, self._deadline(lease_s), payer, objects=objects, hit=hit)
         self._leases.open(lease)
         self._pin(objects, lease.payer)
         if use is not None:
@@ -387,24 +381,21 @@ class ObjectTable(Places):
         return lease if self.keep_within_share(lease) else None
 
     @locked
-    def pin_again(self, lease_id: str, indices: Sequence[int], *, owner: int) -> PinLease | None:
-        """Pin for the server itself the objects that the client `owner` has pinned under a lease; None if that has
-        lapsed. Counts as no use. Raises `LeaseUnknown`."""
+    def pin_again(self, lease_id: str, indices: Sequence[int], *, owner: int) -> PinLease:
+        """Pin for the server itself objects that the client `owner` has pinned under a lease. Counts as no use. Raises
+        `LeaseUnknown`."""
         pinned = self.pinned(lease_id, owner=owner)
-        if pinned is None:
-            return None
         return self.pin_objects([pinned[index] for index in indices], owner=INTERNAL_OWNER, use=None, asked_by=owner)
 
     @locked
-    def pinned(self, lease_id: str, *, owner: int) -> list[StoredObject] | None:
-        """Return the objects under a pin lease, None if it has lapsed. Raises `LeaseUnknown`."""
-        lease = self._own_pin_lease(lease_id, owner)
-        return lease.objects if lease.held else None
+    def pinned(self, lease_id: str, *, owner: int) -> list[StoredObject]:
+        """Return the objects under a pin lease. Raises `LeaseUnknown`."""
+        return self._own_pin_lease(lease_id, owner).objects
 
     @locked
     def unpin(self, lease_id: str, *, owner: int, use: Use | None = None, prompt: PromptPart = NO_PROMPT) -> PinLease:
-        """End a pin lease; its `held` says whether the pins held until now. With a `use`, which it turns out to have
-        been, that of each object, if they did; `prompt` as for `pin_objects`. Raises `LeaseUnknown`."""
+        """End a pin lease, whose pins have held until now. With a `use`, which it turns out to have been, that of each
+        object; `prompt` as for `pin_objects`. Raises `LeaseUnknown`, also where the lease has lapsed."""
         lease = self._own_pin_lease(lease_id, owner)
         if use is not None and lease.objects:
             self._used(lease.objects, use, lease.request_id, lease.objects[0].tenant, prompt)
@@ -418,7 +409,7 @@ class ObjectTable(Places):
         if stored is None:
             return None
         name = f"hold-{next(self._numbers):x}"
-        lease = PinLease(INTERNAL_OWNER, "", NO_DEADLINE, INTERNAL_OWNER, INTERNAL_OWNER, name, [stored])
+        lease = PinLease(INTERNAL_OWNER, "", NO_DEADLINE, INTERNAL_OWNER, name, [stored])
         self._held[name] = lease
         stored.pins += 1
         stored.holds += 1
@@ -459,8 +450,8 @@ class ObjectTable(Places):
 
     @locked
     def expire(self) -> None:
-        """Quarantine write leases and lapse pin leases whose deadline has passed; forget those that lapsed long ago.
-        Unpins about `UNPIN_AT_ONCE` objects at most; other leases lapse in the next calls, or on access."""
+        """Quarantine write leases and lapse pin leases whose deadline has passed. Unpins about `UNPIN_AT_ONCE` objects
+        at most; other leases lapse in the next calls, or on access."""
         now = self._now = self.clock()
         for write in self._leases.writes.values():
             if now >= write.deadline:
@@ -470,8 +461,7 @@ class ObjectTable(Places):
             if now >= pins.deadline and unpinned < UNPIN_AT_ONCE:
                 unpinned += len(pins.objects)
                 self._lapse(pins)
-            if now >= pins.deadline + REMEMBER_LAPSED_S:
-                self._drop_pin_lease(pins)
+                self.lapses += 1
 
     @locked
     def end_owner(self, owner: int) -> int:
@@ -501,11 +491,6 @@ class ObjectTable(Places):
                 ended += 1
         self.on_writers_ended()
         return ended
-
-    @locked
-    def report_uses(self) -> None:
-        """Report some of the waiting uses to the policies."""
-        self.tenants.report_uses(self._objects)
 
     @locked
     def objects(self) -> list[StoredObject]:
@@ -664,7 +649,7 @@ class ObjectTable(Places):
         for lease in self._leases.hits(payer):
             if payer not in self.shares.over:
                 return
-            self._unpin(self._leases.lapse(lease), payer)
+            self._lapse(lease)
             self.shares.cut(payer)
 
     # inside: uses
@@ -689,7 +674,7 @@ class ObjectTable(Places):
             return
         facts = self._facts(use, request_id, tenant)
         for _, some, of in self._runs(objects, prompt, facts, [False] * len(objects) if prompt.retain else ()):
-            self.tenants.accessed(some, of, self._objects)
+            self.tenants.accessed(some, of)
         if self._journal is not None:
             self._journal.used(objects)
         self.on_used(objects)
@@ -748,9 +733,9 @@ class ObjectTable(Places):
             self.quarantined_bytes += lease.nbytes
 
     def _lapse(self, lease: PinLease) -> None:
-        if lease.held:
-            self.lapses += 1
-            self._unpin(self._leases.lapse(lease), lease.payer)
+        """End a pin lease before its owner does."""
+        self._drop_pin_lease(lease)
+        lease.objects, lease.held = [], False
 
     def _release_present(self, lease: WriteLease) -> list[StoredObject]:
         """Unpin the objects that were present before a lease; return them."""
@@ -773,18 +758,12 @@ class ObjectTable(Places):
 
     def _drop_pin_lease(self, lease: PinLease) -> None:
         self._leases.close(lease)
-        if lease.held:
-            self._unpin(lease.objects, lease.payer)
+        self._unpin(lease.objects, lease.payer)
 
     def _own_pin_lease(self, lease_id: str, owner: int) -> PinLease:
         lease = self._leases.pin(lease_id, owner)
         if self.clock() >= lease.deadline:
             self._lapse(lease)
+            self.lapses += 1
+            return self._leases.pin(lease_id, owner)  # there is none
         return lease
-
-    def _forget_lapsed(self, session: int) -> None:
-        """Forget the lapsed pin leases that a session asked for before they keep it from opening new ones."""
-        if self._leases.is_full(session):
-            for lease in self._leases.asked(session):
-                if isinstance(lease, PinLease) and not lease.held:
-                    self._drop_pin_lease(lease)

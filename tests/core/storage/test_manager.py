@@ -93,7 +93,7 @@ def test_leases_end_by_the_managers_clock(make_node: MakeNode) -> None:
     clock.now = 10.0
     node.table.tick()
     assert (node.l1("pins"), node.l1("quarantined_bytes")) == (0, ALIGNMENT)
-    assert not node.table.unpin(pins.id, owner=OWNER).held
+    assert not pins.held
     assert len(node.table.commit(late.lease.id, owner=OWNER)) == 0
     assert len(node.table.commit(forever.lease.id, owner=OWNER)) == 1
     assert node.table.which_present(K[:3]) == [True, False, True]

@@ -10,7 +10,6 @@ from kvframework.api.keys import PackedKey
 from kvframework.errors import LeaseUnknown, RequestError
 from kvframework.storage.l1.entries import ALIGNMENT
 from kvframework.storage.l1.leases import INTERNAL_OWNER, MAX_LEASES_PER_OWNER, WriteLease
-from kvframework.storage.l1.objects import REMEMBER_LAPSED_S
 from tests.core.storage.memory import ClockedTable, OrderedLru, packed_key
 
 K = [packed_key(number) for number in range(12)]
@@ -67,7 +66,7 @@ def test_a_client_can_not_hold_leases_without_bound() -> None:
     with pytest.raises(RequestError):
         table.pin(K[:1], owner=1)
     with pytest.raises(RequestError):
-        table.reserve([(K[1], 1)], owner=1)
+        table.reserve([(K[1], 1)], owner=1, client=1)
     assert table.pin(K[:1], owner=2)
     assert table.end_owner(1) == MAX_LEASES_PER_OWNER
     assert table.pins == 1
@@ -90,10 +89,10 @@ def test_a_client_can_not_hold_pins_without_bound(monkeypatch: pytest.MonkeyPatc
     table.expire()
     assert table.pin(K[:4], owner=1), "what has lapsed does not count"
     table.now = 6.0
-    table.unpin(first.id, owner=1)
+    with pytest.raises(LeaseUnknown):
+        table.unpin(first.id, owner=1)
     with pytest.raises(RequestError):
         table.pin(K[:4], owner=1)
-    table.now = 6.0
     table.unpin(second.id, owner=1)
     assert table.pin(K[:4], owner=1)
 
@@ -114,52 +113,8 @@ def test_pins_lapse_so_many_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     late = table.pin(K[:2], owner=1, lease_s=1.0)
     assert late is not None
     table.now = 6.0
-    assert table.pinned(late.id, owner=1) is None
-
-
-class Told(OrderedLru):
-    """Remembers how many uses it was told of at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.batches: list[int] = []
-
-    def on_access_many(self, keys: Sequence[PackedKey]) -> None:
-        self.batches.append(len(keys))
-        super().on_access_many(keys)
-
-
-def test_the_policy_is_told_of_many_uses_by_and_by(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the end it knows what it would have been told at once; what has left meanwhile it is not told."""
-    monkeypatch.setattr("kvframework.storage.l1.eviction.REPORT_AT_ONCE", 4)
-    policy = Told()
-    table = make_table(units=12, policy=policy)
-    store(table, K[:12])
-    policy.batches = []
-    lease = table.pin(K[:10], owner=1)
-    assert lease is not None
-    assert policy.batches == []
-    table.unpin(lease.id, owner=1)
-    assert table.drop([K[9]])
-    assert table.drop([K[3]])
-    store(table, K[3:4])
-    policy.batches = []
-    for _ in range(4):
-        table.report_uses()
-    assert policy.batches == [3, 3, 2], "and the one that was stored again is another"
-    assert list(policy.order) == [K[11], K[10], K[3], *K[8:3:-1], *K[2::-1]]
-
-
-def test_few_batches_of_uses_wait_to_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvframework.storage.l1.eviction.REPORT_AT_ONCE", 2)
-    monkeypatch.setattr("kvframework.storage.l1.eviction.MOST_UNREPORTED", 3)
-    policy = Told()
-    table = make_table(policy=policy)
-    store(table, K[:4])
-    policy.batches = []
-    for _ in range(5):
-        table.pin(K[:4], owner=1)
-    assert policy.batches == [2, 2, 2, 2], "each that comes has an older one told"
+    with pytest.raises(LeaseUnknown):
+        table.pinned(late.id, owner=1)
 
 
 def test_a_withdrawn_writer_may_still_write_and_harms_nobody() -> None:
@@ -174,25 +129,6 @@ def test_a_withdrawn_writer_may_still_write_and_harms_nobody() -> None:
     assert table.commit(mine.lease.id, owner=1) == []
     assert table.quarantined_bytes == 0
     assert table.quarantines == 0, "no writer was late"
-
-
-def test_lapsed_pins_do_not_keep_a_client_from_new_ones() -> None:
-    table = make_table()
-    store(table, K[:1])
-    for _ in range(MAX_LEASES_PER_OWNER):
-        assert table.pin(K[:1], owner=1, lease_s=1.0)
-    table.now = 1.0
-    table.expire()
-    assert table.pin_leases == MAX_LEASES_PER_OWNER
-    kept = table.pin(K[:1], owner=1)
-    assert kept is not None
-    assert table.pin_leases == 1
-    lapsed = table.pin(K[:1], owner=1, lease_s=1.0)
-    assert lapsed is not None
-    table.now = 2.0 + REMEMBER_LAPSED_S
-    table.expire()
-    with pytest.raises(LeaseUnknown):
-        table.unpin(lapsed.id, owner=1)
 
 
 class Failing(OrderedLru):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -48,7 +49,6 @@ class Reader:
     request_id: str
     deadline: float
     keys: list[PackedKey]
-    held: bool = True
 
 
 @dataclass
@@ -83,16 +83,9 @@ class Model:
         lease.quarantined = True
         self.let_go(lease)
 
-    def end_reader(self, lease_id: str) -> Reader:
-        lease = self.readers.pop(lease_id)
-        self.lapse(lease)
-        return lease
-
-    def lapse(self, lease: Reader) -> None:
-        if lease.held:
-            for key in lease.keys:
-                self.objects[key].pins -= 1
-            lease.held = False
+    def end_reader(self, lease_id: str) -> None:
+        for key in self.readers.pop(lease_id).keys:
+            self.objects[key].pins -= 1
 
 
 class ObjectTableMachine(RuleBasedStateMachine):
@@ -221,8 +214,8 @@ class ObjectTableMachine(RuleBasedStateMachine):
     @rule(number=picks)
     def unpin(self, number: int) -> None:
         lease = self.pick_reader(number)
-        held = lease.held and self.now < lease.deadline
-        assert self.table.unpin(lease.id, owner=lease.owner).held is held
+        with nullcontext() if self.now < lease.deadline else pytest.raises(LeaseUnknown):
+            self.table.unpin(lease.id, owner=lease.owner)
         self.model.end_reader(lease.id)
 
     @rule()
@@ -246,9 +239,9 @@ class ObjectTableMachine(RuleBasedStateMachine):
         for writer in self.model.writers.values():
             if self.now >= writer.deadline:
                 self.model.quarantine(writer)
-        for reader in self.model.readers.values():
+        for reader in list(self.model.readers.values()):
             if self.now >= reader.deadline:
-                self.model.lapse(reader)
+                self.model.end_reader(reader.id)
 
     @rule(owner=owners, request_id=st.one_of(st.none(), requests))
     def cancel(self, owner: int, request_id: str | None) -> None:

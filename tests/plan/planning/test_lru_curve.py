@@ -26,7 +26,6 @@ def table_hits(prompts: Prompts, chunks: int) -> list[int]:
     for number, prompt in enumerate(prompts.prompts):
         now = prompt.at
         table.expire()
-        table.report_uses()
         keys = [node.to_bytes(DIGEST_BYTES, "big") for node in prompt.nodes]
         row = table.row(_PREFIX, keys)
         hit = row.index(None) if None in row else len(row)

@@ -99,11 +99,6 @@ class Model:
             self.guarded[key].remove(guard)
         return guard
 
-    def forget(self, guard: Guard) -> None:
-        """The table has forgotten a pin that nobody ended in time."""
-        if guard.id in self.guards:
-            self.unpinned(guard.id)
-
     def end_owner(self, owner: int) -> None:
         for writing in self.writings_of(owner):
             self.ended(writing, 0)

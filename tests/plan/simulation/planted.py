@@ -109,14 +109,14 @@ def pinned_objects_are_candidates(_original: Any, table: ObjectTable, used_bytes
 
 @plant(ObjectTable, "_drop_pin_lease")
 def a_pin_is_taken_back_twice(original: Any, table: ObjectTable, lease: PinLease) -> None:
-    if lease.held:
-        table._unpin(lease.objects, lease.payer)
+    table._unpin(lease.objects, lease.payer)
     original(table, lease)
 
 
 @plant(ObjectTable, "_lapse")
 def a_lapsed_pin_is_said_to_hold(_original: Any, table: ObjectTable, lease: PinLease) -> None:
     table._unpin(lease.objects, lease.payer)
+    lease.deadline = math.inf
     lease.objects = []
 
 
