@@ -171,8 +171,8 @@ class CacheServices(ABC):
         self, keys: Sequence[PackedKey], layout_desc: MemoryLayoutDesc, *, select: Select | None = None
     ) -> PrefetchTask | None:
         """Loads those of `keys` that L1 lacks from L2, in the background. `select` picks the keys worth it once the
-        tiers have answered, and again after a loss (default: all); it runs in a storage thread. Returns None if there
-        is no L2 tier or too many loads are running."""
+        tiers have answered (default: all); it runs in a storage thread. A key that no tier returns after all ends the
+        load. Returns None if there is no L2 tier or too many loads are running."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,8 +86,8 @@ class LoadTask(PrefetchTask):
     waiting_bytes: dict[L2Store, int] = field(default_factory=dict, init=False)
     # Of what was chosen and found.
     pins: list[PinLease] = field(default_factory=list, init=False)
-    _available: list[bool] = field(default_factory=list, init=False)
-    _worth: set[int] = field(default_factory=set, init=False)
+    # No tier returned an object that was chosen: what hangs on it would be loaded for nothing.
+    lost: bool = field(default=False, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _callbacks: list[Callable[[], object]] | None = field(default_factory=list, init=False)
 
@@ -98,27 +98,6 @@ class LoadTask(PrefetchTask):
                 self._callbacks.append(call)
                 return
         _call(call)
-
-    def choose(self, available: list[bool]) -> Sequence[int]:
-        """Return the indices that are worth having."""
-        self._available = available
-        chosen = self.select(available)
-        self._worth = set(chosen)
-        return chosen
-
-    def still_worth(self, batch: Sequence[int]) -> list[int]:
-        """Return those of a batch that are worth loading as far as is known: not what was useful only together with
-        lost objects."""
-        with self._lock:
-            return [index for index in batch if index in self._worth]
-
-    def lose(self, lost: Sequence[int]) -> None:
-        """Note objects that no tier returned."""
-        with self._lock:
-            for index in lost:
-                self._available[index] = False
-            if lost:
-                self._worth = set(self.select(self._available))
 
     def arrived(self, objects: int) -> None:
         """Count objects that are in L1 now."""
@@ -203,7 +182,7 @@ class Loader:
             task.located(tuple(available), source)
         for index in source:
             available[index] = True
-        chosen = task.choose(available)
+        chosen = task.select(available)
         task.decided = True
         if source:
             _call(task.on_change)
@@ -221,13 +200,12 @@ class Loader:
                 store.speed.queued_bytes += nbytes
         batches = _batches([index for index in chosen if index in source], source, task.sizes, most)
         if batches:
-            yield Apart([self._load_worthy(task, source[batch[0]], batch) for batch in batches])
+            yield Apart([self._load_batch(task, source[batch[0]], batch) for batch in batches])
 
-    def _load_worthy(self, task: LoadTask, store: L2Store, batch: Sequence[int]) -> LoadSteps[None]:
-        still = task.still_worth(batch)
+    def _load_batch(self, task: LoadTask, store: L2Store, batch: Sequence[int]) -> LoadSteps[None]:
         try:
-            if still and not task.cancelled:
-                task.lose((yield from self._load_from(task, store, still)))
+            if not (task.lost or task.cancelled):
+                yield from self._load_from(task, store, batch)
         finally:
             task.no_longer(store, store.scale * sum(task.sizes[index] for index in batch))
 
@@ -250,9 +228,9 @@ class Loader:
             source.update((index, store) for index, yes in zip(ask, found, strict=True) if yes)
         return source
 
-    def _load_from(self, task: LoadTask, store: L2Store, batch: Sequence[int]) -> LoadSteps[Sequence[int]]:
-        """Load and pin a batch from `store`, and objects that it failed to return from later tiers; return the indices
-        that were lost. Objects that other tasks or clients write meanwhile are waited for."""
+    def _load_from(self, task: LoadTask, store: L2Store, batch: Sequence[int]) -> LoadSteps[None]:
+        """Load and pin a batch from `store`, and objects that it failed to return from later tiers. Objects that other
+        tasks or clients write meanwhile are waited for."""
         yield AskNext(store)
         held, elsewhere = self._fetch(task, store, batch)
         if elsewhere:
@@ -263,16 +241,15 @@ class Loader:
             if abandoned and not task.cancelled:
                 held |= self._fetch(task, store, abandoned)[0]
         lost = [index for index in batch if index not in held]
+        if not lost or task.cancelled:
+            return
         behind = self.stores[self.stores.index(store) + 1 :]
-        if not lost or not behind or task.cancelled:
-            return lost
         source = yield from self._locate(task, lost, behind)
-        still_lost = [index for index in lost if index not in source]
+        task.lost |= len(source) < len(lost)
         for other in behind:
             again = [index for index in lost if source.get(index) is other]
             if again:
-                still_lost += yield from self._load_from(task, other, again)
-        return still_lost
+                yield from self._load_from(task, other, again)
 
     def _pin_written(self, task: LoadTask, indices: Sequence[int]) -> set[int]:
         pins = self.l1.pin_present([task.keys[index] for index in indices])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -360,21 +361,18 @@ def test_a_long_load_takes_turns_with_a_short_one(make_node: MakeNode) -> None:
 
 
 def test_a_bug_in_one_batch_ends_its_load_after_the_others(
-    make_node: MakeNode, caplog: pytest.LogCaptureFixture
+    make_node: MakeNode, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`select` fails once a loss makes it run again."""
     node = make_node(tiers=[filled(K[:48])], timeout_s=60.0, loads=3)
-    node.tier.lost = {K[20]}
-    calls: list[int] = []
+    reserve = node.table.reserve_load
 
-    def select(available: Sequence[bool]) -> range:
-        calls.append(1)
-        if len(calls) > 1:
-            raise RuntimeError("a bug above")
-        return range(len(available))
+    def broken(key: PackedKey, *arguments: Any) -> Any:
+        if key == K[20]:
+            raise RuntimeError("a bug below")
+        return reserve(key, *arguments)
 
-    task = node.load(K[:48], select=select)
-    assert task.loaded == 47
+    monkeypatch.setattr(node.table, "reserve_load", broken)
+    assert node.load(K[:48]).loaded == 32
     assert "a load failed" in caplog.text
     node.assert_idle()
 
