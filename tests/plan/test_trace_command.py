@@ -380,19 +380,16 @@ def test_info_of_a_trace(tmp_path: Path) -> None:
 
 
 def test_converting_keeps_what_a_trace_says(tmp_path: Path) -> None:
-    requests = [{"t": 0.0, "in": 130, "out": 3, "hash_ids": [1, 2]}, {"t": 1.5, "in": 64, "hash_ids": [1]}]
-    folder = tmp_path / "traces"
-    folder.mkdir()
-    for name in ("a", "b"):
-        (folder / f"{name}.json").write_text(json.dumps({"block_size": 64, "requests": requests}))
-    done = run("trace", "convert", str(folder), str(tmp_path / "out.jsonl"))
-    assert (done.returncode, done.stdout) == (0, f"{tmp_path}/out.jsonl: 4 requests of 64 tokens a chunk\n")
-    before, after = list(open_trace(folder)), list(open_trace(tmp_path / "out.jsonl"))
-    assert [each.at for each in after] == pytest.approx([each.at for each in before], abs=1e-6)
-    assert [(each.tokens, each.output_tokens, each.chunks) for each in after] == [
-        (each.tokens, each.output_tokens, each.chunks) for each in before
+    rows = [{"timestamp": at, "input_length": 600, "output_length": 3, "hash_ids": [1, at]} for at in (0, 1500)]
+    file, out = tmp_path / "mooncake.jsonl", tmp_path / "out.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = run("trace", "convert", str(file), str(out))
+    assert (done.returncode, done.stdout) == (0, f"{out}: 2 requests of 512 tokens a chunk\n")
+    before, after = list(open_trace(file)), list(open_trace(out))
+    assert [(each.at, each.tokens, each.output_tokens, each.chunks) for each in after] == [
+        (each.at, each.tokens, each.output_tokens, each.chunks) for each in before
     ]
-    assert run("trace", "convert", str(folder), str(tmp_path / "out.jsonl")).returncode == 2
+    assert run("trace", "convert", str(file), str(out)).returncode == 2
 
 
 def test_a_trace_that_is_none_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 
 from kvf_plan.errors import TraceError
-from kvf_plan.trace import conversations, lines
+from kvf_plan.trace import lines
 from kvf_plan.trace.form import MAX_ID
 from kvf_plan.trace.reading import HEAD, open_trace
 
@@ -143,10 +143,9 @@ def test_another_form_is_refused_with_those_that_are_read(tmp_path: Path, writte
 
 def test_what_is_no_file(tmp_path: Path) -> None:
     assert _refused(tmp_path / "missing").fact == "there is no such file"
-    assert _refused(tmp_path).fact == "the folder is empty"
     os.mkfifo(tmp_path / "pipe")
-    assert "no file, but a pipe" in _refused(tmp_path / "pipe").fact
-    assert _refused(tmp_path).hint == "name one of its files: pipe"
+    for path in (tmp_path, tmp_path / "pipe"):
+        assert "no file, but a folder, a pipe" in _refused(path).fact
 
 
 @pytest.mark.parametrize(
@@ -164,71 +163,9 @@ def test_a_wrong_header(tmp_path: Path, changed: dict[str, Any], said: str) -> N
     assert error.where.endswith(":1")
 
 
-_ASKED = {"t": 1.0, "in": 130, "out": 1, "hash_ids": [1, 2]}
-
-
-@pytest.mark.parametrize(
-    ("requests", "said", "where"),
-    [
-        ([_ASKED, {**_ASKED, "t": 0.5}], "`t` is 0.5 s, after a request at 1 s", "requests[1]"),
-        ([{**_ASKED, "t": -1}], "`t`: Expected `float` >= 0", "requests[0]"),
-        ([{**_ASKED, "t": 1e12}], "`t`: Expected `float` <= ", "requests[0]"),
-        ([{**_ASKED, "in": 64}], "`hash_ids` has 2 chunks, but `in` is 64 tokens", "requests[0]"),
-        ([_ASKED, {**_ASKED, "hash_ids": [1, 1 << 40]}], "`hash_ids[1]`: Expected `int` <", "requests[1]"),
-        ([{"t": 0, "requests": [{**_ASKED, "in": "a"}]}], "`in`: Expected `int`", "requests[0].requests[0]"),
-        ([{"t": 0, "requests": 5}], "`requests`: Expected `array", "requests[0]"),
-        ([{"t": 0, "requests": [{"t": 0, "in": 1}]}], "missing required field `hash_ids`", "requests[0].requests[0]"),
-    ],
-)  # fmt: skip
-def test_a_wrong_conversation(tmp_path: Path, requests: list[Any], said: str, where: str) -> None:
-    error = _refused(_text(tmp_path, json.dumps({"block_size": 64, "requests": requests}), "trace.json"))
-    assert said in error.fact
-    assert error.where.endswith(f"trace.json: {where}")
-
-
-def test_a_conversation_cut_off(tmp_path: Path) -> None:
-    text = json.dumps({"block_size": 64, "requests": [_ASKED]})[:-4]
-    assert "no JSON: Input data was truncated" in _refused(_text(tmp_path, text, "trace.json")).fact
-
-
-def test_conversations_of_two_block_sizes(tmp_path: Path) -> None:
-    for size in (32, 64):
-        _text(tmp_path, json.dumps({"block_size": size, "requests": []}), f"{size}.json")
-    with pytest.raises(TraceError, match="`block_size` is 64"):
-        list(open_trace(tmp_path))
-
-
-def test_sub_agents_without_end(tmp_path: Path) -> None:
-    requests: list[Any] = [_ASKED]
-    for _ in range(20):
-        requests = [{"t": 0, "requests": requests}]
-    text = json.dumps({"block_size": 64, "requests": requests})
-    assert _refused(_text(tmp_path, text, "trace.json")).fact == "sub-agents of sub-agents"
-
-
-def test_a_conversation_that_is_too_large_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = _text(tmp_path, json.dumps({"block_size": 64, "requests": [_ASKED]}), "trace.json")
-    os.truncate(path, 1 << 40)  # sparse
-    monkeypatch.setattr(conversations, "MAX_FILE", 1 << 20)
-    with pytest.raises(TraceError, match="the file is larger than 1 MiB"):
-        conversations.Conversations([path], "trace.json")
-
-
-def test_conversations_that_go_on_at_once_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = {"block_size": 64, "requests": [_ASKED, {**_ASKED, "t": 10**6}]}
-    for name in range(4):
-        size = _text(tmp_path, json.dumps(whole), f"{name}.json").stat().st_size
-    monkeypatch.setattr(conversations, "MAX_OPEN_BYTES", size * 3)
-    with pytest.raises(TraceError, match="4 conversations go on at once"):
-        list(open_trace(tmp_path))
-    monkeypatch.setattr(conversations, "MAX_OPEN_BYTES", size * 4)
-    assert len(list(open_trace(tmp_path))) == 8
-
-
 _WHOLE = {
     "ours": "\n".join(map(json.dumps, (_HEADER, {**_GOOD, "hash_ids": [1, 2, 3, 4]}))) + "\n",
     "mooncake": (json.dumps(_GOOD) + "\n") * 2,
-    "conversation": json.dumps({"block_size": 64, "requests": [_ASKED, {"t": 2, "requests": [_ASKED]}]}),
 }
 
 

@@ -1,4 +1,4 @@
-"""Traces of three forms are read as what they say, as often as asked, and one line at a time."""
+"""Traces of two forms are read as what they say, as often as asked, and one line at a time."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import json
 import tempfile
 import tracemalloc
 from pathlib import Path
-from typing import Any
 
 import hypothesis.strategies as st
 from hypothesis import given
 
-from kvf_plan.trace import conversations
-from kvf_plan.trace.form import KV_CACHE_TESTER, KVFRAMEWORK, MAX_ID, MOONCAKE, UNKNOWN, Header, Request
+from kvf_plan.trace.form import KVFRAMEWORK, MAX_ID, MOONCAKE, UNKNOWN, Header, Request
 from kvf_plan.trace.reading import open_trace
 
 _MOONCAKE = """\
@@ -48,46 +46,6 @@ def test_a_trace_of_ours(tmp_path: Path) -> None:
         Request(0.0, 300, 0, [MAX_ID], hit_tokens=UNKNOWN),
         Request(1.0, 512, 9, [MAX_ID, 0], tenant=3, model=1, hit_tokens=256, lost=7),
     ]
-
-
-def _conversation(*requests: dict[str, Any], scope: str = "local", block_size: int = 64) -> str:
-    return json.dumps({"id": "x", "block_size": block_size, "hash_id_scope": scope, "requests": requests})
-
-
-def _asked(t: float, tokens: int, ids: list[int], out: int = 5) -> dict[str, Any]:
-    return {"t": t, "type": "n", "model": "m", "in": tokens, "out": out, "hash_ids": ids, "think_time": 1.0}
-
-
-def test_a_conversation_with_a_sub_agent_whose_times_are_its_own(tmp_path: Path) -> None:
-    agent = {"t": 3.0, "type": "subagent", "requests": [_asked(0.0, 64, [9]), _asked(4.0, 130, [9, 10])]}
-    text = _conversation(_asked(0.0, 64, [1]), agent, _asked(5.0, 128, [1, 2]))
-    trace = open_trace(_written(tmp_path, text, "trace_1.json"))
-    assert trace.header == Header(64, "trace_1.json", KV_CACHE_TESTER)
-    assert [(each.at, each.tokens, len(each.chunks)) for each in trace] == [
-        (0.0, 64, 1), (3.0, 64, 1), (5.0, 128, 2), (7.0, 130, 2)
-    ]  # fmt: skip
-    first, agents, second, agents_second = (each.chunks for each in trace)
-    assert first[0] == second[0]
-    assert agents[0] == agents_second[0]
-    assert len({*first, *second, *agents, *agents_second}) == 4
-
-
-def test_a_folder_of_conversations_shares_what_has_global_ids(tmp_path: Path) -> None:
-    for name, scope in (("a", "local"), ("b", "local"), ("c", "global"), ("d", "global")):
-        text = _conversation(_asked(0.0, 64, [1]), _asked(10**6, 64, [1]), scope=scope)
-        _written(tmp_path, text, f"{name}.json")
-    _written(tmp_path, _conversation(), "e.json")
-    trace = open_trace(tmp_path)
-    requests = list(trace)
-    assert [each.at for each in requests] == sorted(each.at for each in requests)
-    assert len(requests) == 8
-    assert requests[0].at == 0
-    ids = [each.chunks[0] for each in requests[:4]]
-    assert len(set(ids)) == 3
-    assert ids[2] == ids[3]
-    assert list(trace) == requests
-    faster = list(open_trace(tmp_path, conversations_per_hour=conversations.CONVERSATIONS_PER_HOUR * 2))
-    assert 0 < faster[3].at == requests[3].at / 2
 
 
 _requests = st.lists(

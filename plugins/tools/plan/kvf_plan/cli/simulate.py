@@ -26,9 +26,7 @@ app = typer.Typer()
 
 @app.command("simulate", epilog=_EPILOG)
 def simulate(
-    trace: Annotated[
-        Path, typer.Argument(metavar="TRACE", help="A trace of this framework, of Mooncake or of kv-cache-tester.")
-    ],
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A trace of this framework or of Mooncake.")],
     config: ConfigFile = None,
     overrides: Overrides = None,
     tier: Annotated[

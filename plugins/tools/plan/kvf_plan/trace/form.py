@@ -13,8 +13,7 @@ from kvf_plan.errors import TraceError
 
 RECORD = "record one: kvframework trace record --for 10m -o trace.jsonl"
 _READ = (
-    "a trace of `kvframework trace record`, of Mooncake (JSON lines with `timestamp`, `input_length`, `hash_ids`), "
-    "or of kv-cache-tester (a JSON file with `requests`, or a folder of them)"
+    "a trace of `kvframework trace record`, or of Mooncake (JSON lines with `timestamp`, `input_length`, `hash_ids`)"
 )
 
 
@@ -64,7 +63,7 @@ class Request(msgspec.Struct, frozen=True, gc=False):
 
 class Header(msgspec.Struct, frozen=True):
     """What is said of a trace as a whole. `form` names the format of its file: one of those below. `chunk_tokens`
-    is the tokens of each chunk, `name` the name of the file or folder, `recorded_at` seconds since 1970, 0 unknown."""
+    is the tokens of each chunk, `name` the name of the file, `recorded_at` seconds since 1970, 0 unknown."""
 
     chunk_tokens: int
     name: str
@@ -85,4 +84,3 @@ class Trace(Protocol):
 
 KVFRAMEWORK = "kvframework"
 MOONCAKE = "mooncake"
-KV_CACHE_TESTER = "kv-cache-tester"

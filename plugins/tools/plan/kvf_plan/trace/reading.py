@@ -12,9 +12,7 @@ import msgspec
 
 from kvf_plan.errors import TraceError
 from kvf_plan.trace import lines
-from kvf_plan.trace.conversations import CONVERSATIONS_PER_HOUR, Conversations
 from kvf_plan.trace.form import (
-    KV_CACHE_TESTER,
     KVFRAMEWORK,
     MOONCAKE,
     RECORD,
@@ -36,8 +34,6 @@ def form_of(head: bytes) -> str:
         return ""
     if _has(first_line, "kvframework_trace"):
         return KVFRAMEWORK
-    if _has(text, "requests") and _has(text, "block_size"):
-        return KV_CACHE_TESTER
     return MOONCAKE if _has(first_line, "timestamp") and _has(first_line, "hash_ids") else ""
 
 
@@ -49,26 +45,19 @@ MOONCAKE_CHUNK_TOKENS = 512
 _header = msgspec.json.Decoder(lines.HeaderLine)
 
 
-def open_trace(
-    path: str | Path, *, chunk_tokens: int = 0, conversations_per_hour: float = CONVERSATIONS_PER_HOUR
-) -> Trace:
+def open_trace(path: str | Path, *, chunk_tokens: int = 0) -> Trace:
     """Open the trace at `path`, and read what says its form.
 
     Mooncake's form does not say the tokens of a chunk: they are `chunk_tokens`, if it is 0 the 512 of its traces.
-    Conversations of kv-cache-tester do not say when they began: about so many do in an hour. Raises `TraceError` for a
-    file that cannot be read, is empty or of another form.
+    Raises `TraceError` for a file that cannot be read, is empty or of another form.
     """
     path = Path(path)
     with readable(path):
-        if path.is_dir():
-            return Conversations(_files(path), path.name, conversations_per_hour)
         if not stat.S_ISREG(path.stat().st_mode):
-            raise no_trace(path, "this is no file, but a pipe or a device", "write it into a file first")
+            raise no_trace(path, "this is no file, but a folder, a pipe or a device", "name a file")
         with path.open("rb") as file:
             head = file.read(HEAD)
         form = form_of(head)
-        if form == KV_CACHE_TESTER:
-            return Conversations([path], path.name, conversations_per_hour)
         if form == KVFRAMEWORK:
             return _Lines(path, _read_header(path))
         if form == MOONCAKE:
@@ -111,14 +100,3 @@ def _read_header(path: Path) -> Header:
             hint="install that release to read it",
         )
     return Header(read.chunk_tokens, path.name, KVFRAMEWORK, read.recorded_at)
-
-
-def _files(folder: Path) -> list[Path]:
-    """Return the conversations of a folder, by name."""
-    files = sorted(folder.glob("*.json"))
-    if not files:
-        others = sorted(each.name for each in folder.iterdir())
-        named = f"{', '.join(others[:3])}{', ...' if len(others) > 3 else ''}"
-        hint = f"name one of its files: {named}" if others else RECORD
-        raise no_trace(folder, "the folder has no *.json" if others else "the folder is empty", hint)
-    return files

@@ -13,16 +13,11 @@ from kvframework.api.command import AsJson, Endpoint, EndpointConfig, QuickGroup
 app = typer.Typer(cls=QuickGroup, help="Traces: when requests came, and what they share.", no_args_is_help=True)
 
 
-File = Annotated[Path, typer.Argument(metavar="FILE", help="A trace, or a folder of kv-cache-tester's.")]
+File = Annotated[Path, typer.Argument(metavar="FILE", help="A trace.")]
 ChunkTokens = Annotated[
     int,
     typer.Option(min=0, max=1 << 20, help="Tokens of a chunk, where the file does not say it; 0: 512."),
 ]
-PerHour = Annotated[
-    float,
-    typer.Option(min=0.001, max=1e6, help="How many conversations of a folder begin in an hour; they do not say when."),
-]
-_PER_HOUR = 20.0
 
 
 @app.command(
@@ -62,11 +57,10 @@ def record(
                 print_text(f"{output}: {recorder.said()}")
 
 
-@app.command("info", epilog=examples("kvframework trace info node.jsonl", "kvframework trace info traces/ --json"))
+@app.command("info", epilog=examples("kvframework trace info node.jsonl", "kvframework trace info node.jsonl --json"))
 def info(
     file: File,
     chunk_tokens: ChunkTokens = 0,
-    conversations_per_hour: PerHour = _PER_HOUR,
     as_json: AsJson = False,
 ) -> None:
     """Say what a trace holds, and the least memory that would have it all."""
@@ -77,7 +71,7 @@ def info(
     from kvf_plan.trace.summary import summarise
     from kvframework.api.console import print_document, print_view
 
-    trace = open_trace(file, chunk_tokens=chunk_tokens, conversations_per_hour=conversations_per_hour)
+    trace = open_trace(file, chunk_tokens=chunk_tokens)
     summary = summarise(trace)
     if as_json:
         print_document(msgspec.structs.asdict(trace.header) | msgspec.structs.asdict(summary))
@@ -85,12 +79,11 @@ def info(
         print_view(table_of(trace.header, summary))
 
 
-@app.command("convert", epilog=examples("kvframework trace convert traces/ agents.jsonl"))
+@app.command("convert", epilog=examples("kvframework trace convert mooncake.jsonl node.jsonl"))
 def convert(
     file: File,
     output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="The file to write; it must not exist.")],
     chunk_tokens: ChunkTokens = 0,
-    conversations_per_hour: PerHour = _PER_HOUR,
 ) -> None:
     """Write a trace of any form that is read as one of ours: JSON lines with a header."""
     from kvf_plan.trace.reading import open_trace
@@ -98,7 +91,7 @@ def convert(
     from kvframework.api.console import print_text
     from kvframework.text import short_count
 
-    trace = open_trace(file, chunk_tokens=chunk_tokens, conversations_per_hour=conversations_per_hour)
+    trace = open_trace(file, chunk_tokens=chunk_tokens)
     count = 0
     with TraceFile(output) as written:
         written.begin(trace.header.chunk_tokens, trace.header.recorded_at)
