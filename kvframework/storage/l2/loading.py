@@ -1,7 +1,7 @@
 """The steps of one load: which tier is asked for which objects, and the reaction to losses.
 
 A load is a generator, since it goes from a thread of one tier to one of another. Three kinds of step direct its driver:
-`AskNext` before the calls to a tier, so that a thread of this tier makes them, `WaitForWriters`, which needs no thread,
+a tier before the calls to it, so that a thread of this tier makes them, `WaitForWriters`, which needs no thread,
 and `Apart`, the batches of a load, which several threads fetch at once. Reservations and pins of a load end with it.
 """
 
@@ -35,13 +35,6 @@ MAX_CALLS = 64
 
 
 @dataclass(frozen=True)
-class AskNext:
-    """The next calls go to this tier."""
-
-    store: L2Store
-
-
-@dataclass(frozen=True)
 class WaitForWriters:
     """The load continues once other writers of `keys` have ended, or after `timeout_s`."""
 
@@ -59,7 +52,7 @@ class Apart:
 
 # Learns, once the tiers have said what they have, which objects L1 has and where each of the others is.
 Located = Callable[[Sequence[bool], Mapping[int, L2Store]], object]
-LoadSteps = Generator[AskNext | WaitForWriters | Apart, None, R]
+LoadSteps = Generator[L2Store | WaitForWriters | Apart, None, R]
 
 
 @dataclass(eq=False)
@@ -218,7 +211,7 @@ class Loader:
             ask = [index for index in missing if index not in source]
             if not ask or task.cancelled:
                 break
-            yield AskNext(store)
+            yield store
             try:
                 store.refuse_unless_closed("contains")
                 asking = partial(store.contains, [task.keys[index] for index in ask])
@@ -231,7 +224,7 @@ class Loader:
     def _load_from(self, task: LoadTask, store: L2Store, batch: Sequence[int]) -> LoadSteps[None]:
         """Load and pin a batch from `store`, and objects that it failed to return from later tiers. Objects that other
         tasks or clients write meanwhile are waited for."""
-        yield AskNext(store)
+        yield store
         held, elsewhere = self._fetch(task, store, batch)
         if elsewhere:
             yield WaitForWriters([task.keys[index] for index in elsewhere], store.timeout_s)

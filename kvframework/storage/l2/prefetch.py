@@ -188,8 +188,8 @@ class Prefetcher:
                 elif isinstance(step, Apart):
                     self._split(load, number, step.parts)
                     return None
-                elif self._stores[number] is not step.store:
-                    self._hand_over(load, step.store)
+                elif self._stores[number] is not step:
+                    self._hand_over(load, step)
                     return None
         except StopIteration:
             return self._ended(load, number)
