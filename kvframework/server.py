@@ -48,6 +48,7 @@ from kvframework.storage.l2.writer import AttachedTier
 from kvframework.storage.manager import PeerExport, StorageManager
 from kvframework.storage.namespaces import NamespaceRecords
 from kvframework.storage.recovery import Keeper, Recovery, free_recoverable, recover, this_machine
+from kvframework.storage.table import Table
 from kvframework.supervise.child import SupervisedChild, start_process
 from kvframework.supervise.state import HEALTHY_S
 
@@ -229,10 +230,9 @@ class Server:
         tiers = [self._tier(table, codecs, records) for table in config.l2]
         arena, recovery = self._memory(identity)
         shares = bytes_of_tenants(config.tenants, arena.capacity)
-        return StorageManager(
+        table = Table(
             arena,
             new_policy(),
-            tiers,
             records=records,
             high_watermark=config.l1.keys.high_watermark,
             low_watermark=config.l1.keys.low_watermark,
@@ -244,6 +244,7 @@ class Server:
                 for tenant, (least, most) in zip(config.tenants, shares, strict=True)
             ],
         )
+        return StorageManager(table, tiers)
 
     def _memory(self, identity: Callable[[], Identity]) -> tuple[Memory, Recovery]:
         table = self._config.l1.memory

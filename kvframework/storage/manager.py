@@ -8,18 +8,13 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from kvframework.api.eviction import EvictionPolicy
 from kvframework.api.keys import PackedKey
-from kvframework.api.memory import Memory
 from kvframework.api.tier import Loan, Node, NodeIdentity
 from kvframework.config import L2Keys
 from kvframework.errors import TierError
-from kvframework.record_ring import NO_RECORDS, RecordRing
-from kvframework.storage.l1.eviction import Tenant
 from kvframework.storage.l2.tiers import Tiers
 from kvframework.storage.l2.writer import AttachedTier
-from kvframework.storage.namespaces import HEADER_BYTES, NamespaceRecords, is_record_key, seal
-from kvframework.storage.recovery import NOT_RECOVERED, Recovery
+from kvframework.storage.namespaces import HEADER_BYTES, is_record_key, seal
 from kvframework.storage.table import AT_ONCE, Table
 
 log = logging.getLogger(__name__)
@@ -42,42 +37,12 @@ class ClearedObjects(NamedTuple):
 
 
 class StorageManager:
-    """`memory` and the tiers are owned from here on and closed by `close`; `records` are shared with the stores. The
-    other arguments are those of `Table`. Without `threads` nothing happens in the background: a simulation drives
-    `tiers.controllers` itself."""
+    """`table` and the tiers are owned from here on and closed by `close`. Without `threads` nothing happens in the
+    background: a simulation drives `tiers.controllers` itself."""
 
-    def __init__(
-        self,
-        memory: Memory,
-        policy: EvictionPolicy,
-        tiers: Sequence[AttachedTier] = (),
-        *,
-        records: NamespaceRecords | None = None,
-        high_watermark: float = 1.0,
-        low_watermark: float = 0.9,
-        ghosts: int = 0,
-        tenants: Sequence[Tenant] = (),
-        recovery: Recovery = NOT_RECOVERED,
-        ring: RecordRing = NO_RECORDS,
-        clock: Callable[[], float] = time.monotonic,
-        threads: bool = True,
-    ) -> None:
-        # One without records is false.
-        self.records = NamespaceRecords() if records is None else records
-        self.clock = clock
-        self.table = Table(
-            memory,
-            policy,
-            self.records,
-            high_watermark=high_watermark,
-            low_watermark=low_watermark,
-            ghosts=ghosts,
-            tenants=tenants,
-            recovery=recovery,
-            ring=ring,
-            clock=clock,
-        )
-        self.tiers = self.table.tiers = Tiers(self.table, tiers, self.records, clock, ring)
+    def __init__(self, table: Table, tiers: Sequence[AttachedTier] = (), *, threads: bool = True) -> None:
+        self.table, self.records, self.clock = table, table.records, table.clock
+        self.tiers = table.tiers = Tiers(table, tiers, self.records, self.clock, table.ring)
         if threads:
             self.tiers.start()
             self.table.verification.start()

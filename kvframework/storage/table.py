@@ -61,8 +61,8 @@ AGAIN_S = 0.1
 
 class Table(ObjectTable):
     """`memory` and `recovery` are owned from here on and closed by `close`. `policy` orders the objects of no named
-    tenant. `ghosts` is the number of keys that left L1 that are remembered. `ring` gets the records of what comes
-    into L1, and leaves it."""
+    tenant. `ghosts` is the number of keys that left L1 that are remembered. `records` are shared with the
+    tiers' stores; `ring` gets the records of what comes into L1, and leaves it."""
 
     # Set before any other call.
     tiers: Tiers
@@ -71,8 +71,8 @@ class Table(ObjectTable):
         self,
         memory: Memory,
         policy: EvictionPolicy,
-        records: NamespaceRecords,
         *,
+        records: NamespaceRecords | None = None,
         high_watermark: float = 1.0,
         low_watermark: float = 0.9,
         ghosts: int = 0,
@@ -83,8 +83,9 @@ class Table(ObjectTable):
     ) -> None:
         super().__init__(policy, tenants, journal=recovery.journal, clock=clock)
         self.counters = Counter(zeros(L1Counters))
-        self._records = records
-        self._ring = ring
+        # One without records is false.
+        self.records = records = NamespaceRecords() if records is None else records
+        self.ring = ring
         self._came: list[Callable[[Sequence[PackedKey]], None]] = [ring.added] if ring.wanted else []
         self._memory = memory
         self.arena_fd, self.capacity = memory.fd, int(memory.capacity)
@@ -134,7 +135,7 @@ class Table(ObjectTable):
                 raise OSError(errno.EBUSY, "clients share this server's description of the arena")
             journal = Journal.create(identity.of(self.arena_fd), tenants)
             self.keep_in(journal)
-            self._records.keep_in(journal)
+            self.records.keep_in(journal)
             return self.arena_fd, journal.fd
         return self.arena_fd, self._journal.fd
 
@@ -208,8 +209,8 @@ class Table(ObjectTable):
     def on_removed(self, stored: StoredObject, cause: Cause, by: PackedKey | None) -> None:
         self._statistics.left(stored, cause, by)
         self.tiers.removed(stored.key)
-        if self._ring.wanted:
-            self._ring.removed(stored.key)
+        if self.ring.wanted:
+            self.ring.removed(stored.key)
 
     def on_writers_ended(self) -> None:
         # A load that begins to wait now checks by itself.
@@ -361,12 +362,12 @@ class Table(ObjectTable):
             for namespace, _, value, learned in found.namespaces:
                 record = decode_record(value)
                 if record is not None:
-                    self._records.add(namespace, record, learned=learned)
+                    self.records.add(namespace, record, learned=learned)
             names = self.tenants.names
             self.adopt(found, [names.index(name) if name in names else 0 for name in found.start.tenants])
             self._tend(journal)
         if journal is not None:
-            self._records.keep_in(journal)
+            self.records.keep_in(journal)
         seconds = recovery.seconds + time.monotonic() - began
         if found is not None:
             log.info("L1 recovered %d objects (%s) in %.2f s", len(self), ByteSize(self.used_bytes), seconds)

@@ -21,6 +21,7 @@ from kvframework.service.records import RequestLog
 from kvframework.storage.l1.entries import ALIGNMENT, StoredObject
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecord
+from kvframework.storage.table import Table
 from kvframework.wire import messages as m
 from tests.core.storage.memory import PlainMemory
 
@@ -125,7 +126,7 @@ def calls(act: Callable[[], object]) -> int:
 
 def test_a_lookup_of_as_many_objects_as_may_be_calls_nothing_for_each_of_them() -> None:
     """LOOKUP, FREE_LOOKUP_LOCKS and what PREPARE_RETRIEVE pins: of 32,768 objects the same as of eight."""
-    storage = StorageManager(PlainMemory(MAX_OBJECTS * ALIGNMENT), Lru(), threads=False)
+    storage = StorageManager(Table(PlainMemory(MAX_OBJECTS * ALIGNMENT), Lru()), threads=False)
     resolver, client = KeyResolver(Sha256()), Client()
     requests = RequestLog()
     lookups = Lookups(storage, resolver, requests, Grants({}, storage, requests), ticket_s=100.0)
@@ -160,7 +161,7 @@ def test_a_lookup_of_as_many_objects_as_may_be_calls_nothing_for_each_of_them() 
 def test_a_tick_ends_tickets_until_it_has_unpinned_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvframework.storage.tickets.UNPIN_AT_ONCE", RANKS + 1)
     now = [0.0]
-    storage = StorageManager(PlainMemory(64 * ALIGNMENT), Lru(), threads=False, clock=lambda: now[0])
+    storage = StorageManager(Table(PlainMemory(64 * ALIGNMENT), Lru(), clock=lambda: now[0]), threads=False)
     lookups = Lookups(
         storage,
         KeyResolver(Sha256()),

@@ -63,10 +63,9 @@ class Node:
             AttachedTier(store, write_policy, write_queue, promote, loads=loads, writes=writes) for store in self.stores
         ]
         options = {} if clock is None else {"clock": clock}
-        self.manager = StorageManager(
+        table = Table(
             self.memory,
             self.policy,
-            attached,
             records=records,
             high_watermark=high_watermark,
             low_watermark=low_watermark,
@@ -74,6 +73,7 @@ class Node:
             tenants=tenants,
             **options,
         )
+        self.manager = StorageManager(table, attached)
 
     @property
     def table(self) -> Table:

@@ -12,6 +12,7 @@ from kvframework.api.keys import PACKED_KEY_BYTES
 from kvframework.storage.l1.entries import ALIGNMENT, StoredObject
 from kvframework.storage.l1.eviction_statistics import FindRow
 from kvframework.storage.manager import StorageManager
+from kvframework.storage.table import Table
 from kvframework.storage.tickets import LookupTickets, Wanted
 from tests.core.storage.memory import PlainMemory
 
@@ -24,7 +25,9 @@ Trace = Sequence[tuple[float, Sequence[int]]]
 def replay(trace: Trace, units: int, ghosts: int = 1 << 16) -> tuple[float, list[tuple[int, float]]]:
     """The hit rate of an L1 of so many blocks, and the curve: (blocks, hit rate)."""
     now = [0.0]
-    storage = StorageManager(PlainMemory(units * ALIGNMENT), Lru(), threads=False, ghosts=ghosts, clock=lambda: now[0])
+    storage = StorageManager(
+        Table(PlainMemory(units * ALIGNMENT), Lru(), ghosts=ghosts, clock=lambda: now[0]), threads=False
+    )
     tickets = LookupTickets(storage, ticket_s=60.0)
     asked = hits = 0
     for now[0], blocks in trace:

@@ -15,6 +15,7 @@ from kvframework.storage.l1.entries import ALIGNMENT
 from kvframework.storage.l1.eviction import Tenant, runs_of
 from kvframework.storage.l1.leases import PromptPart
 from kvframework.storage.manager import StorageManager
+from kvframework.storage.table import Table
 from tests.core.storage.memory import ClockedTable, OrderedLru, PlainMemory, packed_key
 from tests.core.storage.test_policy_calls import Told, store, table_of
 
@@ -125,7 +126,7 @@ def test_what_a_done_request_has_stored_leaves_first_and_what_it_found_was_used(
 
 def test_what_comes_again_though_it_was_done_is_no_more_done_by_the_requests_word() -> None:
     """So a system prompt that all requests store with "done" is lost once."""
-    node = StorageManager(PlainMemory(8 * ALIGNMENT), Lru(), ghosts=64, threads=False)
+    node = StorageManager(Table(PlainMemory(8 * ALIGNMENT), Lru(), ghosts=64), threads=False)
 
     def stored(first: int, end: int, *retain: Retain) -> None:
         keys = K[first:end]

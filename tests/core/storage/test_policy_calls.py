@@ -16,6 +16,7 @@ from kvframework.storage.l1.eviction import Tenant
 from kvframework.storage.l1.eviction_statistics import Cause
 from kvframework.storage.l1.leases import PromptPart
 from kvframework.storage.manager import StorageManager
+from kvframework.storage.table import Table
 from tests.core.storage.memory import ClockedTable, OrderedLru, PlainMemory, packed_key
 
 K = [packed_key(number) for number in range(40)]
@@ -157,7 +158,7 @@ def test_a_policy_may_refuse_the_end_of_a_request(most: int) -> None:
 
 
 def test_what_the_policy_refused_is_explained() -> None:
-    storage = StorageManager(PlainMemory(8 * ALIGNMENT), Told(1), threads=False, ghosts=64)
+    storage = StorageManager(Table(PlainMemory(8 * ALIGNMENT), Told(1), ghosts=64), threads=False)
     items = [(key, ALIGNMENT) for key in K[:3]]
     result = storage.table.reserve(items, owner=1, lease_s=None)
     assert (result.dropped, result.refused, result.over_share) == (2, True, False)

@@ -7,7 +7,7 @@ import pytest
 from kvframework.storage.l1.entries import ALIGNMENT
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import UNKNOWN_LAYOUT, object_checksum
-from kvframework.storage.table import Verification
+from kvframework.storage.table import Table, Verification
 from tests.core.storage.memory import OrderedLru, PlainMemory, content, packed_key
 from tests.support.waiting import wait_until
 
@@ -17,7 +17,7 @@ KEYS = [packed_key(number) for number in range(40)]
 
 @pytest.fixture
 def storage() -> StorageManager:
-    manager = StorageManager(PlainMemory(64 * ALIGNMENT), OrderedLru())
+    manager = StorageManager(Table(PlainMemory(64 * ALIGNMENT), OrderedLru()))
     placed = manager.table.reserve([(key, ALIGNMENT) for key in KEYS], owner=1)
     assert placed.lease is not None
     for index, offset in placed.placed:

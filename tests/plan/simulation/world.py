@@ -108,21 +108,18 @@ class World:
                 self.stores, self._policies, self._queues, self._at_once, strict=True
             )
         ]
-        watched_table = partial(WatchedTable, self.model, self.turns)
-        with (
-            mock.patch.object(manager, "Table", watched_table),
-            mock.patch.object(manager, "Tiers", partial(WatchedTiers, self.turns)),
-        ):
-            self.manager = manager.StorageManager(
-                self.memory,
-                self.policy,
-                attached,
-                records=records,
-                high_watermark=0.8,
-                low_watermark=0.6,
-                clock=self.clock,
-                threads=False,
-            )
+        table = WatchedTable(
+            self.model,
+            self.turns,
+            self.memory,
+            self.policy,
+            records=records,
+            high_watermark=0.8,
+            low_watermark=0.6,
+            clock=self.clock,
+        )
+        with mock.patch.object(manager, "Tiers", partial(WatchedTiers, self.turns)):
+            self.manager = manager.StorageManager(table, attached, threads=False)
         requests = RequestLog(self.clock)
         grants = Grants({}, self.manager, requests)
         self.lookups = Lookups(self.manager, KeyResolver(None), requests, grants, ticket_s=TICKET_S)  # type: ignore[arg-type]

@@ -25,6 +25,7 @@ from kvframework.storage.l2.sealed_tier import L2Store, Watermarks
 from kvframework.storage.l2.writer import AttachedTier
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecords
+from kvframework.storage.table import Table
 from kvframework.wire import messages as m
 from kvframework.wire.protocol import non_gpu_namespace
 
@@ -105,17 +106,16 @@ class Node:
         ]
         provider, options = resolve_table(registry, config.l1.eviction, EvictionProvider)
         policy: EvictionPolicy = creator.one("eviction", config.l1.eviction, EvictionPolicy, provider.create, options)
-        self.storage = StorageManager(
+        table = Table(
             VirtualMemory(sizes.l1_bytes),
             policy,
-            attached,
             records=records,
             high_watermark=config.l1.keys.high_watermark,
             low_watermark=config.l1.keys.low_watermark,
             ghosts=config.l1.keys.ghosts,
             clock=time.clock,
-            threads=False,
         )
+        self.storage = StorageManager(table, attached, threads=False)
         self._threads = VirtualThreads(time, self.storage.tiers.controllers, sleep)
         hashing, hash_options = resolve_table(registry, config.hasher, HasherProvider)
         hasher: KeyHasher = creator.one("hasher", config.hasher, KeyHasher, hashing.create, hash_options)
