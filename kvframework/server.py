@@ -27,6 +27,7 @@ from kvframework.api.requests import Handler, RequestsProvider
 from kvframework.api.tier import NodeIdentity, Tier, TierProvider
 from kvframework.api.transport import AnyTransportProvider, ServerTransport
 from kvframework.config import Config, L2Config, ObserveConfig, PluginTable, bytes_of_tenants, default_endpoint
+from kvframework.config.tenants import shares_of_tenants
 from kvframework.devices.endpoints import server_side
 from kvframework.errors import PluginBroken
 from kvframework.logs.form import LogForm, change_logging, chosen_log
@@ -300,6 +301,7 @@ class Server:
             keys.promote,
             loads=keys.loads or provider.loads,
             writes=keys.writes or provider.writes,
+            shares=shares_of_tenants(self._config.tenants),
         )
 
     def _handlers(self, hand_over: HandOver) -> dict[str, Handler[Any]]:

@@ -82,6 +82,17 @@ def bytes_of_tenants(tenants: Sequence[TenantConfig], capacity: int) -> list[tup
     return found
 
 
+def shares_of_tenants(tenants: Sequence[TenantConfig]) -> tuple[list[float], list[float]]:
+    """Return the least and the most share of any capacity by the number of a tenant, 0 for those without a name. A size
+    is one of L1, and no share of anything else."""
+    least, most = [0.0], [1.0]
+    for tenant in tenants:
+        for name, shares, without in (("min", least, 0.0), ("max", most, 1.0)):
+            percent = _PERCENT.fullmatch(getattr(tenant.keys, name))
+            shares.append(float(_share(tenant, name, None)) if percent else without)
+    return least, most
+
+
 def _share(tenant: TenantConfig, name: str, capacity: int | None) -> Fraction:
     """Return `min` or `max` in bytes; without a capacity, a share of L1 as a fraction."""
     text: str = getattr(tenant.keys, name)

@@ -12,6 +12,7 @@ from kvframework.api.keys import PackedKey
 from kvframework.api.tier import Loan, Node, NodeIdentity
 from kvframework.config import L2Keys
 from kvframework.errors import TierError
+from kvframework.storage.l2.sealed_tier import Shares
 from kvframework.storage.l2.tiers import Tiers
 from kvframework.storage.l2.writer import AttachedTier
 from kvframework.storage.namespaces import HEADER_BYTES, is_record_key, seal
@@ -43,6 +44,9 @@ class StorageManager:
     def __init__(self, table: Table, tiers: Sequence[AttachedTier] = (), *, threads: bool = True) -> None:
         self.table, self.records, self.clock = table, table.records, table.clock
         self.tiers = table.tiers = Tiers(table, tiers, self.records, self.clock, table.ring)
+        for tier in tiers:
+            if len(tier.shares[0]) == len(table.tenants.names):
+                tier.store.shares = Shares(table.tenants.of, *tier.shares)
         if threads:
             self.tiers.start()
             self.table.verification.start()

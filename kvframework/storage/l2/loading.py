@@ -310,7 +310,7 @@ class Loader:
 
     def _record(self, namespace: bytes) -> LoadSteps[NamespaceRecord | None]:
         for store in self.stores:
-            yield AskNext(store)
+            yield store
             try:
                 store.refuse_unless_closed("get_into")
                 record = store.record(namespace)

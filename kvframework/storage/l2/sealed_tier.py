@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import heapq
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -87,17 +89,40 @@ class Watermarks:
         return max(wanted - int(self.low * usage.capacity_bytes), 0) if wanted > high else 0
 
 
-def victims(entries: Iterable[TierEntry], nbytes: int) -> list[PackedKey]:
-    """Return the keys of the least recently used entries, oldest first, with at least `nbytes` in total, if there are
-    as many. Memory is bounded by the result and one entry."""
-    heap: list[tuple[float, int, TierEntry]] = []
-    total = 0
+@dataclass(frozen=True)
+class Shares:
+    """The shares of a tier's capacity by the numbers of tenants, 0 for all without a name: what others do not take from
+    each as long as they have something to give, and the most that each keeps once space is made. `tenant_of` returns
+    the number for a key."""
+
+    tenant_of: Callable[[PackedKey], int] = lambda _key: 0
+    least: Sequence[float] = (0.0,)
+    most: Sequence[float] = (1.0,)
+
+
+def victims(entries: Iterable[TierEntry], nbytes: int, capacity: int, shares: Shares) -> list[PackedKey]:
+    """Return keys with at least `nbytes` in total, if there are as many: first of tenants that have more than their
+    most, then of those that have more than their least, then of any; of each the least recently used first. Memory is
+    bounded by the result and one entry, for each tenant."""
+    oldest: list[list[tuple[float, int, TierEntry]]] = [[] for _ in shares.least]
+    held, totals = [0] * len(oldest), [0] * len(oldest)
     for number, entry in enumerate(entries):
+        tenant = shares.tenant_of(entry.key)
+        heap = oldest[tenant]
         heapq.heappush(heap, (-(entry.used_at or 0.0), number, entry))
-        total += entry.nbytes
-        while total - heap[0][2].nbytes >= nbytes:
-            total -= heapq.heappop(heap)[2].nbytes
-    return [entry.key for _, _, entry in sorted(heap, reverse=True)]
+        totals[tenant] += entry.nbytes
+        held[tenant] += entry.nbytes
+        while heap and held[tenant] - heap[0][2].nbytes >= nbytes:
+            held[tenant] -= heapq.heappop(heap)[2].nbytes
+    chosen: dict[PackedKey, None] = {}
+    for kept in (shares.most, shares.least, [-math.inf] * len(oldest)):
+        for _, _, entry in sorted(chain(*oldest), reverse=True):
+            tenant = shares.tenant_of(entry.key)
+            if nbytes > 0 and entry.key not in chosen and totals[tenant] > kept[tenant] * capacity:
+                chosen[entry.key] = None
+                nbytes -= entry.nbytes
+                totals[tenant] -= entry.nbytes
+    return list(chosen)
 
 
 T = TypeVar("T")
@@ -165,6 +190,8 @@ class L2Store(TierCalls):
         self._usage: TierUsage | None = None
         self._problems: list[str] = []
         self._details: Mapping[str, object] = {}
+        # Of a tier that knows its capacity and lists its values.
+        self.shares = Shares()
         self._making_space = threading.Lock()
         # What loads learn of its speed; whoever uses it holds `pricing`.
         self.speed = TierSpeed(clock())
@@ -404,8 +431,11 @@ class L2Store(TierCalls):
             sizes = [
                 self._stands_for(key, sum(part.nbytes for part in each)) for key, each in zip(keys, parts, strict=True)
             ]
-            excess = self.watermarks.excess(self._ask_usage(), sizes)
-            leaving = self._listed(lambda found: victims(found, excess)) if excess else []
+            usage = self._ask_usage()
+            excess = self.watermarks.excess(usage, sizes)
+            leaving: list[PackedKey] = []
+            if excess:
+                leaving = self._listed(lambda found: victims(found, excess, usage.capacity_bytes, self.shares))
             for first in range(0, len(leaving), DELETE_AT_ONCE):
                 self.count(evicted=len(self.delete(leaving[first : first + DELETE_AT_ONCE])))
         finally:

@@ -277,7 +277,8 @@ TOUCH_AT_ONCE = 1024
 @dataclass(frozen=True)
 class AttachedTier:
     """One `[[l2]]`: a store and its settings. `promote` means that it also receives values found in a later tier.
-    `loads` and `writes` bound the batches that are loaded and written at once."""
+    `loads` and `writes` bound the batches that are loaded and written at once; `shares` are the least and the most of
+    its capacity that each tenant has, see `Shares`."""
 
     store: L2Store
     write_policy: WritePolicyName = "write_through"
@@ -285,6 +286,7 @@ class AttachedTier:
     promote: bool = True
     loads: int = 2
     writes: int = 1
+    shares: tuple[Sequence[float], Sequence[float]] = ((0.0,), (1.0,))
 
 
 class TierWriter:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvframework.api.codec import Codec
 from kvframework.api.tier import Outcome, PackedKey, TierEntry, TierUsage
 from kvframework.errors import TierError
-from kvframework.storage.l2.sealed_tier import CodecTable, L2Store, Watermarks, victims
+from kvframework.storage.l2.sealed_tier import CodecTable, L2Store, Shares, Watermarks, victims
 from kvframework.storage.namespaces import HEADER_BYTES
 from tests.core.storage.memory import packed_key
 from tests.core.storage.tier import MemoryTier, in_envelope
@@ -323,9 +323,9 @@ entries = st.lists(
 
 
 @given(entries, st.integers(1, 400))
-def test_the_victims_are_a_smallest_beginning_by_age(found: list[TierEntry], nbytes: int) -> None:
+def test_without_tenants_the_victims_are_a_smallest_beginning_by_age(found: list[TierEntry], nbytes: int) -> None:
     numbered = [TierEntry(bytes([index]) * 72, entry.nbytes, entry.used_at) for index, entry in enumerate(found)]
-    chosen = victims(numbered, nbytes)
+    chosen = victims(numbered, nbytes, 1000, Shares())
     by_key = {entry.key: entry for entry in numbered}
     picked = [by_key[key] for key in chosen]
     left = [entry for entry in numbered if entry.key not in set(chosen)]
@@ -334,6 +334,56 @@ def test_the_victims_are_a_smallest_beginning_by_age(found: list[TierEntry], nby
     total = sum(entry.nbytes for entry in picked)
     assert total >= nbytes or not left
     assert not picked or total - picked[-1].nbytes < nbytes
+
+
+def entry(tenant: int, number: int, nbytes: int, used_at: float) -> TierEntry:
+    return TierEntry(bytes([tenant, number]) * 36, nbytes, used_at)
+
+
+def chosen_of(found: list[TierEntry], nbytes: int, least: list[float], most: list[float]) -> list[tuple[int, int]]:
+    shares = Shares(lambda key: key[0], least, most)
+    return [(key[0], key[1]) for key in victims(found, nbytes, 100, shares)]
+
+
+# Tenant 1 has 60 of 100 bytes, all older than the 30 of tenant 2.
+SHARED = [entry(1, number, 10, float(number)) for number in range(6)] + [
+    entry(2, number, 10, 10.0 + number) for number in range(3)
+]
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "expected"),
+    [
+        ([0, 0, 0], [1, 1, 1], [(1, 0), (1, 1), (1, 2)]),
+        # What tenant 2 has beyond its most goes first, though it is younger.
+        ([0, 0, 0], [1, 1, 0.15], [(2, 0), (2, 1), (1, 0)]),
+        # Tenant 1 keeps half of the tier while tenant 2 has anything.
+        ([0, 0.5, 0], [1, 1, 1], [(1, 0), (2, 0), (2, 1)]),
+        # Room is made also where all is guaranteed.
+        ([0, 0.6, 0.3], [1, 1, 1], [(1, 0), (1, 1), (1, 2)]),
+    ],
+)
+def test_the_shares_of_tenants(least: list[float], most: list[float], expected: list[tuple[int, int]]) -> None:
+    assert chosen_of(SHARED, 30, least, most) == expected
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 20), st.integers(0, 5).map(float)), max_size=25),
+    st.integers(1, 200),
+    st.lists(st.sampled_from([0.0, 0.1, 0.3]), min_size=3, max_size=3),
+)
+def test_room_is_made_and_least_shares_go_last(
+    found: list[tuple[int, int, float]], nbytes: int, least: list[float]
+) -> None:
+    numbered = [entry(tenant, number, size, used) for number, (tenant, size, used) in enumerate(found)]
+    sizes = {(each.key[0], each.key[1]): each.nbytes for each in numbered}
+    chosen = chosen_of(numbered, nbytes, least, [1.0, 1.0, 1.0])
+    assert len(set(chosen)) == len(chosen)
+    assert sum(sizes[each] for each in chosen) >= min(nbytes, sum(sizes.values()))
+    left = [sum(size for key, size in sizes.items() if key[0] == tenant and key not in chosen) for tenant in range(3)]
+    had = [sum(size for key, size in sizes.items() if key[0] == tenant) for tenant in range(3)]
+    if any(left[tenant] < min(had[tenant], least[tenant] * 100) - 20 for tenant in range(3)):
+        assert all(left[tenant] <= least[tenant] * 100 for tenant in range(3))
 
 
 def test_what_a_tier_does_not_have_is_a_miss_also_if_it_is_only_asked_for() -> None:
