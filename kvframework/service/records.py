@@ -358,7 +358,7 @@ class Transfers:
     def lapsed(self, lease: str, owner: int) -> bool:
         """Whether the pins of a client's transfer under way have lapsed, as L1 does not know their lease any more."""
         transfer = self._under_way.get(lease)
-        return transfer is not None and transfer.subject.session_id == owner
+        return transfer is not None and transfer.record.session_id == owner
 
     def end_lease(self, lease: str, content: ChunkContent | None = None, *, ok: bool) -> None:
         """End the transfer that the client began under a lease, unless that is forgotten."""
