@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from kvf_dev.testing import TierConformance
 from kvf_dev.testing.tier.capacity import CapacityTests, ListingTests
 from kvf_dev.testing.tier.contract import ContractTests
-from kvf_dev.testing.tier.faults import FaultTests
 from kvf_filesystem.form import FOLDERS, LARGE, counted_bytes, file_bytes, key_of, value_bytes
 from kvf_filesystem.reading import move, trimmed
 from kvf_filesystem.root import MARKER
@@ -48,7 +47,7 @@ class TestSharedFolder(TierConformance):
         return {"path": str(tmp_path / "kv"), "shared": True}
 
 
-class TestFolderOfItsOwn(ContractTests, CapacityTests, ListingTests, FaultTests):
+class TestFolderOfItsOwn(ContractTests, CapacityTests, ListingTests):
     """What is not as in a shared folder. `TestSharedFolder` runs the whole kit."""
 
     @pytest.fixture

@@ -16,7 +16,6 @@ from kvf_dev.testing import FaultProxy
 from kvf_dev.testing.tier import TierConformance
 from kvf_dev.testing.tier.concurrency import DeadlineTests
 from kvf_dev.testing.tier.contract import BatchTests, ContractTests
-from kvf_dev.testing.tier.faults import FaultTests
 from kvf_redis.commands import DRAIN_BYTES, Command
 from kvf_redis.tier import RedisTier
 from kvframework.api.tier import Outcome, Tier, TierEntry
@@ -87,7 +86,7 @@ class TestOverTcp(TierConformance):
             tier.close()
 
 
-class TestOverUnixSocket(ContractTests, BatchTests, FaultTests):
+class TestOverUnixSocket(ContractTests, BatchTests):
     """What depends on the socket: the bytes. `TestOverTcp` runs the whole kit."""
 
     use = "redis"
@@ -103,7 +102,7 @@ def proxy(shared: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield proxy
 
 
-class TestOverTls(ContractTests, BatchTests, DeadlineTests, FaultTests):
+class TestOverTls(ContractTests, BatchTests, DeadlineTests):
     """What depends on the socket: the bytes, and how a wait for them ends."""
 
     use = "redis"

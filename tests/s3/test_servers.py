@@ -9,7 +9,6 @@ import pytest
 from kvf_dev.testing import FaultProxy
 from kvf_dev.testing.tier import TierConformance
 from kvf_dev.testing.tier.contract import ContractTests
-from kvf_dev.testing.tier.faults import FaultTests
 from kvframework.api.tier import Tier
 from tests.support.s3_server import BUCKET, AzureServer, MotoServer, S3Server, SeaweedServer
 from tests.support.s3_tier import open_s3_tier, write_credentials
@@ -60,7 +59,7 @@ class TestOnSeaweed(TierConformance):
             tier.close()
 
 
-class TestOnMoto(ContractTests, FaultTests):
+class TestOnMoto(ContractTests):
     """What another server may do in another way."""
 
     use = "s3"
@@ -72,7 +71,7 @@ class TestOnMoto(ContractTests, FaultTests):
         return {"url": f"s3://{BUCKET}/kit", "endpoint": moto.endpoint, "credentials_file": credentials}
 
 
-class TestOnAzurite(ContractTests, FaultTests):
+class TestOnAzurite(ContractTests):
     use = "s3"
     patience_s = 60.0
     time_step_s = 1.0

@@ -1,18 +1,14 @@
-"""The faults of a tier: each kind takes place, follows its seed, and ends; and the kit's checks under them can fail."""
+"""The faults of a tier: each kind takes place, follows its seed, and ends."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 import pytest
 
 from kvf_dev.testing.faults import TIER_FAULTS, FaultyTier
-from kvf_dev.testing.tier.faults import exercise, load, save
-from kvframework.api.keys import PackedKey
 from kvframework.api.tier import Outcome, Tier
 from kvframework.errors import TierError
-from kvframework.storage.l2.sealed_tier import L2Store
 from tests.dev.kits.memory_tier import MemoryTier, Store
 
 KEY = b"k" * 72
@@ -127,33 +123,6 @@ def test_the_same_seed_makes_the_same_faults() -> None:
 def test_there_is_no_other_fault(inner: MemoryTier) -> None:
     with pytest.raises(ValueError, match="no such fault: melt"):
         FaultyTier(inner, 1, ("melt",))
-
-
-class Credulous(L2Store):
-    """A store that believes its tier."""
-
-    def __init__(self, tier: Tier) -> None:
-        self._believed = tier
-
-    def get(self, keys: Sequence[PackedKey], ranges: Sequence[memoryview]) -> list[bool]:
-        parts = [[place] for place in ranges]
-        outcomes = self._believed.get_into(keys, parts, deadline=soon())
-        return [not isinstance(outcome, Outcome) for outcome in outcomes]
-
-    def put(self, keys: Sequence[PackedKey], values: Sequence[memoryview]) -> list[bool]:
-        parts = [[value] for value in values]
-        outcomes = self._believed.put(keys, parts, deadline=soon())
-        return [outcome is Outcome.STORED for outcome in outcomes]
-
-
-@pytest.mark.parametrize("kind", ["short", "flip"])
-def test_the_kit_sees_wrong_bytes_that_a_store_lets_through(inner: MemoryTier, kind: str) -> None:
-    keys = [bytes([number]) * 72 for number in range(12)]
-    store = Credulous(FaultyTier(inner, 8, (kind,)))
-    with pytest.raises(AssertionError, match="wrong bytes"):
-        exercise(store, keys, 9, 60)
-    save(Credulous(inner), keys)
-    assert load(Credulous(inner), keys) == [True] * len(keys)
 
 
 def test_every_fault_is_described() -> None:

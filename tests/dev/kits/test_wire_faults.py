@@ -19,7 +19,7 @@ KILLED_BY = {
         "[reset]",
         "whatever it was",
     ),
-    "NeverConnectsAgain": ("test_no_wrong_byte_passes_a_faulty_wire", "[refuse]", "Bad file descriptor"),
+    "NeverConnectsAgain": ("test_a_fault_on_the_wire_is_an_outcome_or_a_tier_error", "[refuse]", "Bad file descriptor"),
 }
 
 

@@ -646,5 +646,5 @@ MORE: dict[str, dict[str, Any]] = {
     **{key: {"shared": True} for key in ("ClaimsSharing", "RemembersWhatTheOtherDeleted", "MixesValuesOfTwo")},
 }
 for _name, _bug in BUGS.items():
-    _more = {"Bug": _bug, "limit_s": 30.0, "examples": 20, **MORE.get(_name, {})}
+    _more = {"Bug": _bug, "limit_s": 60.0, "examples": 20, **MORE.get(_name, {})}
     globals()[f"Test{_name}"] = type(f"Test{_name}", (Planted,), _more)

@@ -23,11 +23,10 @@ from __future__ import annotations
 from kvf_dev.testing.eviction.cost import CostTests, MemoryTests
 from kvf_dev.testing.eviction.kit import EvictionKit
 from kvf_dev.testing.eviction.offers import OfferTests, ServingTests
-from kvf_dev.testing.eviction.requests import RequestTests
 
 __all__ = ["EvictionConformance", "EvictionKit"]
 
 
 # pytest runs the tests of the last base first: what is offered before what it costs.
-class EvictionConformance(RequestTests, MemoryTests, CostTests, ServingTests, OfferTests):
+class EvictionConformance(MemoryTests, CostTests, ServingTests, OfferTests):
     """Base class of an author's test class; see the module. `EvictionKit` lists the settings and fixtures."""

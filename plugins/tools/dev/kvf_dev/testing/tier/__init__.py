@@ -28,11 +28,12 @@ or give a fixture:
 from __future__ import annotations
 
 from kvf_dev.testing.tier.capacity import CapacityTests, ExpiryTests, ListingTests
-from kvf_dev.testing.tier.concurrency import ConcurrencyTests, DeadlineTests, ModelTests
+from kvf_dev.testing.tier.concurrency import ConcurrencyTests, DeadlineTests, SharingTests
 from kvf_dev.testing.tier.contract import BatchTests, ClaimTests, ContractTests
-from kvf_dev.testing.tier.faults import FaultTests, WireFaultTests
+from kvf_dev.testing.tier.faults import WireFaultTests
 from kvf_dev.testing.tier.kit import TierKit
-from kvf_dev.testing.tier.lifecycle import CrashTests, LeakTests, LifecycleTests, SharingTests
+from kvf_dev.testing.tier.lifecycle import CrashTests, LeakTests, LifecycleTests
+from kvf_dev.testing.tier.model import ModelTests
 
 __all__ = ["TierConformance", "TierKit"]
 
@@ -40,7 +41,6 @@ __all__ = ["TierConformance", "TierKit"]
 # pytest runs the tests of the last base first: those that fill a store, and single values before all made of them.
 class TierConformance(
     WireFaultTests,
-    FaultTests,
     ListingTests,
     ExpiryTests,
     CrashTests,

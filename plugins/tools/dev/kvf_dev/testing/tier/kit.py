@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import pytest
 
 from kvf_dev.testing.faults import FaultProxy
-from kvf_dev.testing.kit import must_be_equal
 from kvf_dev.testing.making import NamedKit
-from kvf_dev.testing.tier.watched import WatchedTier, due, said
+from kvf_dev.testing.tier.watched import WatchedTier, parts_of
 from kvframework.api.keys import PACKED_KEY_BYTES
-from kvframework.api.plugin import Buffer, Options
-from kvframework.api.tier import Outcome, PackedKey, TableContext, Tier, TierProvider
+from kvframework.api.plugin import Options
+from kvframework.api.tier import OPTIONAL_METHODS, Outcome, PackedKey, TableContext, Tier, TierProvider
 from kvframework.errors import TierError
 
 FOUND, MISSING, STORED = Outcome.FOUND, Outcome.MISSING, Outcome.STORED
 DELETED, FAILED, DAMAGED = Outcome.DELETED, Outcome.FAILED, Outcome.DAMAGED
 
 
-# The names of what `every_call` returns.
-EVERY_CALL = (
-    *("contains", "get_into", "put", "delete", "ping", "touch", "usage", "scan"),
-    *("contains of no keys", "get_into of no keys", "put of no keys", "delete of no keys", "touch of no keys"),
-)
+# The calls that have a deadline. Those of keys are made with one key, and with none.
+_OF_KEYS = ("contains", "get_into", "put", "delete", "touch")
+EVERY_CALL = (*_OF_KEYS, *(f"{name} of no keys" for name in _OF_KEYS), "ping", "usage", "scan")
 
 
 class TierKit(NamedKit):
@@ -119,6 +116,10 @@ class TierKit(NamedKit):
         """Whether the tier promises that several nodes may use one store."""
         return self.resolve()[0].shared if self.use else self.shared
 
+    @property
+    def can_reopen(self) -> bool:
+        return bool(self.use) or type(self).reopen is not TierKit.reopen
+
     def resolve(self, options: Mapping[str, object] | None = None) -> tuple[TierProvider[Any], Options]:
         """Return the provider that `use` names, and its options, with `options` merged over `tier_options`."""
         return super().resolve({**self._tier_options, **(options or {})})
@@ -139,20 +140,12 @@ class TierKit(NamedKit):
         """`tier`, with what every call promises checked at every call."""
         return self.watch(tier)
 
-    @property
-    def can_reopen(self) -> bool:
-        return bool(self.use) or type(self).reopen is not TierKit.reopen
-
     def watch(self, tier: Tier) -> WatchedTier:
-        return WatchedTier(tier, self.grace_s)
+        return WatchedTier(tier, self.patience_s, self.grace_s)
 
-    def reopened(self, tier: Tier) -> WatchedTier:
-        """Return the tier that `reopen` gives."""
-        return self.watch(self.reopen(tier.inner if isinstance(tier, WatchedTier) else tier))
-
-    def another(self, tier: Tier) -> WatchedTier:
+    def another(self, tier: WatchedTier) -> WatchedTier:
         """Return the tier that `reopen` gives, closed when the test ends."""
-        other = self.reopened(tier)
+        other = self.watch(self.reopen(tier.inner))
         self.closed_later(other)
         return other
 
@@ -163,51 +156,21 @@ class TierKit(NamedKit):
     def soon(self) -> float:
         return time.monotonic() + self.patience_s
 
-    def store(self, tier: Tier, key: PackedKey, value: bytes) -> None:
-        assert tier.put([key], [[memoryview(value)]], deadline=self.soon()) == [STORED]
+    def needs(self, tier: Tier, method: str) -> None:
+        """Skip the test if the tier lacks an optional method."""
+        if method in OPTIONAL_METHODS and method not in tier.capabilities():
+            pytest.skip(f"the tier has no {method}")
 
-    def load(self, tier: Tier, key: PackedKey, nbytes: int) -> tuple[int | Outcome, bytes]:
-        """Return the number of bytes received, or the outcome, and the content of a buffer of `nbytes`."""
-        buffer = bytearray(nbytes)
-        (outcome,) = tier.get_into([key], [[memoryview(buffer)]], deadline=self.soon())
-        return outcome, bytes(buffer)
-
-    def must_answer(self, tier: Tier, key: PackedKey, nbytes: int, expected: int | Outcome) -> None:
-        """Fail unless a get into `nbytes` ends so."""
-        outcome, _ = self.load(tier, key, nbytes)
-        assert outcome == expected, f"get_into of {nbytes} bytes answered {said(outcome)}; {due(expected)}"
-
-    def must_load(self, tier: Tier, key: PackedKey, value: bytes, why: str = "") -> None:
-        """Fail unless `value` is found."""
-        outcome, found = self.load(tier, key, len(value))
-        assert outcome == len(value), f"{f'{why}: ' if why else ''}get_into answered {said(outcome)}; {due(len(value))}"
-        self.must_be([found], [value], why or "other bytes")
-
-    def must_be(self, found: Sequence[Buffer], expected: Sequence[Buffer], why: str = "other bytes") -> None:
-        """Fail unless these bytes are equal."""
-        for one, other in zip(found, expected, strict=True):
-            must_be_equal(one, other, why)
-
-    def parts_of(self, buffers: Sequence[bytes | bytearray]) -> list[list[memoryview]]:
-        return [[memoryview(buffer)] for buffer in buffers]
-
-    def calls(self, tier: Tier, key: PackedKey, deadline: Callable[[], float]) -> dict[str, Callable[[], object]]:
-        """Return every call that answers with outcomes, on one key, by its name."""
-        return _batch_calls(tier, [key], deadline)
-
-    def every_call(self, tier: Tier, key: PackedKey, deadline: Callable[[], float]) -> dict[str, Callable[[], object]]:
-        """Return every call that has a deadline, by its name. An optional method that the tier lacks skips the test."""
-
-        def optional(name: str, call: Callable[[], object]) -> Callable[[], object]:
-            return call if name in tier.capabilities() else lambda: pytest.skip(f"the tier has no {name}")
-
-        found: dict[str, Callable[[], object]] = {"ping": lambda: tier.ping(deadline=deadline())}
-        for of, keys in (("", [key]), (" of no keys", [])):
-            found |= {f"{name}{of}": call for name, call in _batch_calls(tier, keys, deadline).items()}
-            found[f"touch{of}"] = optional("touch", lambda keys=keys: tier.touch(keys, deadline=deadline()))  # type: ignore[misc]
-        found["usage"] = optional("usage", lambda: tier.usage(deadline=deadline()))
-        found["scan"] = optional("scan", lambda: list(tier.scan(deadline=deadline())))
-        return found
+    def call(self, tier: WatchedTier, name: str, key: PackedKey, deadline: float | None = None) -> object:
+        """Make a call of `EVERY_CALL`, if it has a key this one, and return its answer."""
+        method, of_none, _ = name.partition(" of no keys")
+        self.needs(tier, method)
+        keys = [] if of_none else [key]
+        arguments: list[object] = [keys] if method in _OF_KEYS else []
+        if method in ("get_into", "put"):
+            arguments.append(parts_of((bytearray(5) if method == "get_into" else b"other") for _ in keys))
+        answer = getattr(tier, method)(*arguments, deadline=deadline)
+        return list(answer) if method == "scan" else answer
 
     def must_raise(self, name: str, call: Callable[[], object], why: str) -> None:
         """Fail unless `call` raises `TierError`."""
@@ -219,13 +182,3 @@ class TierKit(NamedKit):
 
     def in_threads(self, *works: Callable[[], object], within_s: float | None = None) -> None:
         super().in_threads(*works, within_s=3 * self.patience_s if within_s is None else within_s)
-
-
-def _batch_calls(tier: Tier, keys: list[PackedKey], deadline: Callable[[], float]) -> dict[str, Callable[[], object]]:
-    rooms, values = ([[memoryview(each)] for _ in keys] for each in (bytearray(5), b"other"))
-    return {
-        "contains": lambda: tier.contains(keys, deadline=deadline()),
-        "get_into": lambda: tier.get_into(keys, rooms, deadline=deadline()),
-        "put": lambda: tier.put(keys, values, deadline=deadline()),
-        "delete": lambda: tier.delete(keys, deadline=deadline()),
-    }

@@ -1,25 +1,23 @@
-"""Tests of a tier's end, of the values that outlive it, of leaks, of two nodes on one store; and of a writer that is
-killed."""
+"""Tests of a tier's end, of leaks, of the values that outlive it; and of a writer that is killed."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import random
 import subprocess
 import sys
 import threading
 import time
-import weakref
-from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 import pytest
 
 from kvf_dev.testing.kit import held
-from kvf_dev.testing.tier.kit import DAMAGED, DELETED, EVERY_CALL, FOUND, MISSING, STORED, TierKit
-from kvframework.api.tier import Outcome, Tier
+from kvf_dev.testing.tier.kit import DELETED, EVERY_CALL, MISSING, TierKit
+from kvf_dev.testing.tier.watched import WatchedTier, parts_of
+from kvframework.api.tier import TierEntry
 from kvframework.by_name import plain
 from kvframework.errors import TierError
 
@@ -28,44 +26,38 @@ class LifecycleTests(TierKit):
     """`close` is idempotent, and calls in flight fail with `TierError`."""
 
     @pytest.mark.parametrize("name", EVERY_CALL)
-    def test_a_closed_tier_fails_every_call(self, watched: Tier, name: str) -> None:
+    def test_a_closed_tier_fails_every_call(self, watched: WatchedTier, name: str) -> None:
         (key,) = self.fresh_keys(1)
-        self.store(watched, key, b"value")
+        watched.store(key, b"value")
         watched.close()
-        self.must_raise(name, self.every_call(watched, key, self.soon)[name], "the tier is closed")
+        self.must_raise(name, lambda: self.call(watched, name, key), "the tier is closed")
 
     @pytest.mark.parametrize("used", [False, True], ids=["unused", "used"])
-    def test_closing_twice_is_closing_once(self, watched: Tier, used: bool) -> None:
+    def test_closing_twice_is_closing_once(self, watched: WatchedTier, used: bool) -> None:
         (key,) = self.fresh_keys(1)
         if used:
-            self.store(watched, key, b"value")
+            watched.store(key, b"value")
             self.in_threads(watched.close, watched.close, watched.close)
         watched.close()
         watched.close()
-        self.must_raise("contains", lambda: watched.contains([key], deadline=self.soon()), "the tier is closed")
+        self.must_raise("contains", lambda: watched.contains([key]), "the tier is closed")
 
-    def test_closing_ends_the_calls_in_flight(self, watched: Tier) -> None:
+    def test_closing_ends_the_calls_in_flight(self, watched: WatchedTier) -> None:
         keys, value = self.fresh_keys(20), os.urandom(100_000)
-        self.store(watched, keys[0], value)
+        watched.store(keys[0], value)
         begun = threading.Semaphore(0)
         ended: list[float] = []
 
         def work(put: bool) -> None:
+            call = watched.put if put else watched.get_into
+            buffers = parts_of(bytearray(value) for _ in keys)
             give_up = self.soon()
-            buffers = [bytearray(len(value)) for _ in keys]
-            while time.monotonic() < give_up:
-                outcomes: Sequence[int | Outcome]
-                try:
-                    if put:
-                        outcomes = watched.put(keys, [[memoryview(value)]] * len(keys), deadline=self.soon())
-                    else:
-                        outcomes = watched.get_into(keys, self.parts_of(buffers), deadline=self.soon())
-                except TierError:
-                    break
-                finally:
-                    begun.release()
-                wrong = [outcome for outcome in outcomes if not isinstance(outcome, int | Outcome)]
-                assert not wrong, f"an outcome is a {type(wrong[0]).__name__} while the tier closes"
+            with contextlib.suppress(TierError):
+                while time.monotonic() < give_up:
+                    try:
+                        call(keys, buffers)
+                    finally:
+                        begun.release()
             ended.append(time.monotonic())
 
         def close() -> None:
@@ -76,31 +68,48 @@ class LifecycleTests(TierKit):
             assert time.monotonic() - closed < self.grace_s, "close took too long"
             ended.append(closed)
 
-        self.in_threads(close, *(lambda put=put: work(put) for put in (True, False, True, False)))
+        self.in_threads(close, *(partial(work, put) for put in (True, False, True, False)))
         assert max(ended) - min(ended) < self.grace_s, "a call went on after the tier was closed"
 
-    def test_values_outlive_the_tier(self, watched: Tier) -> None:
+    def test_values_outlive_the_tier(self, watched: WatchedTier) -> None:
+        """They are counted and listed as before, too."""
         if not self.persistent:
             pytest.skip("persistent = False")
-        keys = self.fresh_keys(4)
-        values = [b"", b"1", os.urandom(5000), os.urandom(1 << 20)]
-        for key, value in zip(keys, values, strict=True):
-            self.store(watched, key, value)
-        gone = keys.pop(1)
-        values.pop(1)
-        watched.delete([gone], deadline=self.soon())
+        sizes = (0, 1, 5000, 1 << 20)
+        values = {key: os.urandom(size) for key, size in zip(self.fresh_keys(len(sizes)), sizes, strict=True)}
+        (gone,) = self.fresh_keys(1)
+        watched.store_all({**values, gone: b"gone"})
+        assert watched.delete([gone]) == [DELETED]
+        used, before = self._seen(watched, values)
+        time.sleep(3 * self.time_step_s)  # so that the time of opening is another one
         watched.close()
         again = self.another(watched)
-        for key, value in zip(keys, values, strict=True):
-            self.must_load(again, key, value)
-        assert again.contains([gone], deadline=self.soon()) == [Outcome.MISSING]
-        self.store(again, gone, b"a value of the next life")
+        for key, value in values.items():
+            again.must_load(key, value)
+        assert again.contains([gone]) == [MISSING]
+        then, after = self._seen(again, values)
+        assert then == used, "usage after the store was opened again, and before"
+        assert {key: entry.nbytes for key, entry in after.items()} == {
+            key: entry.nbytes for key, entry in before.items()
+        }, "other values are listed after the store was opened again"
+        for key, entry in before.items():
+            moved = 0.0 if entry.used_at is None else abs((after[key].used_at or 0.0) - entry.used_at)
+            assert moved <= self.time_step_s, f"opening the store moved a time of use by {moved:.1f} s"
+        again.store(gone, b"a value of the next life")
         again.close()
-        self.must_load(self.another(watched), gone, b"a value of the next life")
+        third = self.another(watched)
+        third.must_load(gone, b"a value of the next life")
+        assert third.delete([*values, gone]) == [DELETED] * (len(values) + 1)
+        left = self._seen(third, values)[0] - (used - sum(sizes))
+        assert left <= 0, f"{left} bytes are still in use after all was deleted"
 
-
-class Tracked(bytearray):
-    """Memory whose release a test can observe through a weak reference."""
+    def _seen(self, tier: WatchedTier, values: dict[bytes, bytes]) -> tuple[int, dict[bytes, TierEntry]]:
+        """Return what `usage` counts, and what `scan` lists of these keys; nothing where the tier lacks the method."""
+        known = tier.capabilities()
+        return (
+            tier.usage().used_bytes if "usage" in known else 0,
+            tier.listed(values) if "scan" in known else {},
+        )
 
 
 class LeakTests(TierKit):
@@ -113,100 +122,31 @@ class LeakTests(TierKit):
         """The files and threads of this process before there is a tier."""
         return held()
 
-    def a_life(self, tier: Tier) -> None:
+    def a_life(self, tier: WatchedTier) -> None:
         """Use the tier in several threads and close it."""
 
         def work() -> None:
             keys = self.fresh_keys(5)
-            tier.put(keys, self.parts_of([b"v" * 1000] * 5), deadline=self.soon())
-            tier.get_into(keys, self.parts_of([bytearray(1000) for _ in keys]), deadline=self.soon())
-            tier.get_into(keys, self.parts_of([bytearray(10) for _ in keys]), deadline=self.soon())
-            tier.contains(self.fresh_keys(2), deadline=self.soon())
-            tier.delete(keys, deadline=self.soon())
+            tier.put(keys, parts_of([b"v" * 1000] * 5))
+            for room in (1000, 10):
+                tier.get_into(keys, parts_of(bytearray(room) for _ in keys))
+            tier.contains(self.fresh_keys(2))
+            tier.delete(keys)
             self.must_raise("put", lambda: tier.put(keys, [[]] * 5, deadline=0.0), "the deadline has passed")
 
         self.in_threads(work, work, work)
         tier.close()
 
-    def test_closing_gives_files_and_threads_back(self, before: set[str], watched: Tier) -> None:
+    def test_closing_gives_files_and_threads_back(self, before: set[str], watched: WatchedTier) -> None:
         self.a_life(watched)
         if self.can_reopen:
             before = held()  # the process now holds all that it keeps for any number of tiers
             for _ in range(3):
-                self.a_life(self.reopened(watched))
+                self.a_life(self.watch(self.reopen(watched.inner)))
         deadline = time.monotonic() + self.grace_s
         while len(left := held()) > len(before) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert len(left) <= len(before), f"left behind: {', '.join(sorted(left - before))}"
-
-    def test_memory_is_not_kept_nor_that_of_a_failed_call(self, watched: Tier) -> None:
-        keys = self.fresh_keys(3)
-        sources, targets = ([Tracked(b"m" * 50_000) for _ in keys] for _ in range(2))
-        gone = [weakref.ref(memory) for memory in sources + targets]
-        assert watched.put(keys, self.parts_of(sources), deadline=self.soon()) == [STORED] * 3
-        assert watched.get_into(keys, self.parts_of(targets), deadline=self.soon()) == [len(each) for each in targets]
-        watched.get_into(keys, [[memoryview(each)[:10]] for each in targets], deadline=self.soon())
-        for call in (watched.put, watched.get_into):
-            for deadline in (0.0, time.monotonic() + 0.0005):
-                with contextlib.suppress(TierError):
-                    call(keys, self.parts_of(targets), deadline=deadline)
-        watched.close()
-        with pytest.raises(TierError):
-            watched.put(keys, self.parts_of(sources), deadline=self.soon())
-        del sources, targets
-        gc.collect()
-        assert not any(memory() is not None for memory in gone), "the tier keeps memory of the caller"
-
-
-class SharingTests(TierKit):
-    """For tiers that are `shared`."""
-
-    @pytest.fixture
-    def other(self, watched: Tier) -> Tier:
-        """A second tier over the store of `tier`."""
-        if not self.is_shared:
-            pytest.skip("the tier is not shared")
-        if not self.can_reopen:
-            pytest.fail("the tier is shared: give `reopen(tier)`, a second tier over the same store")
-        return self.another(watched)
-
-    def test_each_sees_what_the_other_does(self, watched: Tier, other: Tier) -> None:
-        one, two = self.fresh_keys(2)
-        value = os.urandom(70_000)
-        self.store(watched, one, value)
-        self.store(other, two, b"of the other")
-        assert other.contains([one, two], deadline=self.soon()) == [FOUND, FOUND]
-        self.must_load(other, one, value)
-        self.must_load(watched, two, b"of the other")
-        self.store(other, one, b"replaced")
-        self.must_load(watched, one, b"replaced")
-        self.store(other, one, b"replaced by more")
-        self.must_answer(watched, one, 8, DAMAGED)
-        self.must_load(watched, one, b"replaced by more")
-        assert other.delete([two], deadline=self.soon()) == [DELETED]
-        assert watched.contains([two], deadline=self.soon()) == [MISSING]
-        self.must_answer(watched, two, 5, MISSING)
-        assert watched.delete([two], deadline=self.soon()) == [MISSING]
-        watched.close()
-        self.must_load(other, one, b"replaced by more", "after the other was closed")
-        self.store(other, one, b"again")
-
-    def test_two_at_work_on_the_same_keys_see_whole_values(self, watched: Tier, other: Tier) -> None:
-        keys, size = self.fresh_keys(2), 50_000
-        for key in keys:
-            self.store(watched, key, b"\x09" * size)
-
-        def work(mine: Tier, byte: int) -> None:
-            for _ in range(20):
-                values = [bytes([byte]) * size for _ in keys]
-                assert mine.put(keys, self.parts_of(values), deadline=self.soon()) == [STORED] * len(keys)
-                buffers = [bytearray(size) for _ in keys]
-                assert mine.get_into(keys, self.parts_of(buffers), deadline=self.soon()) == [size] * len(keys)
-                for buffer in buffers:
-                    assert buffer == buffer[:1] * size, "bytes of several values, or of none, in one"
-                    assert buffer[0] in (1, 2, 9), "bytes that nobody stored"
-
-        self.in_threads(lambda: work(watched, 1), lambda: work(other, 2))
 
 
 _KILLS = 4
@@ -256,9 +196,9 @@ class CrashTests(TierKit):
                 self._must_be_whole(again)
         with contextlib.closing(self.watch(self.open_by_name())) as again:
             for key in _KEYS:
-                self.store(again, key, b"after the crash")
-                self.must_load(again, key, b"after the crash", "a crash left something in the way")
-            again.delete(_KEYS, deadline=self.soon())
+                again.store(key, b"after the crash")
+                again.must_load(key, b"after the crash", "a crash left something in the way")
+            again.delete(_KEYS)
 
     def _writer(self) -> subprocess.Popen[bytes]:
         """Return a process that puts values in turn, and prints a line after each."""
@@ -271,9 +211,9 @@ class CrashTests(TierKit):
         writer.stdin.close()
         return writer
 
-    def _must_be_whole(self, tier: Tier) -> None:
+    def _must_be_whole(self, tier: WatchedTier) -> None:
         for key in _KEYS:
-            received, found = self.load(tier, key, max(_LENGTHS.values()))
+            received, found = tier.load(key, max(_LENGTHS.values()))
             if received is MISSING:
                 continue
             assert isinstance(received, int), f"a killed writer left a value that is {received}"
@@ -285,10 +225,9 @@ class CrashTests(TierKit):
             wrong = self._listed_wrongly(tier) and self._listed_wrongly(tier) and self._listed_wrongly(tier)
             assert not wrong, wrong
 
-    def _listed_wrongly(self, tier: Tier) -> str:
-        for entry in tier.scan(deadline=self.soon()):
-            if entry.key in _KEYS:
-                received = self.load(tier, entry.key, max(_LENGTHS.values()))[0]
-                if received != entry.nbytes:
-                    return f"{entry.nbytes} bytes are listed, and {received} are there"
+    def _listed_wrongly(self, tier: WatchedTier) -> str:
+        for key, entry in tier.listed(_KEYS).items():
+            received = tier.load(key, max(_LENGTHS.values()))[0]
+            if received != entry.nbytes:
+                return f"{entry.nbytes} bytes are listed, and {received} are there"
         return ""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 import pytest
 
-from kvf_dev.testing.kit import shown
+from kvf_dev.testing.kit import must_be_equal, shown
 from kvframework.api.tier import Outcome, PackedKey, Tier, TierEntry, TierUsage
 from kvframework.errors import TierError
 
@@ -17,7 +18,6 @@ T = TypeVar("T")
 R = TypeVar("R", bound="int | Outcome")
 Parts = Sequence[Sequence[memoryview]]
 
-# By outcome: what it says.
 _MEANS = {
     Outcome.FOUND: "there is a value",
     Outcome.MISSING: "there is no value",
@@ -26,8 +26,13 @@ _MEANS = {
     Outcome.FAILED: "it could not be stored",
     Outcome.DAMAGED: "the value is longer than its parts",
 }
-
-_UNREAD = (Outcome.MISSING, Outcome.FAILED, Outcome.DAMAGED)
+_UNREAD = {Outcome.MISSING, Outcome.FAILED, Outcome.DAMAGED}
+_PERMITTED = {
+    "contains": {Outcome.FOUND, *_UNREAD},
+    "get_into": _UNREAD,  # or a number of bytes
+    "put": {Outcome.STORED, Outcome.FAILED},
+    "delete": {Outcome.DELETED, Outcome.MISSING, Outcome.FAILED},
+}
 
 
 class Answers(list[R]):
@@ -46,51 +51,47 @@ class Answers(list[R]):
                 return f"{self._call} answered {said(found)} for key {at + 1} of {len(self)}{twice}; {due(wanted)}"
         return f"{self._call} gave {len(self)} outcomes; right are {len(expected)}"
 
-    def __repr__(self) -> str:
-        shown = [each.name if isinstance(each, Outcome) else str(each) for each in self[:12]]
-        return f"{self._call}: [{', '.join(shown)}{', ...' if len(self) > 12 else ''}]"
-
 
 class WatchedTier(Tier):
     """The tier `inner`. Fails the test if a call raises another error than `TierError`, ends `grace_s` seconds after
-    its deadline, answers by anything but one permitted outcome a key, or changes or releases what is the caller's."""
+    its deadline, answers by anything but one permitted outcome a key, or changes or releases what is the caller's. A
+    call without a deadline has `patience_s` seconds."""
 
-    def __init__(self, inner: Tier, grace_s: float) -> None:
+    def __init__(self, inner: Tier, patience_s: float, grace_s: float) -> None:
         self.inner = inner
         self.name = inner.name
-        self._grace_s = grace_s
+        self._patience_s, self._grace_s = patience_s, grace_s
 
-    def contains(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
-        answer = self._call("contains", lambda: self.inner.contains(keys, deadline=deadline), deadline)
-        return self._outcomes("contains", answer, keys, (Outcome.FOUND, *_UNREAD))
+    def contains(self, keys: Sequence[PackedKey], *, deadline: float | None = None) -> list[Outcome]:
+        return _outcomes("contains", self._call("contains", deadline, self.inner.contains, keys), keys)
 
-    def get_into(self, keys: Sequence[PackedKey], parts: Parts, *, deadline: float) -> list[int | Outcome]:
+    def get_into(
+        self, keys: Sequence[PackedKey], parts: Parts, *, deadline: float | None = None
+    ) -> list[int | Outcome]:
         rooms = [sum(part.nbytes for part in each) for each in parts]
-        answer = self._call("get_into", lambda: self.inner.get_into(keys, parts, deadline=deadline), deadline)
-        self._still_usable("get_into", parts)
-        outcomes = self._outcomes("get_into", answer, keys, _UNREAD, numbers=True)
+        answer = self._call("get_into", deadline, self.inner.get_into, keys, parts)
+        _sums("get_into", parts)
+        outcomes = _outcomes("get_into", answer, keys)
         for outcome, room in zip(outcomes, rooms, strict=True):
             if isinstance(outcome, int) and not 0 <= outcome <= room:
                 pytest.fail(f"get_into received {outcome} bytes into a place of {room}")
         return outcomes
 
-    def put(self, keys: Sequence[PackedKey], parts: Parts, *, deadline: float) -> list[Outcome]:
-        before = _sums(parts)
-        answer = self._call("put", lambda: self.inner.put(keys, parts, deadline=deadline), deadline)
-        self._still_usable("put", parts)
-        if before != _sums(parts):
+    def put(self, keys: Sequence[PackedKey], parts: Parts, *, deadline: float | None = None) -> list[Outcome]:
+        before = _sums("put", parts)
+        answer = self._call("put", deadline, self.inner.put, keys, parts)
+        if before != _sums("put", parts):
             pytest.fail("put changed the bytes of the caller, which are only lent to be read")
-        return self._outcomes("put", answer, keys, (Outcome.STORED, Outcome.FAILED))
+        return _outcomes("put", answer, keys)
 
-    def delete(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
-        answer = self._call("delete", lambda: self.inner.delete(keys, deadline=deadline), deadline)
-        return self._outcomes("delete", answer, keys, (Outcome.DELETED, Outcome.MISSING, Outcome.FAILED))
+    def delete(self, keys: Sequence[PackedKey], *, deadline: float | None = None) -> list[Outcome]:
+        return _outcomes("delete", self._call("delete", deadline, self.inner.delete, keys), keys)
 
-    def touch(self, keys: Sequence[PackedKey], *, deadline: float) -> None:
-        self._call("touch", lambda: self.inner.touch(keys, deadline=deadline), deadline)
+    def touch(self, keys: Sequence[PackedKey], *, deadline: float | None = None) -> None:
+        self._call("touch", deadline, self.inner.touch, keys)
 
-    def usage(self, *, deadline: float) -> TierUsage:
-        found = self._call("usage", lambda: self.inner.usage(deadline=deadline), deadline)
+    def usage(self, *, deadline: float | None = None) -> TierUsage:
+        found = self._call("usage", deadline, self.inner.usage)
         if not isinstance(found, TierUsage):
             pytest.fail(f"usage answered {found!r}, no TierUsage")
         for name, nbytes in (("used_bytes", found.used_bytes), ("capacity_bytes", found.capacity_bytes)):
@@ -98,8 +99,8 @@ class WatchedTier(Tier):
                 pytest.fail(f"{name} of usage is {nbytes!r}, no number of bytes")
         return found
 
-    def scan(self, *, deadline: float) -> Iterator[TierEntry]:
-        entries = self._call("scan", lambda: self.inner.scan(deadline=deadline), deadline)
+    def scan(self, *, deadline: float | None = None) -> Iterator[TierEntry]:
+        entries = self._call("scan", deadline, self.inner.scan)
         if not isinstance(entries, Iterator):
             pytest.fail(f"scan answered a {type(entries).__name__}, no iterator")
         return self._entries(entries)
@@ -107,22 +108,60 @@ class WatchedTier(Tier):
     def capabilities(self) -> frozenset[str]:
         return self.inner.capabilities()
 
-    def ping(self, *, deadline: float) -> None:
-        self._call("ping", lambda: self.inner.ping(deadline=deadline), deadline)
+    def ping(self, *, deadline: float | None = None) -> None:
+        self._call("ping", deadline, self.inner.ping)
 
     def close(self) -> None:
-        self._call("close", self.inner.close, float("inf"))
+        self._timed("close", float("inf"), self.inner.close)
+
+    # What tests do again and again
+
+    def store(self, key: PackedKey, value: bytes) -> None:
+        self.store_all({key: value})
+
+    def store_all(self, values: Mapping[PackedKey, bytes]) -> None:
+        """Put all `values` in one batch; fail unless each is STORED."""
+        assert self.put(list(values), parts_of(values.values())) == [Outcome.STORED] * len(values)
+
+    def load(self, key: PackedKey, nbytes: int) -> tuple[int | Outcome, bytes]:
+        """Return the number of bytes received, or the outcome, and the content of a buffer of `nbytes`."""
+        buffer = bytearray(nbytes)
+        (outcome,) = self.get_into([key], parts_of([buffer]))
+        return outcome, bytes(buffer)
+
+    def must_answer(self, key: PackedKey, nbytes: int, expected: int | Outcome) -> None:
+        """Fail unless a get into `nbytes` ends so."""
+        outcome, _ = self.load(key, nbytes)
+        assert outcome == expected, f"get_into of {nbytes} bytes answered {said(outcome)}; {due(expected)}"
+
+    def must_load(self, key: PackedKey, value: bytes, why: str = "") -> None:
+        """Fail unless `value` is found."""
+        outcome, found = self.load(key, len(value))
+        assert outcome == len(value), f"{f'{why}: ' if why else ''}get_into answered {said(outcome)}; {due(len(value))}"
+        must_be_equal(found, value, why or "other bytes")
+
+    def listed(self, keys: Collection[PackedKey]) -> dict[PackedKey, TierEntry]:
+        """Return what `scan` lists under `keys`; fail if one of them is listed twice."""
+        found: dict[PackedKey, TierEntry] = {}
+        for entry in self.scan():
+            if entry.key in keys:
+                assert entry.key not in found, "a value is listed twice"
+                found[entry.key] = entry
+        return found
 
     def _entries(self, entries: Iterator[TierEntry]) -> Iterator[TierEntry]:
-        while True:
-            entry = self._call("scan", lambda: next(entries, None), float("inf"))
-            if entry is None:
-                return
+        while (entry := self._timed("scan", float("inf"), partial(next, entries, None))) is not None:
             if not isinstance(entry, TierEntry) or type(entry.key) is not bytes or not _is_number(entry.nbytes):
                 pytest.fail(f"scan listed {entry!r}, no TierEntry of a key of bytes and a number of bytes")
             yield entry
 
-    def _call(self, name: str, call: Callable[[], T], deadline: float) -> T:
+    def _call(self, name: str, deadline: float | None, call: Callable[..., T], *arguments: object) -> T:
+        __tracebackhide__ = True
+        if deadline is None:
+            deadline = time.monotonic() + self._patience_s
+        return self._timed(name, deadline, partial(call, *arguments, deadline=deadline))
+
+    def _timed(self, name: str, deadline: float, call: Callable[[], T]) -> T:
         __tracebackhide__ = True
         deadline = max(deadline, time.monotonic())
         try:
@@ -139,33 +178,10 @@ class WatchedTier(Tier):
             if late > self._grace_s:
                 pytest.fail(f"{name} ended {late:.1f} s after its deadline")
 
-    def _outcomes(
-        self,
-        name: str,
-        answer: Sequence[R],
-        keys: Sequence[PackedKey],
-        known: Collection[Outcome],
-        *,
-        numbers: bool = False,
-    ) -> list[R]:
-        __tracebackhide__ = True
-        if not isinstance(answer, list):
-            pytest.fail(f"{name} answered a {type(answer).__name__}, no list of outcomes")
-        if len(answer) != len(keys):
-            pytest.fail(f"{name} answered {len(answer)} outcomes for {len(keys)} keys: one for each key, in order")
-        for outcome in answer:
-            if not (outcome in known if isinstance(outcome, Outcome) else numbers and _is_number(outcome)):
-                pytest.fail(f"{outcome!r} is no outcome of {name}")
-        return Answers(name, answer, keys)
 
-    @staticmethod
-    def _still_usable(name: str, parts: Parts) -> None:
-        try:
-            for index in range(len(parts)):
-                for part in parts[index]:
-                    part.nbytes  # noqa: B018  raises if it was released
-        except ValueError:
-            pytest.fail(f"{name} released a memoryview of the caller's")
+def parts_of(buffers: Iterable[bytes | bytearray]) -> list[list[memoryview]]:
+    """Return values as a tier is given them, one part each."""
+    return [[memoryview(buffer)] for buffer in buffers]
 
 
 def said(outcome: object) -> str:
@@ -179,9 +195,27 @@ def due(outcome: object) -> str:
     return f"right is {said(outcome)}: {why}"
 
 
-def _sums(parts: Parts) -> list[list[int]]:
-    # By index: a test may watch whether the tier iterates.
-    return [[zlib.crc32(part) for part in parts[index]] for index in range(len(parts))]
+def _outcomes(name: str, answer: list[R], keys: Sequence[PackedKey]) -> list[R]:
+    __tracebackhide__ = True
+    if not isinstance(answer, list):
+        pytest.fail(f"{name} answered a {type(answer).__name__}, no list of outcomes")
+    if len(answer) != len(keys):
+        pytest.fail(f"{name} answered {len(answer)} outcomes for {len(keys)} keys: one for each key, in order")
+    for outcome in answer:
+        if not (
+            outcome in _PERMITTED[name] if isinstance(outcome, Outcome) else name == "get_into" and _is_number(outcome)
+        ):
+            pytest.fail(f"{outcome!r} is no outcome of {name}")
+    return Answers(name, answer, keys)
+
+
+def _sums(name: str, parts: Parts) -> list[list[int]]:
+    """Return checksums of the caller's memory; fail if it was released."""
+    try:
+        # By index: a test may watch whether the tier iterates.
+        return [[zlib.crc32(part) for part in parts[index]] for index in range(len(parts))]
+    except ValueError:
+        pytest.fail(f"{name} released a memoryview of the caller's")
 
 
 def _is_number(answer: object) -> bool:
