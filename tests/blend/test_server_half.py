@@ -9,9 +9,9 @@ LOADED = """
 import sys
 import kvf_blend
 first = set(sys.modules)
-from kvf_dev.inspection.making import _NoServices
+from kvf_dev.inspection.process import no_services
 (provider,) = kvf_blend.kvf_request_handlers()
-handlers = provider.create(provider.options(), _NoServices())
+handlers = provider.create(provider.options(), no_services())
 print(*sorted(handler.spec.name for handler in handlers))
 print(*sorted(name for name in first if name.startswith("kvf_")))
 print(*sorted(name for name in sys.modules if name.partition(".")[0] in ("torch", "numpy", "transformers",

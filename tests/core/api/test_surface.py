@@ -119,7 +119,7 @@ CHANGES = {
         "patience_s: ClassVar[float] = 20.0",
         "patience_s: ClassVar[float] = 2.0",
     ),
-    "a kit's fixture": ("kvf_dev.testing.layout.kit", "def subject(", "def layout_subject("),
+    "a kit's fixture": ("kvf_dev.testing.layout", "def subject(", "def layout_subject("),
 }
 
 
@@ -133,7 +133,7 @@ UNSEEN = {
     "a docstring": ("kvframework.api.futures", '"""Returns the value, waiting', '"""The result, waiting'),
     "a private name": ("kvframework.api.futures", "_callbacks", "_waiting"),
     "a test of a kit": (
-        "kvf_dev.testing.layout.declaration",
+        "kvf_dev.testing.layout",
         "def test_every_layer_is_in_one_group",
         "def test_layers_are_in_a_group",
     ),

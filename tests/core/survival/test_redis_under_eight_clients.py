@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvf_dev.testing.faults.proxy import FaultProxy
+from kvf_dev.testing.faults import FaultProxy
 from kvframework.wire import messages as m
 from tests.core.tiers.damage import KINDS, damage_in_redis
 from tests.core.tiers.engine import Engine

@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvf_dev.testing.faults import FaultyTier
-from kvf_dev.testing.faults.tier import Parts
+from kvf_dev.testing.faults import FaultyTier, Parts
 from kvframework import pricing
 from kvframework.api.plugin import Options
 from kvframework.api.tier import Outcome, PackedKey, TierProvider, hookimpl

@@ -213,7 +213,7 @@ PLANTED = {
             "unmarked-hook planted_hooks.kvf_tiers": "",
             "async-hook planted_hooks.kvf_layouts": "",
             "hook-arguments planted_hooks.kvf_transports": "",
-            "keyword-only-hook planted_hooks.kvf_eviction_policies": "",
+            "hook-arguments planted_hooks.kvf_eviction_policies": "",
         },
     ),
     "planted_bare": Planted("", ("codec.bare",), {"no-hook planted_bare": ""}),

@@ -120,30 +120,6 @@ def test_hooks_may_be_in_an_object(site: Path) -> None:
     assert (report.problems, report.checked) == ([], ["codec.one"])
 
 
-def test_what_was_not_made_is_noted_and_its_class_is_read(site: Path) -> None:
-    source = """
-from kvframework.api.plugin import Options
-from kvframework.api.tier import Tier, TierProvider, hookimpl
-from typing import Annotated
-from msgspec import Meta
-class Where(Options, frozen=True):
-    path: Annotated[str, Meta(description="where")]
-class Half(Tier):
-    name = "half"
-    def close(self): ...
-@hookimpl
-def kvf_tiers():
-    return [TierProvider(name="half", summary="h", options=Where, create=lambda options, context: Half())]
-"""
-    install(site, "acme", {"tier.half": "halves"}, {"halves": source}, metadata=PROPER)
-    report = inspect_plugin("tier.half")
-    assert {each.id for each in report.problems} == {"missing-method"}
-    assert {each.fact for each in report.problems} >= {"it has no put()", "it has no contains()"}
-    (note,) = report.notes
-    assert note.startswith("tier.half: none was created here: its option path has no default, give --set path=VALUE; ")
-    assert note.endswith("; its class Half was checked instead")
-
-
 NEEDS_PATH = """
 from kvframework.api.plugin import Options
 from kvframework.api.tier import Tier, TierError, TierProvider, hookimpl
@@ -194,6 +170,18 @@ def test_a_plugin_with_required_options_is_made_with_those_that_are_given(site: 
     report = inspect_plugin("tier.deep", {"path": "/nowhere/at/all"})
     fails = next(each for each in report.problems if each.id == "create-fails")
     assert fails.fact.startswith("create() with the options path raises FileNotFoundError: [Errno 2]")
+
+
+def test_of_what_was_not_made_the_declared_class_is_read(site: Path) -> None:
+    half = "class Half(Tier):\n    name = 'half'\n    def close(self): ...\ndef made(options, context) -> Half: ...\n"
+    source = NEEDS_PATH.replace("@hookimpl", f"{half}@hookimpl").replace("create=create", "create=made")
+    install(site, "acme", {"tier.deep": "halves"}, {"halves": source}, metadata=PROPER)
+    report = inspect_plugin("tier.deep")
+    assert {each.id for each in report.problems} == {"missing-method"}
+    assert {each.fact for each in report.problems} >= {"it has no put()", "it has no contains()"}
+    (note,) = report.notes
+    assert note.startswith("tier.deep: none was created here: its option path has no default, give --set path=VALUE; ")
+    assert note.endswith("; its class Half was checked instead")
 
 
 def test_options_of_a_module_are_refused(site: Path) -> None:

@@ -17,7 +17,7 @@ def call(kit: object, test: str, fixtures: Mapping[str, Any]) -> None:
     found: list[dict[str, Any]] = [{}]
     for mark in getattr(method, "pytestmark", ()):
         if mark.name == "parametrize":
-            names = [each.strip() for each in mark.args[0].split(",")]
+            names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
             rows = [row if len(names) > 1 else (row,) for row in mark.args[1]]
             found = [{**each, **dict(zip(names, row, strict=True))} for each in found for row in rows]
     wanted = [each for each in found if "-".join(map(str, each.values())) == chosen]

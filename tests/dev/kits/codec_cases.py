@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from kvf_dev.testing import CodecConformance
-from kvf_dev.testing.codec.kit import MakeCodec
+from kvf_dev.testing.codec import MakeCodec
 from kvframework.api.codec import Codec
 from kvframework.api.plugin import DTYPE_BYTES
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from kvf_dev.testing import EvictionConformance
-from kvf_dev.testing.eviction.kit import MakePolicy
+from kvf_dev.testing.eviction import MakePolicy
 from kvframework.api.eviction import EvictionPolicy, PackedKey
 
 

@@ -11,7 +11,7 @@ from typing import ClassVar
 import pytest
 
 from kvf_dev.testing import CodecConformance, EvictionConformance, TierConformance
-from kvf_dev.testing.eviction.kit import MakePolicy
+from kvf_dev.testing.eviction import MakePolicy
 from kvframework.api.eviction import EvictionPolicy, PackedKey
 
 

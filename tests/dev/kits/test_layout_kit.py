@@ -16,8 +16,12 @@ torch = pytest.importorskip("torch")
 from msgspec.structs import replace  # noqa: E402
 
 from kvf_dev.testing import LayoutConformance  # noqa: E402
-from kvf_dev.testing.layout import Slab  # noqa: E402
-from kvf_dev.testing.layout.kit import BLOCKS, LAYERS, declare  # noqa: E402
+from kvf_dev.testing.layout import (  # noqa: E402
+    BLOCKS,
+    LAYERS,
+    Slab,
+    declare,
+)
 from kvf_layouts.paged import PagedLayout  # noqa: E402
 from kvframework.api.layout import KVLayout, Layout, canonical_desc  # noqa: E402
 from tests.dev.kits.by_hand import must_fail  # noqa: E402

@@ -9,7 +9,7 @@ import typer
 from kvframework.api.command import EXIT_FOUND, AsJson, examples
 
 if TYPE_CHECKING:
-    from kvf_dev.inspection import Problem, Report
+    from kvf_dev.inspection import Report
 
 _SEVERITY_STYLES = {"error": "bold red", "warning": "yellow"}
 
@@ -61,31 +61,21 @@ def _show_report(report: Report) -> None:
     """Print errors first, then warnings, then notes on unchecked parts, then the totals."""
     from rich.text import Text
 
-    from kvframework.api.console import print_text
+    from kvframework.api.console import print_text, stdout
 
-    for problem in sorted(report.problems, key=lambda each: each.severity):
-        _show(problem)
+    for each in sorted(report.problems, key=lambda each: each.severity):
+        stdout.print(Text.assemble((each.severity, _SEVERITY_STYLES[each.severity]), f" [{each.id}] {each.where}"))
+        for label, text in (("", each.fact), ("expected: ", each.expected), ("hint: ", each.hint)):
+            if text:
+                print_text(f"  {label}{text}")
     for note in report.notes:
         print_text(f"note: {note}")
-    warnings = len(report.problems) - report.errors
     what = ", ".join(report.checked) or report.target
     if not report.problems:
         print_text(Text.assemble(("ok", "bold green"), f": {what}"))
     else:
+        warnings = len(report.problems) - report.errors
         print_text(Text(f"{what}: {_count(report.errors, 'error')}, {_count(warnings, 'warning')}"))
-
-
-def _show(problem: Problem) -> None:
-    from rich.text import Text
-
-    from kvframework.api.console import print_text, stdout
-
-    stdout.print(
-        Text.assemble((problem.severity, _SEVERITY_STYLES[problem.severity]), f" [{problem.id}] {problem.where}")
-    )
-    for label, text in (("", problem.fact), ("expected: ", problem.expected), ("hint: ", problem.hint)):
-        if text:
-            print_text(f"  {label}{text}")
 
 
 def _count(number: int, noun: str) -> str:

@@ -1,15 +1,24 @@
-"""The whole inspection of a plugin: the checks of this process, the results of other processes, and the report. Runs in
-the process of a command; blocks for seconds."""
+"""The whole inspection of a plugin: what is inspected, its metadata and source, which is not run, the results of other
+processes, and the report. Runs in the process of a command; blocks for seconds."""
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Iterator, Mapping
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
 
 import msgspec
 
+import kvframework
 from kvf_dev.inspection.cost import cost_problems
-from kvf_dev.inspection.problems import Line, Problem, problem
-from kvf_dev.inspection.targets import Target, find_targets, import_problems, metadata_problems, read_sources
+from kvf_dev.inspection.problems import Line, Problem, Target, problem
+from kvframework.api.plugin import API_VERSION, ENTRY_POINT_GROUP
+from kvframework.errors import ConfigFieldError, PluginNotFound
+from kvframework.registry import KINDS, EntryPointInfo, PluginRegistry, discover
+from kvframework.registry.discovery import name_fault, release_wanted
 from kvframework.supervise.child import Ran, run_isolated
 
 DEADLINE_S = 20.0
@@ -47,7 +56,7 @@ def inspect_plugin(text: str, options: Mapping[str, object] | None = None, *, de
 def _inspect(target: Target, deadline_s: float) -> Iterator[Line]:
     for each in metadata_problems(target):
         yield Line(problem=each)
-    for each in import_problems(read_sources(target.module)):
+    for each in import_problems(target.module):
         yield Line(problem=each)
     found, importable = cost_problems(
         target.module, {offer.distribution for offer in target.offers}, deadline_s=deadline_s
@@ -78,3 +87,173 @@ def _death(target: Target, ran: Ran, step: str) -> Problem:
         expected="a call that returns",
         hint="a plugin raises errors, and gives every wait a deadline",
     )
+
+
+def find_targets(text: str, options: Mapping[str, object]) -> list[Target]:
+    """One for each distribution that offers KIND.NAME, or for each object that entry points name in MODULE.
+
+    Raises `PluginNotFound`, `PluginWrongKind`, and `ConfigFieldError` for `options` of no single plugin. Blocking:
+    reads metadata.
+    """
+    installed = discover()
+    kind, _, name = text.partition(".")
+    if options and not (kind in KINDS and name):
+        raise ConfigFieldError(
+            "options are those of one plugin",
+            where=f"--set {next(iter(options))}",
+            available="KIND.NAME",
+            hint="name the plugin as `kvframework plugins list` shows it, not its module",
+        )
+    if kind in KINDS and name:
+        named = [offer for offer in installed if (offer.kind, offer.name) == (kind, name)]
+        if not named:
+            PluginRegistry(installed).resolve(kind, name)  # the error names the available ones
+        return [_target(offer.value, installed, offer.title, options) for offer in named]
+    values = dict.fromkeys(offer.value for offer in installed if _module(offer.value) == text)
+    if values:
+        return [_target(value, installed) for value in values]
+    if not _exists(text):
+        raise PluginNotFound(
+            f"{text!r} is neither an installed plugin nor a module",
+            available=", ".join(sorted({offer.title for offer in installed})) or "no plugin is installed",
+            hint="give KIND.NAME as `kvframework plugins list` shows it, or a module that this Python can import",
+        )
+    return [Target(text, "", [], [])]
+
+
+def _target(
+    value: str, installed: list[EntryPointInfo], chosen: str = "", options: Mapping[str, object] | None = None
+) -> Target:
+    offers = [offer for offer in installed if offer.value == value]
+    titles = {offer.title for offer in offers if not chosen or offer.title == chosen}
+    owners = {offer.distribution for offer in offers}
+    rivals = [offer for offer in installed if offer.title in titles and offer.distribution not in owners]
+    attribute = value.partition(":")[2].partition("[")[0].strip()
+    return Target(_module(value), attribute, offers, rivals, chosen, dict(options or {}))
+
+
+def _module(value: str) -> str:
+    return value.partition(":")[0].partition("[")[0].strip()
+
+
+def _exists(module: str) -> bool:
+    """Checks the first part of the name only: checking further parts would import it."""
+    root = module.partition(".")[0]
+    return root.isidentifier() and find_spec(root) is not None
+
+
+_OURS = "kvframework"
+
+
+def metadata_problems(target: Target) -> Iterator[Problem]:
+    """Problems of the metadata. Blocking: reads metadata files."""
+    if not target.offers:
+        yield problem("not-installed", target.module, expected=f'[project.entry-points."{ENTRY_POINT_GROUP}"]')
+    for rival in target.rivals:
+        yield problem("name-conflict", rival.title, f"{rival.origin} offers it too")
+    for offer in target.offers:
+        if offer.api_major != API_VERSION[0] and offer.title not in {
+            each.title for each in target.offers if each.api_major == API_VERSION[0]
+        }:
+            yield problem(
+                "api-version",
+                offer.title,
+                f"its entry point is of plugin API {offer.api_major}",
+                expected=f"the group {ENTRY_POINT_GROUP}",
+                hint="offer it in this group as well",
+            )
+        if offer.kind not in KINDS:
+            yield problem(
+                "entry-point-name",
+                offer.title,
+                "its entry point names no kind of plugin",
+                expected=f"KIND.NAME, with one of {', '.join(KINDS)}",
+                hint="rename the entry point",
+            )
+        elif fault := name_fault(offer.kind, offer.name):
+            yield problem(
+                "plugin-name",
+                offer.title,
+                fault.fact,
+                expected=fault.available,
+                hint=f"call it {offer.kind}.{fault.nearest}" if fault.nearest else "choose another name",
+            )
+    for name in dict.fromkeys(offer.distribution for offer in target.offers):
+        yield from _distribution_problems(name)
+
+
+def _distribution_problems(name: str) -> Iterator[Problem]:
+    try:
+        found = metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        return
+    if not found.metadata["Requires-Python"]:
+        yield problem("no-requires-python", name)
+    if wanted := release_wanted(name):
+        yield problem(
+            "api-version",
+            name,
+            f"it requires kvframework {wanted}",
+            expected=f"a range with kvframework {kvframework.__version__}",
+            hint="widen the range in its pyproject.toml, or check it with a kvframework in the range",
+        )
+    needed = {re.split(r"[^A-Za-z0-9._-]", each.strip(), maxsplit=1)[0].lower() for each in found.requires or ()}
+    if _OURS not in {*needed, name.lower()}:
+        yield problem("no-dependency", name)
+
+
+_PUBLIC = (
+    "kvframework.api",
+    "kvframework.client",
+    "kvframework.status",
+    "kvframework.errors",
+    "kvf_dev.testing",
+)
+_MOST_FILES = 500
+
+
+def _sources(module: str) -> Iterator[tuple[str, Path]]:
+    """Name for an import, and path, of each file of the package that `module` belongs to; none without source."""
+    root = module.partition(".")[0]
+    spec = find_spec(root)
+    if spec is None:
+        return
+    for folder in map(Path, spec.submodule_search_locations or ()):
+        for path in sorted(folder.rglob("*.py"))[:_MOST_FILES]:
+            parts = path.relative_to(folder).with_suffix("").parts
+            yield ".".join((root, *(part for part in parts if part != "__init__"))), path
+    if not spec.submodule_search_locations and spec.origin and spec.origin.endswith(".py"):
+        yield root, Path(spec.origin)
+
+
+def import_problems(module: str) -> Iterator[Problem]:
+    """Imports of modules that a release may change without notice. Blocking: reads the source."""
+    for name, path in _sources(module):
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (OSError, SyntaxError, ValueError):
+            continue  # not a source file of this Python: the import reports more
+        for node in ast.walk(tree):
+            for imported in filter(_internal, _imported(node)):
+                yield problem(
+                    "internal-import",
+                    f"{name}, line {getattr(node, 'lineno', 0)}",
+                    f"it imports {imported}",
+                    expected=f"imports of {', '.join(_PUBLIC)} only",
+                )
+
+
+def _imported(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        if node.module == "kvframework":
+            yield from (f"kvframework.{alias.name}" for alias in node.names)
+        else:
+            yield node.module
+
+
+def _internal(name: str) -> bool:
+    if name in ("kvframework", "kvframework.__version__") or not name.startswith("kvframework."):
+        return False
+    return not any(name == public or name.startswith(f"{public}.") for public in _PUBLIC)

@@ -1,10 +1,13 @@
-"""The problems that an inspection reports: their stable ids, and the severity of each."""
+"""The problems that an inspection reports: their stable ids, and the severity of each; and what its processes tell each
+other."""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from msgspec import Struct
+
+from kvframework.registry import EntryPointInfo
 
 
 class Line(Struct, omit_defaults=True):
@@ -14,6 +17,24 @@ class Line(Struct, omit_defaults=True):
     problem: Problem | None = None
     note: str = ""
     provider: str = ""
+
+
+class Target(Struct, frozen=True):
+    """One inspection. `module` is imported, `attribute` of it holds the hooks ("" for the module itself). `offers` are
+    its entry points; `rivals` those of other distributions for the same names. `chosen` limits the inspection to one
+    provider, and `options` are passed to its `create`."""
+
+    module: str
+    attribute: str
+    offers: list[EntryPointInfo]
+    rivals: list[EntryPointInfo]
+    chosen: str = ""
+    options: dict[str, Any] = {}
+
+    @property
+    def value(self) -> str:
+        """The value of the entry point."""
+        return f"{self.module}:{self.attribute}" if self.attribute else self.module
 
 
 Severity = Literal["error", "warning"]
@@ -45,9 +66,6 @@ PROBLEMS = {
         "hooks run once, at startup, in a process without an event loop",
     ),
     "hook-arguments": Kind("error", "", "no parameter", "hooks are called without arguments; options come to `create`"),
-    "keyword-only-hook": Kind(
-        "error", "", "no parameter", "hooks are called without arguments; options come to `create`"
-    ),
     "no-hook": Kind(
         "error",
         "nothing in it is marked with @hookimpl",

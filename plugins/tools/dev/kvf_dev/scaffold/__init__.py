@@ -1,11 +1,31 @@
 """A new plugin's distribution, complete and working, from the templates in this package. Runs in the command's process.
 
-`templates/shared` has the files of every kind; those of `PluginNames.templates` are added to them. Files end in `-tpl`,
-so that no tool takes them for code of this package.
+`templates/shared` has the files of every kind; those of `PluginNames.templates` are added to them. A template is the
+real file of a plugin called `newname`; only those words are replaced. Its name ends in `-tpl`, so that no tool takes it
+for code of this package. Reads the metadata of installed distributions; imports none of them.
 """
 
-from kvf_dev.scaffold.names import VARIANTS, FolderExists, NameRefused, PluginNames, ScaffoldError, choose_names
-from kvf_dev.scaffold.rendering import kits_requirement, render, write_distribution
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata, resources
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvframework import __version__
+from kvframework.api.installing import requirement, wheel_command
+from kvframework.errors import KVFrameworkError
+from kvframework.registry import KINDS, discover
+from kvframework.registry.discovery import name_fault
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
 
 __all__ = [
     "VARIANTS",
@@ -18,3 +38,226 @@ __all__ = [
     "render",
     "write_distribution",
 ]
+
+_SUFFIX = "-tpl"
+
+
+class ScaffoldError(KVFrameworkError, RuntimeError, code="scaffold.failed"):
+    """The folder of a new plugin cannot be written.
+
+    What to do: choose a folder that you may write to with `--path`.
+    """
+
+
+class NameRefused(ScaffoldError, ValueError, code="scaffold.name"):
+    """The kind does not exist, or the name cannot be that of a plugin, or is taken here.
+
+    What to do: choose a name of lower-case letters, digits and underscores that no other plugin has.
+    """
+
+
+class FolderExists(ScaffoldError, FileExistsError, code="scaffold.exists"):
+    """There is something at the place of the new folder already.
+
+    What to do: choose another name or `--path`; nothing is ever written over.
+    """
+
+
+# Kind and option of each variant of the plain plugin, and the folders of its templates: a later one's file stands in
+# the place of an earlier one's.
+VARIANTS = {("tier", "helper"): ("tier", "tier-helper"), ("transport", "driver"): ("transport-driver",)}
+# The plain plugins that have more than the folder of their kind.
+_PLAIN = {"layout": ("torch", "layout"), "transport": ("torch", "transport")}
+
+
+@dataclass(frozen=True)
+class PluginNames:
+    """`name` is the plugin's name in a TOML: `use = "my_store"`. The others follow from it. `variant` is one of
+    `VARIANTS`, "" for the plain plugin of its kind."""
+
+    kind: str
+    name: str
+    variant: str = ""
+
+    @property
+    def distribution(self) -> str:
+        """The name of the distribution, in normal form: `kvf-my-store`."""
+        return f"kvf-{self.name.replace('_', '-')}"
+
+    @property
+    def module(self) -> str:
+        """The name of the package: `kvf_my_store`."""
+        return f"kvf_{self.name}"
+
+    @property
+    def class_prefix(self) -> str:
+        """The first part of its classes' names: `MyStore`."""
+        return "".join(word.capitalize() for word in self.name.split("_"))
+
+    @property
+    def title(self) -> str:
+        """Its entry point: `tier.my_store`."""
+        return f"{self.kind}.{self.name}"
+
+    @property
+    def templates(self) -> tuple[str, ...]:
+        """The folders of its own templates, beside the shared ones."""
+        return VARIANTS[self.kind, self.variant] if self.variant else _PLAIN.get(self.kind, (self.kind,))
+
+    @property
+    def test_requirements(self) -> dict[str, tuple[str, ...]]:
+        """The distributions that its tests need, with their extras: the kits, and torch where KV is made of tensors."""
+        torch = {"kvframework": ("torch",)} if self.kind in ("layout", "transport") else {}
+        return {"kvframework-dev": (), **torch}
+
+
+def choose_names(kind: str, name: str, *variants: str) -> PluginNames:
+    """The names of a new plugin; of `variants` no kind has two. Raises `NameRefused`. Blocking: reads the metadata of
+    what is installed."""
+    if kind not in KINDS:
+        raise NameRefused(f"there is no kind {kind!r}", where="KIND", available=", ".join(KINDS))
+    if fault := name_fault(kind, name):
+        raise NameRefused(
+            fault.fact,
+            where="NAME",
+            available=fault.available,
+            hint=f"did you mean {fault.nearest}?" if fault.nearest else "choose one such as my_store",
+        )
+    for variant in variants:
+        if (kind, variant) not in VARIANTS:
+            raise NameRefused(
+                f"the kind {kind} has no --{variant}",
+                where=f"--{variant}",
+                available=", ".join(f"{each} --{option}" for each, option in VARIANTS),
+                hint=f"leave --{variant} out",
+            )
+    names = PluginNames(kind, name, *variants)
+    for offer in discover():
+        if (offer.kind, offer.name) == (kind, name):
+            raise NameRefused(
+                f"{offer.origin} offers {names.title} already",
+                where="NAME",
+                hint="choose another name: of two plugins with one name neither can be used",
+            )
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        raise NameRefused(
+            f"there is a distribution {names.distribution} already",
+            where="NAME",
+            available=f"its version {metadata.version(names.distribution)} is installed here",
+            hint="choose another name: the new one would be installed in its place",
+        )
+    found = importlib.util.find_spec(names.module)
+    if found is not None:
+        raise NameRefused(
+            f"there is a module {names.module} already",
+            where="NAME",
+            available=f"it is at {found.origin}",
+            hint="choose another name: only one of the two modules would be found",
+        )
+    return names
+
+
+def render(names: PluginNames) -> dict[str, str]:
+    """The text of each file by its path in the new folder, with `/` between its parts. Raises `NameRefused` for a name
+    that would give a class of the plugin the name of one that it imports."""
+    words = _words(names)
+    files: dict[str, str] = {}
+    templates = _templates("shared")
+    own = {path: text for part in names.templates for path, text in _templates(part).items()}
+    for path, text in own.items():
+        templates[path] = templates.get(path, "") + text
+    for path, text in templates.items():
+        _check_classes(text, names)
+        files[_replaced(path, words)] = _replaced(text, words)
+    return files
+
+
+def _templates(part: str) -> dict[str, str]:
+    folder = resources.files(__package__) / "templates" / part
+    return {path: template.read_text(encoding="utf-8") for path, template in _walk(folder)}
+
+
+def _check_classes(template: str, names: PluginNames) -> None:
+    """Refuse the name `key` for a hasher: its `KeyHasher` would be a subclass of itself."""
+    found = set(re.findall(r"\w+", template))
+    made = {word.replace("Newname", names.class_prefix) for word in found if word.startswith("Newname")}
+    if clashes := made & found:
+        raise NameRefused(
+            f"{names.name!r} cannot be the name of a {names.kind}: {min(clashes)} is a name of kvframework itself",
+            where="NAME",
+            hint=f"did you mean my_{names.name}?",
+        )
+
+
+def _words(names: PluginNames) -> dict[str, str]:
+    """The replacements, in the order in which they are applied."""
+    return {
+        "kvf-newname": names.distribution,
+        "Newname": names.class_prefix,
+        "newname": names.name,
+        "NEWNAME": names.name.upper(),
+        "newkind": names.kind,
+        # For pip 0.3.0.dev0 is lower than 0.3.
+        "PRESENT_MINOR": ".".join(__version__.split(".")[:2]) + ".0.dev0",
+        "KITS_REQUIREMENT": kits_requirement(names),
+        "WHEEL_COMMAND": wheel_command(),
+        "TEST_REQUIREMENTS": ", ".join(
+            f'"{distribution}{f"[{extras[0]}]" if extras else ""}"'
+            for distribution, extras in names.test_requirements.items()
+        ),
+    }
+
+
+def kits_requirement(names: PluginNames) -> str:
+    """What pip is given for the tests of the new plugin."""
+    return " ".join(
+        requirement(*extras, distribution=distribution) for distribution, extras in names.test_requirements.items()
+    )
+
+
+def _replaced(text: str, words: dict[str, str]) -> str:
+    for word, meant in words.items():
+        text = text.replace(word, meant)
+    return text
+
+
+def _walk(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, Traversable]]:
+    """Path and file of every template below `folder`, in the order of their names."""
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        if entry.is_dir():
+            yield from _walk(entry, f"{prefix}{entry.name}/")
+        elif entry.name.endswith(_SUFFIX):
+            yield prefix + entry.name.removesuffix(_SUFFIX), entry
+
+
+def write_distribution(folder: Path, files: Mapping[str, str]) -> None:
+    """Creates `folder` and writes `files` into it. Blocking.
+
+    Raises `FolderExists` if the path exists, an empty folder too, and `ScaffoldError` if it cannot be written; a
+    partial folder is removed then.
+    """
+    if os.path.lexists(folder):
+        raise FolderExists(
+            f"{folder} exists already", where="--path", hint="nothing is overwritten: remove it, or give another --path"
+        )
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir()
+    except OSError as error:
+        raise _failed(folder, error) from error
+    try:
+        for path, text in files.items():
+            file = folder / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise _failed(folder, error) from error
+
+
+def _failed(folder: Path, error: OSError) -> ScaffoldError:
+    return ScaffoldError(
+        f"{folder} cannot be written: {error.strerror or error}",
+        where="--path",
+        hint="give --path a folder in which you may create folders",
+    )

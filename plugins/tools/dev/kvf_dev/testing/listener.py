@@ -64,30 +64,19 @@ class _Heard:
         self.ring = RecordRing(wanted=True)
         self.listener = listener
         self.error: BaseException | None = None
-        self._reader: RingReader = self.ring.open()
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.reader: RingReader = self.ring.open()
+        self.thread = threading.Thread(target=self._run, daemon=True)
         listener.start(keeps=False)
 
-    def start(self) -> None:
-        self._thread.start()
-
     def end(self) -> None:
-        self._reader.end(handed_over=False)
-        if not self._thread.ident:
-            self.start()
-        self._thread.join(STOP_S)
-
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
-
-    @property
-    def waiting(self) -> int:
-        return self._reader.waiting
+        self.reader.end(handed_over=False)
+        if not self.thread.ident:
+            self.thread.start()
+        self.thread.join(STOP_S)
 
     def _run(self) -> None:
         try:
-            self.listener.listen(self._reader)
+            self.listener.listen(self.reader)
         except BaseException as error:
             self.error = error
             raise
@@ -126,24 +115,24 @@ class ListenerConformance(NamedKit):
         heard.end()
 
     def test_it_hears_every_kind_of_record_and_ends_with_the_server(self, heard: _Heard) -> None:
-        heard.start()
+        heard.thread.start()
         _fill(heard.ring)
         heard.end()
-        assert not heard.alive, f"`listen` has not returned {STOP_S:g} s after the end of the records"
+        assert not heard.thread.is_alive(), f"`listen` has not returned {STOP_S:g} s after the end of the records"
         assert heard.error is None, f"`listen` raised {heard.error!r}"
-        assert not heard.waiting, "`listen` returned before it had taken all records"
+        assert not heard.reader.waiting, "`listen` returned before it had taken all records"
 
     def test_it_bears_a_gap(self, heard: _Heard, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("kvframework.record_ring.MOST_BYTES", 1000)
         for _ in range(3):
             _fill(heard.ring)
-        heard.start()
+        heard.thread.start()
         heard.end()
-        assert not heard.alive
+        assert not heard.thread.is_alive()
         assert heard.error is None, f"`listen` raised {heard.error!r} after records were lost"
 
     def test_its_status_is_json_at_any_time(self, heard: _Heard) -> None:
-        heard.start()
+        heard.thread.start()
         for ended in (False, True):
             if ended:
                 heard.end()

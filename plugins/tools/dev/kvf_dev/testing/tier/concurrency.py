@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
@@ -39,11 +40,11 @@ def turns(least: int) -> Iterator[int]:
 class ConcurrencyTests(TierKit):
     """A reader sees the whole value of one writer, or none."""
 
-    def while_writing(self, writes: list[Callable[[], None]], *reads: Callable[[], None]) -> None:
+    def while_writing(self, writes: list[Callable[[], object]], *reads: Callable[[], object]) -> None:
         """Repeat `reads`, each in its own thread, until all of `writes` have ended, and once more."""
         done = threading.Event()
 
-        def repeat(read: Callable[[], None]) -> None:
+        def repeat(read: Callable[[], object]) -> None:
             while not done.is_set():
                 read()
             read()
@@ -54,7 +55,7 @@ class ConcurrencyTests(TierKit):
             finally:
                 done.set()
 
-        self.in_threads(finish, *(lambda read=read: repeat(read) for read in reads))
+        self.in_threads(finish, *(partial(repeat, read) for read in reads))
 
     def must_see_whole_values(self, one: WatchedTier, two: WatchedTier, rounds: int, size: int) -> None:
         """Write, delete and read the same keys by both tiers. A value repeats a byte that says its length, and no value
@@ -84,8 +85,8 @@ class ConcurrencyTests(TierKit):
                 assert seen or key != replaced, "a value that is replaced is missing meanwhile"
                 assert seen or key == deleted or found is MISSING, "a value was found before it could be read"
 
-        writes = [lambda byte=byte: write(two if byte % 2 else one, byte) for byte in (1, 2, 3, 4)]
-        self.while_writing([write_new, *writes], lambda: read(one), lambda: read(two))
+        writes = [partial(write, two if byte % 2 else one, byte) for byte in (1, 2, 3, 4)]
+        self.while_writing([write_new, *writes], partial(read, one), partial(read, two))
 
     def whole(self, tier: WatchedTier, key: PackedKey, lengths: dict[int, int]) -> bool:
         """Return whether there is a value; fail unless it is whole."""
@@ -118,7 +119,7 @@ class ConcurrencyTests(TierKit):
                 assert watched.delete(keys[1:]) == [DELETED] * (len(keys) - 1)
                 kept[keys[0]] = values[0]
 
-        self.in_threads(*(lambda seed=seed: work(seed) for seed in range(THREADS)))
+        self.in_threads(*(partial(work, seed) for seed in range(THREADS)))
         for key, value in kept.items():
             watched.must_load(key, value, "a value that was stored beside others is lost")
 
@@ -152,7 +153,7 @@ class ConcurrencyTests(TierKit):
                 assert watched.delete([deleted]) == [DELETED]
                 assert watched.contains([deleted]) == [MISSING], "a touch undid a delete"
 
-        touch = lambda: watched.touch([stored, deleted])  # noqa: E731  used twice
+        touch = partial(watched.touch, [stored, deleted])
         self.while_writing([write], touch, touch)
 
 

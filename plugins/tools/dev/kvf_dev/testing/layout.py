@@ -1,0 +1,551 @@
+"""The conformance kit for layouts: tests that every `Layout` must pass. Runs under pytest, needs torch.
+
+    import pytest
+    from kvf_dev.testing import LayoutConformance
+    from kvf_dev.testing.layout import LayoutSubject
+
+    class TestMyLayout(LayoutConformance):
+        use = "mylayout"                # the entry point `layout.mylayout`
+
+        @pytest.fixture
+        def make_subject(self):
+            def make(memory, layers, blocks):
+                caches = {f"layer.{n}": memory(blocks, 2, 16, 4, 8) for n in range(layers)}
+                return LayoutSubject(caches, block_size=16, view=MyEngineView(caches))
+            return make
+
+`memory(*shape, dtype=...)` gives tensors as an engine's allocator does. The view is the engine's own access to its
+memory (`EngineView`); the kit compares the layout's views with it. A layout that is no plugin yet comes from a fixture
+`make_layout`, a function of its options.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
+import pytest
+import torch
+
+from kvf_dev.testing.kit import must_refuse
+from kvf_dev.testing.making import NamedKit
+from kvframework.api.keys import compute_namespace
+from kvframework.api.layout import (
+    EngineView,
+    KVLayout,
+    LayerTensors,
+    Layout,
+    LayoutProvider,
+    MemoryLayoutDesc,
+    canonical_desc,
+    chunk_tokens_for,
+    validate_layout,
+)
+from kvframework.errors import BadLayout, KVFrameworkError
+
+__all__ = ["LayoutConformance", "LayoutSubject", "MakeLayout", "MakeSubject", "Slab"]
+
+_SLAB_BYTES = 1 << 20
+_GAP_BYTES = 192
+_FOREIGN = 0x5A
+
+
+class _Buffer(bytearray):
+    """Memory that can be watched."""
+
+
+class Slab:
+    """Call it with a shape for a contiguous tensor, as an engine calls its allocator."""
+
+    def __init__(self) -> None:
+        self._slabs: list[torch.Tensor] = []
+        # Alive as long as a tensor, or a view of one, is.
+        self.buffers: list[weakref.ref[bytearray]] = []
+        self._used = 0
+        self._own: list[tuple[int, int, int]] = []
+
+    def __call__(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        nbytes = math.prod(shape) * dtype.itemsize
+        if not self._slabs or self._used + nbytes + 2 * _GAP_BYTES > self._slabs[-1].numel():
+            buffer = _Buffer(bytes([_FOREIGN]) * max(_SLAB_BYTES, nbytes + 3 * _GAP_BYTES))
+            self._slabs.append(torch.frombuffer(buffer, dtype=torch.uint8))
+            self.buffers.append(weakref.ref(buffer))
+            self._used = 0
+        start = self._used + _GAP_BYTES
+        self._used = -(-(start + nbytes) // 64) * 64
+        self._own.append((len(self._slabs) - 1, start, nbytes))
+        return self._slabs[-1][start : start + nbytes].view(dtype).view(shape)
+
+    def foreign_bytes_changed(self) -> int:
+        """Return how many bytes beside the tensors were written."""
+        rest = [slab.clone() for slab in self._slabs]
+        for slab, start, nbytes in self._own:
+            rest[slab][start : start + nbytes] = _FOREIGN
+        return sum(int((each != _FOREIGN).sum()) for each in rest)
+
+
+# As strings, layer 10 comes before layer 2.
+LAYERS, BLOCKS = 12, 5
+Views = Sequence[Sequence[Sequence[torch.Tensor]]]
+
+
+@dataclass(frozen=True)
+class LayoutSubject:
+    """One instance of an engine: its tensors, by layer name, and its own access to them.
+
+    The tensors are small. `options` are those of the layout in this engine, if they differ from the class's `options`.
+    `blocks` is the number of blocks of each layer group, if that is not for all of them the number that the kit asked
+    for.
+    """
+
+    kv_caches: Mapping[str, LayerTensors]
+    block_size: int
+    view: EngineView
+    options: Mapping[str, object] | None = None
+    blocks: Sequence[int] = field(default=())
+
+
+MakeSubject = Callable[[Slab, int, int], LayoutSubject]
+MakeLayout = Callable[[Mapping[str, object]], Layout]
+
+
+def declare(layout: Layout, subject: LayoutSubject) -> KVLayout:
+    """Return the declaration of an instance; its view learns of it."""
+    declared = layout.describe(subject.kv_caches, block_size=subject.block_size)
+    assert isinstance(declared, KVLayout), f"describe() returns a KVLayout, not a {type(declared).__name__}"
+    subject.view.declared(declared)
+    return declared
+
+
+def places(views: Views) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (group, layer, plane, block) of every place."""
+    for index, planes in enumerate(views):
+        for plane, layers in enumerate(planes):
+            for layer, view in enumerate(layers):
+                for block in range(view.shape[0]):
+                    yield index, layer, plane, block
+
+
+def pattern(like: torch.Tensor, seed: int) -> torch.Tensor:
+    """Return finite values in the shape of a block, a different pattern for each seed."""
+    generator = torch.Generator().manual_seed(seed)
+    raw = torch.randint(0, 256, (*like.shape, like.element_size()), dtype=torch.uint8, generator=generator)
+    if like.dtype.is_floating_point:
+        raw[..., -1] &= 0xBF
+    return raw.view(like.dtype).squeeze(-1)
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether shape, dtype and all bytes are equal."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def same_memory(one: Views, other: Views) -> bool:
+    """Return whether both are views of the same places."""
+    return [[[_place(view) for view in layers] for layers in planes] for planes in one] == [
+        [[_place(view) for view in layers] for layers in planes] for planes in other
+    ]
+
+
+def tensors_of(caches: Mapping[str, LayerTensors]) -> list[torch.Tensor]:
+    return [
+        tensor
+        for tensors in caches.values()
+        for tensor in (tensors if isinstance(tensors, (tuple, list)) else (tensors,))
+    ]
+
+
+def each(tensors: LayerTensors, change: Callable[[torch.Tensor], torch.Tensor]) -> LayerTensors:
+    return tuple(map(change, tensors)) if isinstance(tensors, (tuple, list)) else change(tensors)  # type: ignore[arg-type]
+
+
+def _place(view: torch.Tensor) -> tuple[object, ...]:
+    return view.data_ptr(), view.shape, view.stride(), view.dtype
+
+
+def _is_of(name: str, entry: str) -> bool:
+    return name == entry or name.startswith(f"{entry}.")
+
+
+def _number(name: str) -> int:
+    """Return the layer's number in a tensor of several, 0 for none."""
+    last = name.rpartition(".")[2]
+    return int(last) if last.isdecimal() else 0
+
+
+# By pairs of one width.
+_DTYPES = (
+    *(torch.float16, torch.bfloat16, torch.float32, torch.int32),
+    *(torch.int8, torch.uint8, torch.float64, torch.int64),
+)
+
+
+def _is_no_matter(what: str, views: Views, declared: KVLayout) -> bool:
+    """Return whether the change leaves whole blocks of the declared form, as many as declared: what is behind the last
+    one is left out. Where the declaration gives no number, transports hold it against the blocks of each transfer."""
+    if "of the same width" in what:
+        return all(group.packing for group in declared.groups)  # whose blocks are bytes
+    return (
+        " along its axis " in what
+        and len(views) == len(declared.groups)
+        and all(
+            tuple(view.shape) == (declared.blocks_of(at) or view.shape[0], group.slots, group.heads, group.head_dim)
+            for at, (planes, group) in enumerate(zip(views, declared.groups, strict=True))
+            for plane in planes
+            for view in plane
+        )
+    )
+
+
+def _wrong(caches: Mapping[str, LayerTensors]) -> Iterator[tuple[str, Mapping[str, LayerTensors]]]:
+    """Yield what is wrong with other tensors than those that were declared, and these."""
+    first, *_, last = list(caches) * 2
+    yield "no layers at all", {}
+    yield "the last layer is missing", {name: held for name, held in caches.items() if name != last}
+    yield "the first layer is missing", {name: held for name, held in caches.items() if name != first}
+    yield "a layer has another name", {(name if name != last else "other"): held for name, held in caches.items()}
+    yield "one more layer", {**caches, "one.more.layer": caches[last]}
+    if isinstance(caches[last], (tuple, list)) and len(caches[last]) > 1:
+        yield "the last layer has keys and no values", {**caches, last: caches[last][:1]}
+    changes: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "has another dtype": lambda tensor: tensor.to(torch.float64),
+        "has another dtype of the same width": lambda tensor: tensor.view(_twin(tensor.dtype)),
+    }
+    for axis in range(tensors_of({last: caches[last]})[0].dim()):
+        changes[f"is shorter along its axis {axis}"] = partial(_resized, axis=axis, more=-1)
+        changes[f"is longer along its axis {axis}"] = partial(_resized, axis=axis, more=1)
+    for what, change in changes.items():
+        yield f"every layer {what}", {name: each(held, change) for name, held in caches.items()}
+        yield f"the last layer {what}", {**caches, last: each(caches[last], change)}
+
+
+def _resized(tensor: torch.Tensor, axis: int, more: int) -> torch.Tensor:
+    if axis >= tensor.dim():  # values may have fewer axes than x-packed keys
+        return tensor
+    if more < 0:
+        return tensor.narrow(axis, 0, tensor.shape[axis] + more)
+    return torch.cat([tensor, tensor.narrow(axis, 0, more)], axis)
+
+
+def _twin(dtype: torch.dtype) -> torch.dtype:
+    """Return another dtype whose elements are as wide."""
+    return next(each for each in _DTYPES if each is not dtype and each.itemsize == dtype.itemsize)
+
+
+CHUNKS = (1, 48, 256, 1000)
+_IN_A_SERVER = """
+import sys; sys.modules["torch"] = None
+import msgspec
+from kvframework.api.layout import KVLayout
+{made}
+declared = msgspec.msgpack.decode(bytes.fromhex({declared!r}), type=KVLayout)
+sys.stdout.write(msgspec.msgpack.encode(layout.object_desc(declared, 48)).hex())
+"""
+_BY_NAME = """
+from kvframework.registry import PluginRegistry
+registry = PluginRegistry()
+provider = registry.resolve("layout", {use!r})
+layout = provider.create(registry.options(provider, {{}}, where="the kit"))
+"""
+_BY_CLASS = """
+import importlib, operator
+layout = operator.attrgetter({qualname!r})(importlib.import_module({module!r}))()
+"""
+
+
+def must_be_the_engines(views: Views, subject: LayoutSubject) -> None:
+    """Fail unless the views and the engine's own view show the same bytes in each place, written by either."""
+    __tracebackhide__ = True
+    for number, (index, layer, plane, block) in enumerate(places(views)):
+        view = views[index][plane][layer][block]
+        place = f"group {index}, layer {layer}, plane {plane}, block {block}"
+        written = pattern(view, 2 * number)
+        subject.view.write(index, layer, plane, block, written)
+        assert same(view, written), f"{place}: what the engine writes there is not in the layout's view"
+        written = pattern(view, 2 * number + 1)
+        view.copy_(written)
+        found: torch.Tensor = subject.view.read(index, layer, plane, block)
+        assert same(found, written), f"{place}: what is written through the layout's view is not what the engine reads"
+
+
+class LayoutConformance(NamedKit):
+    """Base class of an author's test class; see the module. It gives a fixture `make_subject`, and `use` or a fixture
+    `make_layout`."""
+
+    _descriptor = LayoutProvider
+
+    @pytest.fixture
+    def make_subject(self) -> MakeSubject:
+        """Return a function of (memory, layers, blocks) that makes an instance of the engine: at least so many layers,
+        so many blocks of each, and all tensors cut from `memory(*shape, dtype=...)`."""
+        pytest.fail("give a fixture `make_subject`: the engine's tensors and its own view of them")
+
+    @pytest.fixture
+    def make_layout(self) -> MakeLayout:
+        """Return a function of the options that makes the layout: an engine gives its options, a server none."""
+        self.by_name()  # a wrong name or option is an error here, and not in each test
+        return lambda options: self.by_name(options)()
+
+    @pytest.fixture
+    def memory(self) -> Slab:
+        return Slab()
+
+    @pytest.fixture
+    def subject(self, make_subject: MakeSubject, memory: Slab) -> LayoutSubject:
+        return make_subject(memory, LAYERS, BLOCKS)
+
+    @pytest.fixture
+    def layout(self, make_layout: MakeLayout, subject: LayoutSubject) -> Layout:
+        """The layout as the engine makes it."""
+        return self.of_engine(make_layout, subject)
+
+    @pytest.fixture
+    def bare(self, make_layout: MakeLayout) -> Layout:
+        """The layout as a server makes it, without the engine's options."""
+        return make_layout({})
+
+    @pytest.fixture
+    def declared(self, layout: Layout, subject: LayoutSubject) -> KVLayout:
+        return declare(layout, subject)
+
+    def of_engine(self, make_layout: MakeLayout, subject: LayoutSubject) -> Layout:
+        return make_layout(self.options if subject.options is None else subject.options)
+
+    def test_it_has_the_plugins_name(self, layout: Layout, bare: Layout, declared: KVLayout) -> None:
+        self.must_be_named(layout.name)
+        assert bare.name == layout.name, f"a server's layout is named {bare.name!r}, the engine's {layout.name!r}"
+        assert declared.format == layout.name, f"`format` is {declared.format!r}, and the layout's name {layout.name!r}"
+
+    def test_the_declaration_is_valid(self, layout: Layout, subject: LayoutSubject, declared: KVLayout) -> None:
+        try:
+            validate_layout(declared)
+        except KVFrameworkError as error:
+            pytest.fail(f"the declaration contradicts itself: {error}")
+        assert declare(layout, subject) == declared, "describe() answers something else the second time"
+
+    def test_every_layer_is_in_one_group(self, subject: LayoutSubject, declared: KVLayout) -> None:
+        names = [name for group in declared.groups for name in group.layer_names]
+        assert len(names) >= LAYERS, f"{len(names)} layers are declared; the kit asked `make_subject` for {LAYERS}"
+        assert len(set(names)) == len(names), f"a layer is declared twice: {sorted(names)}"
+        order = list(subject.kv_caches)
+        # One tensor may hold several layers, and unequal keys and values of one layer may be in two groups.
+        entries = {name: max((each for each in order if _is_of(name, each)), key=len, default="") for name in names}
+        assert "" not in entries.values(), f"layers are declared by their names in kv_caches, and not as {names[:4]}"
+        missing = set(order) - set(entries.values())
+        assert not missing, f"layers are not declared: {sorted(missing)}"
+        for index, group in enumerate(declared.groups):
+            assert len(group.layer_names) == group.num_layers, (
+                f"group {index} has num_layers={group.num_layers} and names {len(group.layer_names)} layers"
+            )
+            places = [(order.index(entries[name]), _number(name)) for name in group.layer_names]
+            assert places == sorted(places), (
+                f"group {index} is not in the order of kv_caches, the engine's order of layers: {group.layer_names}"
+            )
+
+    def test_the_sizes_are_the_engines(self, subject: LayoutSubject, declared: KVLayout) -> None:
+        for index, group in enumerate(declared.groups):
+            expected = subject.blocks[index] if subject.blocks else BLOCKS
+            assert declared.blocks_of(index) in (0, expected), (
+                f"group {index} is declared with {declared.blocks_of(index)} blocks, and the engine has {expected}"
+            )
+            read = subject.view.read(index, group.num_layers - 1, group.planes - 1, expected - 1)
+            assert tuple(read.shape) == (group.slots, group.heads, group.head_dim), (
+                f"group {index}: the engine reads blocks of [slots, heads, head_dim] = {list(read.shape)}; declared are"
+                f" {[group.slots, group.heads, group.head_dim]}"
+            )
+            assert str(read.dtype) == f"torch.{group.dtype}", (
+                f"group {index}: the engine reads {read.dtype}, declared is {group.dtype}"
+            )
+
+    def test_declared_strides_are_those_of_the_tensors(self, subject: LayoutSubject, declared: KVLayout) -> None:
+        """Transports that know only the declaration find each element by them."""
+        for index, group in enumerate(declared.groups):
+            held = {name: subject.kv_caches[name] for name in group.layer_names if name in subject.kv_caches}
+            for tensor in tensors_of(held):
+                if group.strides and tensor.dim() == len(group.axes):
+                    assert tuple(tensor.stride()) == group.strides, (
+                        f"group {index}: the strides of a tensor are {tuple(tensor.stride())}, declared are"
+                        f" {group.strides}"
+                    )
+
+    def test_views_have_the_declared_shapes(self, layout: Layout, subject: LayoutSubject, declared: KVLayout) -> None:
+        views = layout.block_views(declared, subject.kv_caches)
+        assert len(views) == len(declared.groups), f"views of {len(views)} groups; {len(declared.groups)} are declared"
+        for index, (planes, group) in enumerate(zip(views, declared.groups, strict=True)):
+            found = [len(layers) for layers in planes]
+            assert found == [group.num_layers] * group.planes, (
+                f"group {index} has views [plane][layer] of {found} layers; declared are {group.planes} planes of"
+                f" {group.num_layers}"
+            )
+            blocks = subject.blocks[index] if subject.blocks else BLOCKS
+            for view in (view for layers in planes for view in layers):
+                assert tuple(view.shape) == (blocks, group.slots, group.heads, group.head_dim), (
+                    f"group {index}: a view is {list(view.shape)}; [blocks, slots, heads, head_dim] are"
+                    f" {[blocks, group.slots, group.heads, group.head_dim]}"
+                )
+                assert str(view.dtype) == f"torch.{group.dtype}", (
+                    f"group {index}: a view has {view.dtype}, declared is {group.dtype}"
+                )
+
+    def test_views_copy_nothing_and_change_nothing(self, layout: Layout, subject: LayoutSubject) -> None:
+        for tensor in tensors_of(subject.kv_caches):
+            tensor.copy_(pattern(tensor, 1))
+        before = [tensor.clone() for tensor in tensors_of(subject.kv_caches)]
+        storages = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(subject.kv_caches)}
+        declared = layout.describe(subject.kv_caches, block_size=subject.block_size)
+        views = layout.block_views(declared, subject.kv_caches)
+        for index, layer, plane, _ in places(views):
+            view = views[index][plane][layer]
+            assert view.untyped_storage().data_ptr() in storages, (
+                f"group {index}, layer {layer}, plane {plane}: the view is a copy, and no memory of the engine"
+            )
+        for tensor, was in zip(tensors_of(subject.kv_caches), before, strict=True):
+            assert same(tensor, was), "describe() or block_views() writes to the engine's memory"
+        again = layout.block_views(declared, subject.kv_caches)
+        assert same_memory(views, again), "block_views() answers something else the second time"
+
+    def test_views_are_the_engines_memory(
+        self, layout: Layout, subject: LayoutSubject, declared: KVLayout, memory: Slab
+    ) -> None:
+        """A write by the engine is visible through the views, bit for bit, and the reverse."""
+        views = layout.block_views(declared, subject.kv_caches)
+        must_be_the_engines(views, subject)
+        changed = memory.foreign_bytes_changed()
+        assert not changed, f"writes through the views change {changed} bytes beside the engine's tensors"
+
+    def test_no_two_places_share_memory(self, layout: Layout, subject: LayoutSubject, declared: KVLayout) -> None:
+        """With a different pattern in every place, no write overwrites another place."""
+        views = layout.block_views(declared, subject.kv_caches)
+        every = list(places(views))
+        for number, (index, layer, plane, block) in enumerate(every):
+            view = views[index][plane][layer][block]
+            view.copy_(pattern(view, number))
+        for number, (index, layer, plane, block) in enumerate(every):
+            view = views[index][plane][layer][block]
+            assert same(view, pattern(view, number)), (
+                f"group {index}, layer {layer}, plane {plane}, block {block} shares memory with another place"
+            )
+
+    @pytest.mark.parametrize("chunk", CHUNKS)
+    def test_a_server_without_the_options_sees_the_same_objects(
+        self, layout: Layout, bare: Layout, declared: KVLayout, chunk: int
+    ) -> None:
+        desc = layout.object_desc(declared, chunk)
+        assert bare.object_desc(declared, chunk) == desc, "the engine and the server describe different objects"
+        tokens = chunk_tokens_for([group.block_size for group in declared.groups], declared.chunk_tokens or chunk)
+        assert desc.chunk_tokens == tokens, f"chunk_tokens is {desc.chunk_tokens}, whole blocks are {tokens} tokens"
+        if all(group.form == "canonical" or group.form.startswith("opaque:") for group in desc.groups):
+            assert desc == canonical_desc(declared, chunk), "objects of these forms have the shapes of the core"
+
+    def test_the_server_side_needs_no_torch(self, layout: Layout, bare: Layout, declared: KVLayout) -> None:
+        """`object_desc` works in a process that cannot import torch."""
+        kind = type(bare)
+        made = _BY_NAME.format(use=self.use) if self.use else ""
+        made = made or _BY_CLASS.format(qualname=kind.__qualname__, module=kind.__module__)
+        program = _IN_A_SERVER.format(made=made, declared=msgspec.msgpack.encode(declared).hex())
+        run = subprocess.run(
+            [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\n{program}"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert run.returncode == 0, f"a server, which has no torch, fails: {run.stderr.strip().splitlines()[-1:]}"
+        found = msgspec.msgpack.decode(bytes.fromhex(run.stdout), type=MemoryLayoutDesc)
+        assert found == layout.object_desc(declared, 48), "a server without torch describes other objects"
+
+    def test_the_namespace_depends_on_the_objects_alone(self, bare: Layout, declared: KVLayout) -> None:
+        replace = msgspec.structs.replace
+        first, *others = declared.groups
+
+        def namespace(group: object = first, **more: object) -> bytes:
+            desc = bare.object_desc(replace(declared, groups=(group, *others), **more), 48)
+            return compute_namespace(model="m", desc=desc, hasher_fingerprint="h", world_size=1)
+
+        own = namespace()
+        assert namespace() == own, "object_desc answers something else the second time"
+        more = namespace(num_blocks=declared.num_blocks + 1)
+        assert more == own, "engines with other numbers of blocks share no objects"
+        assert namespace(replace(first, strides=())) == own, "engines with other strides share no objects"
+        for name, value in {
+            "num_layers": first.num_layers + 1,
+            "head_dim": first.head_dim + 8,
+            "planes": 3 - first.planes,
+            "window": 0 if first.window else 64,
+        }.items():
+            if name == "window" and first.state:
+                continue
+            other = namespace(replace(first, **{name: value, "layer_names": ()}))
+            assert other != own, f"objects with another {name} have the same namespace: engines load foreign KV"
+
+    def test_other_tensors_than_declared_are_refused(
+        self, layout: Layout, subject: LayoutSubject, declared: KVLayout
+    ) -> None:
+        for what, caches in _wrong(subject.kv_caches):
+            must_refuse(
+                f"{what}: block_views",
+                partial(layout.block_views, declared, caches),
+                BadLayout,
+                unless=partial(_is_no_matter, what, declared=declared),
+            )
+
+    def test_tensors_in_another_order_are_the_same_or_refused(
+        self, layout: Layout, subject: LayoutSubject, declared: KVLayout
+    ) -> None:
+        """Layers have names: the order of a mapping must not move KV to another layer."""
+        expected = layout.block_views(declared, subject.kv_caches)
+        try:
+            found = layout.block_views(declared, dict(list(subject.kv_caches.items())[::-1]))
+        except BadLayout:
+            return
+        assert same_memory(found, expected), "with kv_caches in another order the views are of other layers"
+
+    @pytest.mark.parametrize("what", ["no layers", "block_size 0", "block_size -1"])
+    def test_what_cannot_be_described_is_refused(self, layout: Layout, subject: LayoutSubject, what: str) -> None:
+        caches = {} if what == "no layers" else subject.kv_caches
+        block_size = {"block_size 0": 0, "block_size -1": -1}.get(what, subject.block_size)
+        must_refuse(f"{what}: describe", lambda: layout.describe(caches, block_size=block_size), BadLayout)
+
+    def test_instances_do_not_disturb_each_other(
+        self, make_subject: MakeSubject, make_layout: MakeLayout, layout: Layout, subject: LayoutSubject
+    ) -> None:
+        """All are described before the views of any are made: one like the first, and one of other sizes."""
+        like, other = make_subject(Slab(), LAYERS, BLOCKS), make_subject(Slab(), LAYERS + 1, BLOCKS + 2)
+        blocks = {id(subject): BLOCKS, id(like): BLOCKS, id(other): BLOCKS + 2}
+        subjects = (subject, other, like)
+        alone = [declare(self.of_engine(make_layout, each), each) for each in subjects]
+        declared = [declare(layout, each) for each in subjects]
+        assert declared == alone, "an instance is described otherwise when the layout object has described another one"
+        for instance, found in zip(subjects, declared, strict=True):
+            expected = instance.blocks or [blocks[id(instance)]] * len(found.groups)
+            assert all(found.blocks_of(at) in (0, count) for at, count in enumerate(expected)), (
+                "an instance is described with the number of blocks of another one"
+            )
+            try:
+                views = layout.block_views(found, instance.kv_caches)
+            except BadLayout as error:
+                pytest.fail(
+                    "block_views() refuses the tensors of an instance after another was described: the declaration that"
+                    f" it gets counts, not an earlier one: {error.fact[:80]}"
+                )
+            must_be_the_engines(views, instance)
+
+    def test_nothing_is_kept_of_the_tensors(self, make_subject: MakeSubject, make_layout: MakeLayout) -> None:
+        memory = Slab()
+        subject = make_subject(memory, LAYERS, BLOCKS)
+        layout = self.of_engine(make_layout, subject)
+        declared = declare(layout, subject)
+        layout.block_views(declared, subject.kv_caches)
+        buffers = memory.buffers
+        del subject, memory
+        gc.collect()
+        assert not any(buffer() for buffer in buffers), "the layout keeps tensors, or views, that the engine has freed"
