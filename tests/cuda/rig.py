@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import pytest
+
 from kvf_dev.testing.accelerator.tensor import DeviceTensor, contiguous
 from kvf_dev.testing.transport.rig import TransportRig
 from kvframework.api.plugin import dtype_bytes
@@ -35,8 +37,7 @@ def make_simulated(node: str, device: int = -1, **options: object) -> CudaRig:
 
 
 class CudaRig(TransportRig):
-    """The rig of `cuda_ipc`. Without a `node`, functions of the simulated driver raise `NotImplementedError`, or return
-    0."""
+    """The rig of `cuda_ipc`. Without a `node`, what takes the simulated driver skips the test, or is 0."""
 
     transport = "cuda_ipc"
 
@@ -137,7 +138,7 @@ class CudaRig(TransportRig):
 
     def _simulated(self, why_not: str) -> CudaNode:
         if self._node is None:
-            raise NotImplementedError(f"a real GPU's {why_not}")
+            pytest.skip(f"a real GPU's {why_not}")
         return self._node
 
     def _release_writes(self) -> None:

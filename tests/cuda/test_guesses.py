@@ -30,11 +30,8 @@ def lacks(client: KVClient) -> list[str]:
 
 
 def stores_and_loads(engine: KitEngine) -> None:
-    request = engine.request()
-    assert engine.store(request, engine.source()).result(PATIENCE_S).ok
-    assert engine.load(request, engine.target()).result(PATIENCE_S).ok
-    engine.expect_loaded(engine.snapshot(), engine.source(), engine.target())
-    assert engine.differences() == []
+    request = engine.stored()
+    engine.must_load(request)
 
 
 def goes_without(client: KVClient, rig: CudaRig, caplog: pytest.LogCaptureFixture, told: str) -> None:
@@ -170,14 +167,13 @@ def test_without_priorities_streams_have_none(
 
 def test_a_stream_that_cannot_wait_has_the_thread_wait(cuda_node: CudaNode, rig: CudaRig, client: KVClient) -> None:
     engine = KitEngine(rig, client, 1, NHD)
-    request = engine.request()
-    assert engine.store(request, engine.source()).result(PATIENCE_S).ok
+    request = engine.stored()
     with cuda_node.refusing("cuStreamWaitValue32"):
         future = engine.load(request, engine.target())
         future.to_cuda_future().wait(rig.stream())
         assert future.wait(0), "the thread did not wait"
     engine.expect_loaded(engine.snapshot(), engine.source(), engine.target())
-    assert engine.differences() == []
+    engine.must_be_right()
     engine.close()
 
 

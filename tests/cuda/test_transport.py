@@ -12,7 +12,7 @@ import pytest
 from kvf_dev.testing.transport import RigSpec
 from kvf_dev.testing.transport.cases import PAGED
 from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine
-from kvf_dev.testing.transport.programs import Program, endpoint_in
+from kvf_dev.testing.transport.node import Program, endpoint_in
 from kvframework.client import KVClient
 from tests.cuda.building import KERNELS_VARIABLE, environment
 from tests.cuda.node import CudaNode
@@ -25,8 +25,7 @@ NHD = PAGED["nhd"]
 def test_engines_on_two_gpus_share_what_one_server_keeps(cuda_node: CudaNode, rig: CudaRig, client: KVClient) -> None:
     other_rig = make_simulated(str(cuda_node.path), device=1)
     one, other = KitEngine(rig, client, 1, NHD, seed=1), KitEngine(other_rig, client, 2, NHD, seed=2)
-    request = one.request()
-    assert one.store(request, one.source()).result(PATIENCE_S).ok
+    request = one.stored()
     assert other.load(request, other.target()).result(PATIENCE_S).ok
     other.expect_loaded(one.model, one.source(), other.target())
     assert (one.differences(), other.differences()) == ([], [])
@@ -39,8 +38,7 @@ def test_a_gpu_that_falls_off_the_bus_is_a_miss_and_comes_back(
     cuda_node: CudaNode, rig: CudaRig, client: KVClient
 ) -> None:
     engine = KitEngine(rig, client, 1, NHD)
-    request = engine.request()
-    assert engine.store(request, engine.source()).result(PATIENCE_S).ok
+    request = engine.stored()
     cuda_node.vanish(cuda_node.devices[0])
     try:
         assert not engine.load(request, engine.target()).result(PATIENCE_S).ok
@@ -48,7 +46,7 @@ def test_a_gpu_that_falls_off_the_bus_is_a_miss_and_comes_back(
         cuda_node.vanish(cuda_node.devices[0], back=True)
     wait_until(lambda: engine.load(request, engine.target()).result(PATIENCE_S), what="a load after it is back")
     engine.expect_loaded(engine.snapshot(), engine.source(), engine.target())
-    assert engine.differences() == []
+    engine.must_be_right()
     engine.close()
 
 

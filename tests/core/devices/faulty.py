@@ -17,28 +17,36 @@ HINT = "set ACME_IPC=1"
 PIN_S = 2.0
 
 
-class RefusesMemory(SimCopier):
+class FaultyCopier(SimCopier):
+    """Made as a provider's `create_copier` is called: the class is its own factory."""
+
+    def __init__(self, options: SimOptions, device: str, arena: Arena) -> None:
+        super().__init__(runtime(options.node), device, arena)
+        self.marker = Path(options.node) / "broken"
+
+
+class RefusesMemory(FaultyCopier):
     def open(self, allocation: Allocation) -> int:
         raise DeviceError("it is not shared", where="acme.open", available="shared pools", hint=HINT)
 
 
-class RefusesCopies(SimCopier):
+class RefusesCopies(FaultyCopier):
     def copy(self, stream: Stream, batch: CopyBatch, *, to_arena: bool) -> None:
         raise DeviceError("no engine is free", where="acme.copy", hint=HINT)
 
 
-class CannotPin(SimCopier):
+class CannotPin(FaultyCopier):
     def pin(self, offset: int, nbytes: int) -> None:
         raise DeviceError("so much memory may not be locked", where="acme.pin", hint=HINT)
 
 
-class PinsSlowly(SimCopier):
+class PinsSlowly(FaultyCopier):
     def pin(self, offset: int, nbytes: int) -> None:
         time.sleep(PIN_S)
         super().pin(offset, nbytes)
 
 
-class CannotCloseEvents(SimCopier):
+class CannotCloseEvents(FaultyCopier):
     error: type[DeviceError] = DeviceError
 
     def destroy_event(self, event: Event) -> None:
@@ -50,10 +58,8 @@ class IsLostAtAnEvent(CannotCloseEvents):
     error = DeviceLost
 
 
-class BreaksOnce(SimCopier):
+class BreaksOnce(FaultyCopier):
     """Once on a node: the copier that comes after it works."""
-
-    marker: Path
 
     def copy(self, stream: Stream, batch: CopyBatch, *, to_arena: bool) -> None:
         if not self.marker.exists():
@@ -68,56 +74,24 @@ class LendsNothing(SimEngine):
     lends = False
     open: list[LendsNothing] = []  # noqa: RUF012  of the process, as the test asks
 
+    def __init__(self, options: SimOptions) -> None:
+        super().__init__(runtime(options.node))
+        self.open.append(self)
+
     def export(self, address: int) -> Exported:
         if not LendsNothing.lends:
             raise DeviceError("this memory is of a virtual pool", where="acme.export", hint=HINT)
         return super().export(address)
 
     def close(self) -> None:
-        LendsNothing.open.remove(self)
-
-
-def lends_nothing(options: SimOptions) -> LendsNothing:
-    LendsNothing.open.append(LendsNothing(runtime(options.node)))
-    return LendsNothing.open[-1]
+        self.open.remove(self)
 
 
 class RefusesLate(SimEngine):
     """A driver to tell apart: a test makes its transport refuse what the server has registered."""
 
-
-def refuses_late(options: SimOptions) -> RefusesLate:
-    return RefusesLate(runtime(options.node))
-
-
-def breaks_once(options: SimOptions, device: str, arena: Arena) -> SimCopier:
-    made = BreaksOnce(runtime(options.node), device, arena)
-    made.marker = Path(options.node) / "broken"
-    return made
-
-
-def refuses_memory(options: SimOptions, device: str, arena: Arena) -> SimCopier:
-    return RefusesMemory(runtime(options.node), device, arena)
-
-
-def refuses_copies(options: SimOptions, device: str, arena: Arena) -> SimCopier:
-    return RefusesCopies(runtime(options.node), device, arena)
-
-
-def cannot_pin(options: SimOptions, device: str, arena: Arena) -> SimCopier:
-    return CannotPin(runtime(options.node), device, arena)
-
-
-def pins_slowly(options: SimOptions, device: str, arena: Arena) -> SimCopier:
-    return PinsSlowly(runtime(options.node), device, arena)
-
-
-def cannot_close_events(options: SimOptions, device: str, arena: Arena) -> SimCopier:
-    return CannotCloseEvents(runtime(options.node), device, arena)
-
-
-def is_lost_at_an_event(options: SimOptions, device: str, arena: Arena) -> SimCopier:
-    return IsLostAtAnEvent(runtime(options.node), device, arena)
+    def __init__(self, options: SimOptions) -> None:
+        super().__init__(runtime(options.node))
 
 
 def is_broken(options: SimOptions, device: str, arena: Arena) -> SimCopier:
@@ -129,26 +103,26 @@ def needs_a_library(options: SimOptions, device: str, arena: Arena) -> SimCopier
 
 
 def _provider(
-    name: str, copier: Callable[..., Any], engine: Callable[[SimOptions], SimEngine] | None = None
+    name: str, copier: Callable[..., Any] = create_copier, engine: Callable[[SimOptions], SimEngine] = create_engine
 ) -> DeviceTransportProvider[SimOptions]:
     return DeviceTransportProvider(
-        name=name, summary="raises", options=SimOptions, create_engine=engine or create_engine, create_copier=copier
+        name=name, summary="raises", options=SimOptions, create_engine=engine, create_copier=copier
     )
 
 
 @hookimpl
 def kvf_transports() -> list[DeviceTransportProvider[SimOptions]]:
     return [
-        _provider("sound", create_copier),
-        _provider("refuses_memory", refuses_memory),
-        _provider("refuses_copies", refuses_copies),
-        _provider("cannot_pin", cannot_pin),
-        _provider("pins_slowly", pins_slowly),
-        _provider("cannot_close_events", cannot_close_events),
-        _provider("is_lost_at_an_event", is_lost_at_an_event),
-        _provider("breaks_once", breaks_once),
+        _provider("sound"),
+        _provider("refuses_memory", RefusesMemory),
+        _provider("refuses_copies", RefusesCopies),
+        _provider("cannot_pin", CannotPin),
+        _provider("pins_slowly", PinsSlowly),
+        _provider("cannot_close_events", CannotCloseEvents),
+        _provider("is_lost_at_an_event", IsLostAtAnEvent),
+        _provider("breaks_once", BreaksOnce),
         _provider("is_broken", is_broken),
         _provider("needs_a_library", needs_a_library),
-        _provider("lends_nothing", refuses_memory, lends_nothing),
-        _provider("refuses_late", create_copier, refuses_late),
+        _provider("lends_nothing", RefusesMemory, LendsNothing),
+        _provider("refuses_late", engine=RefusesLate),
     ]

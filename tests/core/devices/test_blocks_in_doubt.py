@@ -26,8 +26,7 @@ def test_a_load_that_is_late_is_not_given_up_before_the_server_has_let_go(
     monkeypatch: pytest.MonkeyPatch, rig: SimulatedRig, client: KVClient
 ) -> None:
     engine = KitEngine(rig, client, 1, NHD)
-    request = engine.request()
-    assert engine.store(request, engine.source()).result(PATIENCE_S).ok
+    request = engine.stored()
     monkeypatch.setattr(client, "deadlines", replace(client.deadlines, transfer_s=0.2))
     with rig.holding_copies():
         late = engine.load(request, engine.target())
@@ -38,7 +37,7 @@ def test_a_load_that_is_late_is_not_given_up_before_the_server_has_let_go(
             time.sleep(0.01)
     assert not late.result(PATIENCE_S).ok
     engine.overwrite()
-    assert engine.differences() == []
+    engine.must_be_right()
     engine.close()
     wait_until(lambda: held_by(status_of(client)) == (0, 0), PATIENCE_S)
 

@@ -14,16 +14,14 @@ import pytest
 from kvf_dev.testing.accelerator import SimulatedNode
 from kvf_dev.testing.accelerator.rig import SimulatedRig
 from kvf_dev.testing.transport.cases import PAGED
-from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine
-from kvf_dev.testing.transport.node import client_of, held_by, serving, status_of
-from kvf_dev.testing.transport.programs import Program
+from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine, must_work
+from kvf_dev.testing.transport.node import Program, client_of, held_by, serving, status_of
 from kvf_dev.testing.transport.rig import RigSpec
 from kvframework.client import KVClient
 from kvframework.devices.endpoints import DeviceServerTransport
 from kvframework.devices.handles import export_memory
 from kvframework.errors import DeviceError
 from kvframework.server import Server
-from tests.core.devices.engines import works
 from tests.core.devices.rigs import simdev
 from tests.support.processes import children, send
 from tests.support.waiting import wait_until
@@ -75,7 +73,7 @@ def engines(rigs: list[SimulatedRig], client: KVClient, node: SimulatedNode) -> 
     """Two on the first device, one on the second, all at work."""
     made = [KitEngine(rig, client, number, NHD, seed=number) for number, rig in enumerate([rigs[0], rigs[0], rigs[1]])]
     for engine in made:
-        works(engine)
+        must_work(engine)
     yield made
     node.release()
     for engine in made:
@@ -87,7 +85,7 @@ def engines(rigs: list[SimulatedRig], client: KVClient, node: SimulatedNode) -> 
 def comes_back(engine: KitEngine) -> None:
     """It misses for a while, registers again by itself, and works."""
     wait_until(lambda: engine.store(engine.request(), engine.source()).result(PATIENCE_S), PATIENCE_S, "a store")
-    works(engine)
+    must_work(engine)
 
 
 @contextmanager
@@ -105,13 +103,13 @@ def test_a_poisoned_context_harms_no_other_device(
     before = pids()
     node.inject("poison", node.devices[0])
     assert not first.store(first.request(), first.source()).result(PATIENCE_S).ok
-    works(other)
+    must_work(other)
     comes_back(first)
     comes_back(second)
     after = pids()
     assert after[node.devices[1]] == before[node.devices[1]]
     assert after[node.devices[0]] != before[node.devices[0]]
-    works(other)
+    must_work(other)
 
 
 def problems_but_losses(client: KVClient) -> list[str]:
@@ -141,7 +139,7 @@ def test_a_copier_killed_in_mid_copy_is_a_miss_and_comes_back(
     assert not held.result(PATIENCE_S).ok
     assert not waiting.result(PATIENCE_S).ok
     node.release()
-    works(other)
+    must_work(other)
     comes_back(first)
     comes_back(second)
     assert first.hit(request) == 0, "nothing of it was published"
@@ -164,7 +162,7 @@ def test_a_copier_that_hangs_is_killed(
         stuck = first.store(first.request(), first.source())
     assert not stuck.result(PATIENCE_S).ok
     node.release()
-    works(other)
+    must_work(other)
     comes_back(first)
     assert pids()[node.devices[0]] != before[node.devices[0]]
 
@@ -175,7 +173,7 @@ def test_a_copier_that_is_stopped_is_killed(
     first, _, other = engines
     send(pids()[node.devices[0]], signal.SIGSTOP)
     assert not first.store(first.request(), first.source()).result(PATIENCE_S).ok
-    works(other)
+    must_work(other)
     comes_back(first)
 
 
@@ -187,7 +185,7 @@ def test_a_device_that_vanishes_comes_back(
     for _ in range(3):
         # The engine's own driver may be the first to see it.
         assert not other.worker.submit_store(other.request(), 0, 48, other.source()).result(PATIENCE_S).ok
-    works(first)
+    must_work(first)
     node.vanish(node.devices[1], back=True)
     comes_back(other)
 
@@ -212,7 +210,7 @@ def test_devices_that_are_none_keep_no_room_from_others(
             engine.worker.register_kv_caches(engine.caches, block_size=4)
     monkeypatch.setattr("kvframework.devices.endpoints.export_memory", export_memory)
     engine.worker.register_kv_caches(engine.caches, block_size=4)
-    works(engine)
+    must_work(engine)
     engine.close()
 
 
@@ -233,7 +231,7 @@ def test_a_copier_ends_with_its_server(tmp_path: Path, node: SimulatedNode) -> N
     try:
         with closing(spec.make()) as rig, client_of(rig, endpoint) as client:
             engine = KitEngine(rig, client, 1, NHD)
-            works(engine)
+            must_work(engine)
             copiers = children(program.process.pid)
             assert len(copiers) == 1
             program.process.kill()

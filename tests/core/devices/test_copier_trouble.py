@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from kvf_dev.testing.accelerator import SimulatedNode
+from kvf_dev.testing.transport.engine import must_work
 from kvf_dev.testing.transport.node import status_of
 from kvframework.client import KVClient
 from kvframework.errors import DeviceError
 from tests.core.client import test_transport_choice as choice
 from tests.core.devices.conftest import Start
-from tests.core.devices.engines import works
 from tests.support.waiting import wait_until
 
 from tests.core.devices import faulty  # isort: skip  it imports the example
@@ -66,7 +66,7 @@ def test_a_registration_waits_for_the_pin_which_is_no_stall(start: Start) -> Non
     began = time.monotonic()
     engine = make(1)
     assert time.monotonic() - began >= faulty.PIN_S
-    works(engine)
+    must_work(engine)
     assert copier(client, "pins_slowly")["starts"] == 1
 
 
@@ -76,12 +76,12 @@ def test_a_registration_waits_for_the_pin_which_is_no_stall(start: Start) -> Non
 def test_an_event_that_cannot_be_closed_ends_no_copier(start: Start, node: SimulatedNode) -> None:
     client, make = start("cannot_close_events")
     first, second = make(1), make(2)
-    works(first)
-    works(second)
+    must_work(first)
+    must_work(second)
     before = copier(client, "cannot_close_events")
     first.close()
     wait_until(lambda: copier(client, "cannot_close_events")["instances"] == 1, what="the end of the first instance")
-    works(second)
+    must_work(second)
     after = copier(client, "cannot_close_events")
     assert (after["pid"], after["starts"]) == (before["pid"], 1)
     second.close()
@@ -92,7 +92,7 @@ def test_an_event_that_cannot_be_closed_ends_no_copier(start: Start, node: Simul
 def test_a_device_that_is_lost_at_an_event_ends_its_copier(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     client, make = start("is_lost_at_an_event")
     engine = make(1)
-    works(engine)
+    must_work(engine)
     with caplog.at_level(logging.ERROR):
         engine.close()
         wait_until(lambda: copier(client, "is_lost_at_an_event")["pid"] is None, what="the end of the copier")

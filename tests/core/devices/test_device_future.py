@@ -16,8 +16,7 @@ from kvf_dev.testing.accelerator import SimulatedNode
 from kvf_dev.testing.accelerator.rig import SimulatedRig
 from kvf_dev.testing.transport.cases import PAGED
 from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine
-from kvf_dev.testing.transport.node import client_of
-from kvf_dev.testing.transport.programs import Program, endpoint_in
+from kvf_dev.testing.transport.node import Program, client_of, endpoint_in
 from kvf_dev.testing.transport.rig import RigSpec
 from kvframework.api import futures
 from kvframework.api.futures import Future, Promise
@@ -235,8 +234,7 @@ def test_a_stream_goes_on_when_its_side_is_closed_under_the_transfer(
 ) -> None:
     with client_of(rig, server.endpoint) as client:
         engine = KitEngine(rig, client, 1, NHD)
-        request = engine.request()
-        assert engine.store(request, engine.source()).result(PATIENCE_S).ok
+        request = engine.stored()
         stream = rig.stream()
         with rig.holding_copies():
             future = engine.load(request, engine.target())
@@ -265,8 +263,7 @@ def test_a_stream_goes_on_at_the_deadline_of_a_server_that_is_silent(
         try:
             with client_of(rig, endpoint) as client:
                 engine = KitEngine(rig, client, 3, NHD)
-                request = engine.request()
-                assert engine.store(request, engine.source()).result(PATIENCE_S).ok
+                request = engine.stored()
                 stream = rig.stream()
                 monkeypatch.setattr(client, "deadlines", replace(client.deadlines, transfer_s=1.0))
                 with rig.holding_copies():
@@ -290,15 +287,3 @@ def test_a_stream_goes_on_at_the_deadline_of_a_server_that_is_silent(
         finally:
             server.process.send_signal(signal.SIGCONT)
             server.close()
-
-
-def test_what_is_no_stream_of_the_device_is_waited_for_by_the_thread(rig: SimulatedRig, server: Server) -> None:
-    """It must not be taken for the current one: the stream that was meant would read too early."""
-    with client_of(rig, server.endpoint) as client:
-        engine = KitEngine(rig, client, 2, NHD)
-        request = engine.request()
-        assert engine.store(request, engine.source()).result(PATIENCE_S).ok
-        future = engine.load(request, engine.target())
-        future.to_cuda_future().wait(object())
-        assert future.query()
-        engine.close()

@@ -11,7 +11,7 @@ import pytest
 
 from kvf_dev.testing.accelerator import Event, SimulatedNode
 from kvf_dev.testing.transport.cases import PAGED
-from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine
+from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine, must_work
 from kvf_dev.testing.transport.node import client_of, status_of
 from kvframework.api.futures import Future
 from kvframework.api.transport import StoreOutcome
@@ -19,7 +19,6 @@ from kvframework.config import load_config
 from kvframework.errors import ConfigFieldError, DeviceError, DeviceLost
 from kvframework.registry import PluginRegistry, check_config
 from tests.core.devices.conftest import Start
-from tests.core.devices.engines import works
 from tests.core.devices.rigs import EXAMPLE, kvf_simdev, simdev
 from tests.core.registry.fake_distributions import install
 from tests.support.server_process import ServerProcess
@@ -43,7 +42,7 @@ def test_an_event_that_cannot_be_recorded_is_a_miss_and_leaks_nothing(
     start: Start, node: SimulatedNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = start("sound")[1]()
-    works(engine)
+    must_work(engine)
     before = node.events()
     assert before > 0
 
@@ -64,7 +63,7 @@ def test_an_event_that_cannot_be_recorded_is_a_miss_and_leaks_nothing(
     finished, loaded = engine.worker.get_finished()
     assert request.request_id in finished & loaded
     assert [sorted(ids) for ids in engine.worker.take_failed_blocks()] == [sorted(ids) for ids in engine.target()]
-    works(engine)
+    must_work(engine)
 
 
 def test_a_request_that_cannot_be_sent_leaks_no_event(
@@ -72,7 +71,7 @@ def test_a_request_that_cannot_be_sent_leaks_no_event(
 ) -> None:
     client, make = start("sound")
     engine = make()
-    works(engine)
+    must_work(engine)
     before = node.events()
 
     def fails(*_arguments: object, **_options: object) -> Future[StoreOutcome]:
@@ -84,31 +83,6 @@ def test_a_request_that_cannot_be_sent_leaks_no_event(
             outcome = engine.store(engine.request(), engine.source()).result(PATIENCE_S)
             assert (outcome.ok, outcome.stored) == (False, 0)
     assert node.events() == before
-
-
-def test_an_event_that_is_none_of_the_devices_is_not_taken_for_none(start: Start) -> None:
-    engine = start("sound")[1]()
-    request = engine.request()
-    assert not engine.store(request, engine.source(), event=object()).result(PATIENCE_S).ok
-    assert engine.worker._instance.transfer.faults == 1  # type: ignore[union-attr]
-    assert engine.hit(request) == 0
-
-
-def test_no_transfer_waits_for_another_ones_event(start: Start) -> None:
-    engine = start("sound")[1]()
-    runtime = kvf_simdev.runtime(engine.rig.engine_options["node"])
-    device = engine.rig.device  # type: ignore[attr-defined]
-    never, done = runtime.create_event(device), runtime.create_event(device)
-    stuck = runtime.stream(device)
-    release = stuck.hold()
-    runtime.record(never, stuck)
-    runtime.record(done, runtime.default_stream(device))
-    first = engine.store(engine.request(), engine.source(), event=never)
-    request = engine.request()
-    assert engine.store(request, engine.source(), event=done).result(PATIENCE_S).ok
-    assert not first.query()
-    release()
-    assert first.result(PATIENCE_S).ok
 
 
 # the half in the copier
@@ -155,7 +129,7 @@ def test_a_bug_in_a_driver_ends_its_copier_and_nothing_else(
     assert not engine.store(request, engine.source()).result(PATIENCE_S).ok
     assert engine.hit(request) == 0
     wait_until(lambda: engine.store(request, engine.source()).result(PATIENCE_S), PATIENCE_S, "a store")
-    works(engine)
+    must_work(engine)
     (copier,) = status_of(client)["transports"]["breaks_once"]["devices"]  # type: ignore[index]
     assert copier["starts"] == 2
     assert "ValueError: an index is off" in copier["last_error"]

@@ -15,13 +15,12 @@ from hypothesis import strategies as st
 
 from kvf_dev.testing.accelerator import SimulatedNode
 from kvf_dev.testing.transport.cases import PAGED
-from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine
+from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine, must_work
 from kvf_dev.testing.transport.node import client_of, serving
 from kvframework.api.driver import DeviceOptions
 from kvframework.api.plugin import ByteSize
 from kvframework.devices.copier import Copier, Launcher
 from kvframework.devices.messages import Done, Frames, from_copier
-from tests.core.devices.engines import works
 from tests.core.devices.rigs import simdev
 from tests.core.devices.test_launching import Driver, Event, Job, batches
 
@@ -199,5 +198,5 @@ def test_a_copier_works_for_a_server_with_many_descriptors(tmp_path_factory: pyt
         server = stack.enter_context(serving(rig))
         client = stack.enter_context(client_of(rig, server.endpoint))
         engine = KitEngine(rig, client, 1, PAGED["nhd"])
-        works(engine)
+        must_work(engine)
         engine.close()

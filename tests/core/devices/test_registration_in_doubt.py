@@ -18,8 +18,7 @@ from kvf_dev.testing.accelerator.rig import SimulatedRig
 from kvf_dev.testing.transport import RigSpec
 from kvf_dev.testing.transport.cases import PAGED
 from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine
-from kvf_dev.testing.transport.node import client_of, status_of
-from kvf_dev.testing.transport.programs import Program, endpoint_in
+from kvf_dev.testing.transport.node import Program, client_of, endpoint_in, status_of
 from kvframework.client import KVClient
 from kvframework.devices.supervisor import START_S
 from kvframework.errors import DeadlineExceeded

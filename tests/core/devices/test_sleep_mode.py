@@ -10,10 +10,9 @@ import pytest
 from kvf_dev.testing.accelerator import AcceleratorError, SimulatedNode
 from kvf_dev.testing.accelerator.rig import SimulatedRig
 from kvf_dev.testing.transport.cases import PAGED
-from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine
+from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine, must_work
 from kvf_dev.testing.transport.node import status_of
 from kvframework.client import KVClient
-from tests.core.devices.engines import works
 from tests.core.devices.rigs import kvf_simdev
 from tests.support.waiting import wait_until
 
@@ -72,8 +71,7 @@ def test_what_was_stored_before_a_sleep_is_a_hit_in_the_memory_after_it(
     sleeper: Sleeper, rig: SimulatedRig, client: KVClient
 ) -> None:
     engine = sleeper.engine
-    request = engine.request()
-    assert engine.store(request, engine.source()).result(PATIENCE_S).ok
+    request = engine.stored()
     stored = engine.snapshot()
     assert rig.open_elsewhere() == len(engine.tensors)
     engine.close()
@@ -82,9 +80,7 @@ def test_what_was_stored_before_a_sleep_is_a_hit_in_the_memory_after_it(
     sleeper.free()
     sleeper.wake()
     assert engine.hit(request) == 48
-    assert engine.load(request, engine.target()).result(PATIENCE_S).ok
-    engine.expect_loaded(stored, engine.source(), engine.target())
-    assert engine.differences() == []
+    engine.must_load(request, stored)
 
 
 def test_the_memory_is_not_to_be_had_while_a_copier_has_it(sleeper: Sleeper) -> None:
@@ -120,9 +116,7 @@ def test_falling_asleep_waits_for_a_copy_that_is_under_way(
     sleeper.free()
     sleeper.wake()
     assert engine.hit(other) in (0, 48), "published whole or not at all"
-    assert engine.load(request, engine.target()).result(PATIENCE_S).ok
-    engine.expect_loaded(stored, engine.source(), engine.target())
-    assert engine.differences() == []
+    engine.must_load(request, stored)
 
 
 def test_nothing_is_asked_of_a_sleeping_engine(sleeper: Sleeper, rig: SimulatedRig) -> None:
@@ -133,4 +127,4 @@ def test_nothing_is_asked_of_a_sleeping_engine(sleeper: Sleeper, rig: SimulatedR
     assert not engine.load(request, engine.target()).result(0).ok
     sleeper.free()
     sleeper.wake()
-    works(engine)
+    must_work(engine)

@@ -42,8 +42,7 @@ def client(rig: SimulatedRig) -> Iterator[KVClient]:
 
 def test_it_stores_and_loads(rig: SimulatedRig, client: KVClient) -> None:
     engine = KitEngine(rig, client, 1, NHD)
-    request = engine.request()
-    assert engine.store(request, engine.source()).result(PATIENCE_S).ok
+    request = engine.stored()
     assert engine.hit(request) == engine.chunks * engine.registration.desc.chunk_tokens
     assert engine.load(request, engine.target()).result(PATIENCE_S).ok
     assert not engine.load(engine.request(), engine.target()).result(PATIENCE_S).ok

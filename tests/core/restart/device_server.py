@@ -6,8 +6,7 @@ import os
 import sys
 
 from kvf_dev.testing.transport.engine import registry_for
-from kvf_dev.testing.transport.node import settings_for
-from kvf_dev.testing.transport.programs import rig_told
+from kvf_dev.testing.transport.node import rig_told, settings_for
 from kvframework.config import load_config
 from kvframework.keeper.sd_notify import Keeper
 from kvframework.server import Server

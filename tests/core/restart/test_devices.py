@@ -13,10 +13,8 @@ import pytest
 from kvf_dev.testing.accelerator import SimulatedNode
 from kvf_dev.testing.transport import RigSpec
 from kvf_dev.testing.transport.cases import PAGED
-from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine
-from kvf_dev.testing.transport.node import client_of
-from kvf_dev.testing.transport.programs import Program
-from tests.core.devices.engines import works
+from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine, must_work
+from kvf_dev.testing.transport.node import Program, client_of
 from tests.core.devices.rigs import simdev
 from tests.core.restart.device_server import RIG
 from tests.support.held_server import HeldServer
@@ -54,11 +52,11 @@ def test_a_copy_that_stands_still_at_the_kill(node: SimulatedNode, monkeypatch: 
         node.release()
         with closing(simdev(str(node.path), device=1, stall_s=60.0)) as rig, client_of(rig, server.endpoint) as client:
             other = KitEngine(rig, client, 2, PAGED["nhd"], seed=2)
-            works(other)
+            must_work(other)
             server.kill9()
             server.start()
             wait_until(lambda: client.usable, PATIENCE_S, "the next server")
-            works(other)
+            must_work(other)
             other.close()
         engine.kill()
         server.unwritten()

@@ -19,12 +19,10 @@ from kvf_dev.testing.accelerator import SimulatedNode
 from kvf_dev.testing.accelerator.rig import SimulatedRig
 from kvf_dev.testing.transport import RigSpec
 from kvf_dev.testing.transport.cases import PAGED
-from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine
-from kvf_dev.testing.transport.node import client_of, held_by, status_of
-from kvf_dev.testing.transport.programs import Program, endpoint_in
+from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine, must_work
+from kvf_dev.testing.transport.node import Program, client_of, endpoint_in, held_by, status_of
 from kvframework.client import KVClient
 from kvframework.wire import messages as m
-from tests.core.devices.engines import works
 from tests.core.devices.rigs import simdev
 from tests.support.processes import busy_s, children, descriptors
 from tests.support.waiting import wait_until
@@ -76,7 +74,7 @@ def test_nobody_notices_while_the_copy_of_a_dead_engine_stands_still(
     pid = server.process.pid
     with client_of(elsewhere, endpoint) as client, contextlib.ExitStack() as stack:
         bystander = KitEngine(elsewhere, client, BYSTANDER, NHD, seed=BYSTANDER)
-        works(bystander)
+        must_work(bystander)
         doomed = Program("engine", spec, endpoint, str(DOOMED), "nhd")
         stack.callback(doomed.close)
         if what == "load":
@@ -93,7 +91,7 @@ def test_nobody_notices_while_the_copy_of_a_dead_engine_stands_still(
         newcomers = [stack.enter_context(WireClient(endpoint)) for _ in range(4)]
         ended = counter(client, "sessions_ended")
         for _ in range(8):
-            works(bystander)
+            must_work(bystander)
             for newcomer in newcomers:
                 newcomer.call("NOOP", m.Empty())
         assert counter(client, "sessions_ended") == ended
@@ -105,7 +103,7 @@ def test_nobody_notices_while_the_copy_of_a_dead_engine_stands_still(
         wait_until(lambda: node.mappings() == 2, PATIENCE_S, "the end of its mappings")
         request = bystander.request(DOOMED)
         assert bystander.hit(request) == (0 if what == "store" else 3 * 16)
-        works(bystander)
+        must_work(bystander)
         assert len(children(pid)) == 2, "no copier was lost"
         bystander.close()
 
@@ -132,7 +130,7 @@ def test_an_engine_that_ends_after_it_has_cancelled(
                 cancelling.close()
                 assert not future.result(PATIENCE_S).ok
                 wait_until(lambda: instances(client) == {BYSTANDER}, PATIENCE_S, "the end of the session")
-                works(bystander)
+                must_work(bystander)
             wait_until(lambda: held_by(status_of(client)) == (0, 0), PATIENCE_S, "the end of its reservation")
             assert bystander.hit(request) == 0, f"turn {turn}: a cancelled store was published"
             wait_until(lambda: len(children(server.process.pid)) == 2, PATIENCE_S, "both copiers")

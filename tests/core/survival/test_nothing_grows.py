@@ -17,7 +17,7 @@ import pytest
 
 from kvf_dev.testing.accelerator import SimulatedNode
 from kvf_dev.testing.transport import RigSpec
-from kvf_dev.testing.transport.programs import Program, endpoint_in
+from kvf_dev.testing.transport.node import Program, endpoint_in
 from kvframework.wire import messages as m
 from tests.core.survival import traced_server
 from tests.core.survival.holdings import held

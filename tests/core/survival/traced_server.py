@@ -16,7 +16,7 @@ def main() -> None:
     if "serve" in sys.argv:
         from kvframework.cli.main import main as serve
     else:
-        from kvf_dev.testing.transport.programs import main as serve
+        from kvf_dev.testing.transport.node import main as serve
     finished.MOST = form.RECENT = counts.ENTRIES = 16
     counts.MOST = 32
     traced.start()

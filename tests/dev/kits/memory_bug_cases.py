@@ -22,6 +22,7 @@ from kvframework.api.memory import ArenaError, Memory
 
 STEP = 4 << 20
 KEPT: list[Any] = []
+OnReady = Callable[[int], None]
 
 
 class Right(Memory):
@@ -52,11 +53,11 @@ class Right(Memory):
     def mapped(self) -> mmap.mmap:
         return mmap.mmap(self.fd, self.capacity)
 
-    def start(self, on_ready: Callable[[int], None]) -> None:
+    def start(self, on_ready: OnReady) -> None:
         self._thread = threading.Thread(target=self.work, args=(on_ready,))
         self._thread.start()
 
-    def work(self, on_ready: Callable[[int], None]) -> None:
+    def work(self, on_ready: OnReady) -> None:
         start = 0
         for end in self.ends():
             if self._closing.is_set():
@@ -98,21 +99,34 @@ class TestNoMemory(MemoryConformance):
     pass
 
 
-class Unregistered(Right):
-    """Without the translation of errors."""
-
-    def __init__(self, capacity: int) -> None:
-        try:
-            super().__init__(capacity)
-        except ArenaError as error:
-            raise OSError(12, "no memory") from error
+# how it is made
 
 
-class Leaking(Right):
-    def __init__(self, capacity: int) -> None:
-        other = os.memfd_create("config")
-        super().__init__(capacity)
-        os.close(other)
+def _unregistered(self: Right, capacity: int) -> None:
+    try:
+        Right.__init__(self, capacity)
+    except ArenaError as error:
+        raise OSError(12, "no memory") from error
+
+
+def _leaking(self: Right, capacity: int) -> None:
+    other = os.memfd_create("config")
+    Right.__init__(self, capacity)
+    os.close(other)
+
+
+def _larger(self: Right, capacity: int) -> None:
+    Right.__init__(self, capacity)
+    self.capacity += 4096
+
+
+def _smaller(self: Right, capacity: int) -> None:
+    Right.__init__(self, capacity // STEP * STEP or 4096)
+
+
+def _inherited(self: Right, capacity: int) -> None:
+    Right.__init__(self, capacity)
+    os.set_inheritable(self.fd, True)
 
 
 class OneForAll(Right):
@@ -126,14 +140,13 @@ class OneForAll(Right):
         return os.dup(self.shared[0])
 
 
-class Named(Right):
-    def opened(self) -> int:
-        # The bug leaves a name: the end of this process takes it away, so that no other test meets it.
-        self.path = f"/dev/shm/kvf-kit-{os.getpid()}-{id(self)}"
-        atexit.register(Path(self.path).unlink, missing_ok=True)
-        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        os.ftruncate(fd, self.capacity)
-        return fd
+def _opened_by_name(self: Right) -> int:
+    # The bug leaves a name: the end of this process takes it away, so that no other test meets it.
+    path = f"/dev/shm/kvf-kit-{os.getpid()}-{id(self)}"
+    atexit.register(Path(path).unlink, missing_ok=True)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    os.ftruncate(fd, self.capacity)
+    return fd
 
 
 class ToRead(Right):
@@ -160,106 +173,79 @@ class OneView(Right):
         super().close()
 
 
-class IgnoresKept(Right):
-    def __init__(self, capacity: int, kept: int = -1) -> None:
-        super().__init__(capacity)
-        if kept >= 0:
-            os.close(kept)
+# what is made of memory that is kept
 
 
-class CopiesKept(Right):
-    def __init__(self, capacity: int, kept: int = -1) -> None:
-        super().__init__(capacity)
-        if kept >= 0:
-            with mmap.mmap(kept, capacity) as old:
-                self._map[:] = old[:]
-            os.close(kept)
-
-
-class TakesAPrivateCopy(Right):
-    def mapped(self) -> mmap.mmap:
-        return mmap.mmap(self.fd, self.capacity, flags=mmap.MAP_PRIVATE if self.kept else mmap.MAP_SHARED)
-
-
-class DuplicatesKept(Right):
-    def __init__(self, capacity: int, kept: int = -1) -> None:
-        super().__init__(capacity, os.dup(kept) if kept >= 0 else -1)
-
-
-class LeaksKeptAfterAnError(Right):
-    def __init__(self, capacity: int, kept: int = -1) -> None:
-        if kept >= 0 and os.fstat(kept).st_size != capacity:
-            raise ArenaError("the kept memory has another size")
-        super().__init__(capacity, kept)
-
-
-class GrowsKept(Right):
-    def __init__(self, capacity: int, kept: int = -1) -> None:
-        if kept >= 0:
-            os.ftruncate(kept, capacity)
-        super().__init__(capacity, kept)
-
-
-class TwoWorkers(Right):
-    def start(self, on_ready: Callable[[int], None]) -> None:
-        half = self.capacity // 2 // STEP * STEP
-        on_ready = self.slowly(on_ready)
-        both = [threading.Thread(target=self.each, args=(on_ready, ends)) for ends in ([half], [self.capacity])]
-        for thread in both:
-            thread.start()
-        self._thread = threading.Thread(target=lambda: [thread.join() for thread in both])
-        self._thread.start()
-
-    def each(self, on_ready: Callable[[int], None], ends: list[int]) -> None:
-        for end in ends:
-            self.take(0, end)
-            on_ready(end)
-
-    def slowly(self, on_ready: Callable[[int], None]) -> Callable[[int], None]:
-        begin = threading.Barrier(2)
-
-        def call(end: int) -> None:
-            begin.wait(5)
-            on_ready(end)
-
-        return call
-
-
-class ClosesLate(Right):
-    def start(self, on_ready: Callable[[int], None]) -> None:
-        self._late = threading.Thread(target=self.work, args=(on_ready,), daemon=True)
-        self._late.start()
-
-    def work(self, on_ready: Callable[[int], None]) -> None:
-        for end in self.ends():
-            on_ready(end)
-
-
-def memory(**methods: Any) -> type[Right]:
-    return type("Bug", (Right,), methods)
-
-
-def _larger(self: Right, capacity: int) -> None:
+def _ignores(self: Right, capacity: int, kept: int = -1) -> None:
     Right.__init__(self, capacity)
-    self.capacity += 4096
+    if kept >= 0:
+        os.close(kept)
 
 
-def _smaller(self: Right, capacity: int) -> None:
-    Right.__init__(self, capacity // STEP * STEP or 4096)
-
-
-def _inherited(self: Right, capacity: int) -> None:
+def _copies(self: Right, capacity: int, kept: int = -1) -> None:
     Right.__init__(self, capacity)
-    os.set_inheritable(self.fd, True)
+    if kept >= 0:
+        with mmap.mmap(kept, capacity) as old:
+            self._map[:] = old[:]
+        os.close(kept)
 
 
-def _wait(self: Right, on_ready: Callable[[int], None]) -> None:
+def _duplicates(self: Right, capacity: int, kept: int = -1) -> None:
+    Right.__init__(self, capacity, os.dup(kept) if kept >= 0 else -1)
+
+
+def _leaks(self: Right, capacity: int, kept: int = -1) -> None:
+    if kept >= 0 and os.fstat(kept).st_size != capacity:
+        raise ArenaError("the kept memory has another size")
+    Right.__init__(self, capacity, kept)
+
+
+def _grows(self: Right, capacity: int, kept: int = -1) -> None:
+    if kept >= 0:
+        os.ftruncate(kept, capacity)
+    Right.__init__(self, capacity, kept)
+
+
+def _lets_children_inherit(self: Right, capacity: int, kept: int = -1) -> None:
+    Right.__init__(self, capacity, kept)
+    os.set_inheritable(self.fd, self.kept)
+
+
+def _mapped_privately(self: Right) -> mmap.mmap:
+    return mmap.mmap(self.fd, self.capacity, flags=mmap.MAP_PRIVATE if self.kept else mmap.MAP_SHARED)
+
+
+def _cleared_if_kept(self: Right, on_ready: OnReady) -> None:
+    if self.kept:
+        self._map[: self.capacity // 2] = bytes(self.capacity // 2)
+    Right.work(self, on_ready)
+
+
+# how it becomes usable
+
+
+def _two_workers(self: Right, on_ready: OnReady) -> None:
+    begin = threading.Barrier(2)
+
+    def work(end: int) -> None:
+        self.take(0, end)
+        begin.wait(5)
+        on_ready(end)
+
+    both = [threading.Thread(target=work, args=(end,)) for end in (self.capacity // 2 // STEP * STEP, self.capacity)]
+    for thread in both:
+        thread.start()
+    self._thread = threading.Thread(target=lambda: [thread.join() for thread in both])
+    self._thread.start()
+
+
+def _wait(self: Right, on_ready: OnReady) -> None:
     Right.start(self, on_ready)
     assert self._thread is not None
     self._thread.join()
 
 
-def _moved(self: Right, on_ready: Callable[[int], None]) -> None:
+def _moved(self: Right, on_ready: OnReady) -> None:
     KEPT.append(self._map)
     self._map = mmap.mmap(-1, self.capacity)
     os.posix_fallocate(self.fd, 0, self.capacity)
@@ -272,7 +258,7 @@ def _cleared(self: Right, start: int, end: int) -> None:
     self._map[low:end] = bytes(end - low)
 
 
-def _cleared_at_the_end(self: Right, on_ready: Callable[[int], None]) -> None:
+def _cleared_at_the_end(self: Right, on_ready: OnReady) -> None:
     for end in self.ends()[:-1]:
         self.take(0, end)
         on_ready(end)
@@ -280,7 +266,7 @@ def _cleared_at_the_end(self: Right, on_ready: Callable[[int], None]) -> None:
     on_ready(self.capacity)
 
 
-def _reported_first(self: Right, on_ready: Callable[[int], None]) -> None:
+def _reported_first(self: Right, on_ready: OnReady) -> None:
     for end in self.ends():
         on_ready(end)
         self.take(0, end)
@@ -293,6 +279,14 @@ def _never_taken_last(self: Right, start: int, end: int) -> None:
 
 def _from_the_end(self: Right, start: int, end: int) -> None:
     os.posix_fallocate(self.fd, self.capacity - end, end - start)
+
+
+# how it ends
+
+
+class ClosesLate(Right):
+    def start(self, on_ready: OnReady) -> None:
+        threading.Thread(target=lambda: [on_ready(end) for end in self.ends()], daemon=True).start()
 
 
 def _not_joined(self: Right) -> None:
@@ -310,12 +304,9 @@ def _closed_by_force(self: Right) -> None:
 
 
 def _mapping_kept(self: Right) -> None:
-    self._closing.set()
-    if self._thread is not None:
-        self._thread.join()
-    if self.fd >= 0:
-        os.close(self.fd)
-        self.fd = -1
+    KEPT.append(self._map)
+    self._map = mmap.mmap(-1, 1)
+    Right.close(self)
 
 
 def _fd_kept(self: Right) -> None:
@@ -339,19 +330,12 @@ def _slow(self: Right) -> None:
     Right.close(self)
 
 
-def _kept_cleared(self: Right, on_ready: Callable[[int], None]) -> None:
-    if self.kept:
-        self._map[: self.capacity // 2] = bytes(self.capacity // 2)
-    Right.work(self, on_ready)
-
-
-def _kept_inherited(self: Right, capacity: int, kept: int = -1) -> None:
-    Right.__init__(self, capacity, kept)
-    os.set_inheritable(self.fd, self.kept)
-
-
 def _unmapped(self: Right) -> None:
     raise RuntimeError("views are there")
+
+
+def memory(**methods: Any) -> type[Right]:
+    return type("Bug", (Right,), methods)
 
 
 THERE = "test_all_of_it_is_there_and_writable"
@@ -367,7 +351,6 @@ MIDST = "test_closing_while_it_becomes_usable_ends_the_work"
 DONE = "test_closing_after_all_is_usable_releases_all"
 TWICE = "test_closing_twice_closes_nothing_of_others"
 LEAVING = "test_leaving_is_quick_while_views_are_there"
-
 KEPT_BYTES = "test_kept_memory_shows_the_same_bytes"
 KEPT_FILE = "test_kept_memory_is_the_same_file"
 KEPT_END = "test_closing_kept_memory_releases_all"
@@ -390,8 +373,8 @@ BUGS: dict[str, tuple[type[Memory], str, str]] = {
     "inherited": (memory(__init__=_inherited), "test_no_process_inherits_the_descriptor", "inheritable"),
     "opened for children": (memory(flags=0), "test_no_process_inherits_the_descriptor", "inheritable"),
     "one for all": (OneForAll, APART, "is in another one"),
-    "an error of its own": (Unregistered, REFUSED, "raises OSError instead of ArenaError"),
-    "leaves after an error": (Leaking, REFUSED, "an ArenaError leaves behind: descriptor"),
+    "an error of its own": (memory(__init__=_unregistered), REFUSED, "raises OSError instead of ArenaError"),
+    "leaves after an error": (memory(__init__=_leaking), REFUSED, "an ArenaError leaves behind: descriptor"),
     "takes what is there": (memory(__init__=lambda self, capacity: Right.__init__(self, min(capacity, 1 << 26))), REFUSED, "raises no ArenaError"),
     "ready in start": (memory(start=lambda self, on_ready: self.work(on_ready)), READY, "start() waits"),
     "start waits for the end": (memory(start=_wait), READY, "start() waits"),
@@ -407,43 +390,35 @@ BUGS: dict[str, tuple[type[Memory], str, str]] = {
     "its end first": (memory(take=_from_the_end), REPORTED, "are not resident"),
     "clears what is in use": (memory(take=_cleared), STAYS, "changed since"),
     "clears at the end": (memory(work=_cleared_at_the_end), STAYS, "changed since"),
-    "two workers": (TwoWorkers, STAYS, "earlier call is under way"),
+    "two workers": (memory(start=_two_workers), STAYS, "earlier call is under way"),
     "mapped again by start": (memory(start=_moved), "test_a_view_from_before_the_start_stays_the_memory", "from before the start and one from after it differ"),
     "not closed without a start": (memory(close=_not_without_a_start), UNSTARTED, "before the start leaves behind"),
+    "keeps a descriptor": (memory(close=_fd_kept), UNSTARTED, "leaves behind: descriptor"),
+    "closes once": (memory(close=_closed_once), UNSTARTED, "a second close() raises OSError"),
+    "closes slowly": (memory(close=_slow), UNSTARTED, "close() takes longer than"),
     "goes on after close": (ClosesLate, MIDST, "returns before thread"),
     "does not wait for its thread": (memory(close=_not_joined), MIDST, "returns before thread"),
     "keeps the mapping": (memory(close=_mapping_kept), DONE, ", mapping "),
-    "keeps a descriptor": (memory(close=_fd_kept), UNSTARTED, "leaves behind: descriptor"),
-    "keeps its name": (Named, DONE, "leaves /dev/shm/"),
-    "closes once": (memory(close=_closed_once), UNSTARTED, "a second close() raises OSError"),
+    "keeps its name": (memory(opened=_opened_by_name), DONE, "leaves /dev/shm/"),
     "closes by number": (memory(close=_closed_by_force), TWICE, "belongs to somebody else"),
-    "closes slowly": (memory(close=_slow), UNSTARTED, "close() takes longer than"),
     "does not leave": (memory(leave=_unmapped), LEAVING, "leave() raises RuntimeError"),
-    "leaves its name": (Named, LEAVING, "outlives leave() and close()"),
-    "ignores what is kept": (IgnoresKept, KEPT_BYTES, "shows other bytes before the start"),
-    "clears what is kept": (memory(work=_kept_cleared), KEPT_BYTES, "has changed while it became usable"),
+    "leaves its name": (memory(opened=_opened_by_name), LEAVING, "outlives leave() and close()"),
+    "ignores what is kept": (memory(__init__=_ignores), KEPT_BYTES, "shows other bytes before the start"),
+    "clears what is kept": (memory(work=_cleared_if_kept), KEPT_BYTES, "has changed while it became usable"),
     "never ready again": (memory(ends=lambda self: [] if self.kept else Right.ends(self)), KEPT_BYTES, "on_ready(1048"),
-    "a private mapping of what is kept": (TakesAPrivateCopy, KEPT_BYTES, "is not what view() shows"),
-    "a copy of what is kept": (CopiesKept, KEPT_FILE, "is another file"),
-    "what is kept is inherited": (memory(__init__=_kept_inherited), KEPT_FILE, "inheritable"),
-    "keeps the descriptor that is kept": (DuplicatesKept, KEPT_END, "of kept memory leaves behind: descriptor"),
-    "leaks what is kept after an error": (LeaksKeptAfterAnError, KEPT_SIZE, "for kept memory leaves behind: descriptor"),
-    "makes what is kept larger": (GrowsKept, KEPT_SIZE, "raises no ArenaError"),
+    "a private mapping of what is kept": (memory(mapped=_mapped_privately), KEPT_BYTES, "is not what view() shows"),
+    "a copy of what is kept": (memory(__init__=_copies), KEPT_FILE, "is another file"),
+    "what is kept is inherited": (memory(__init__=_lets_children_inherit), KEPT_FILE, "inheritable"),
+    "keeps the descriptor that is kept": (memory(__init__=_duplicates), KEPT_END, "of kept memory leaves behind: descriptor"),
+    "leaks what is kept after an error": (memory(__init__=_leaks), KEPT_SIZE, "for kept memory leaves behind: descriptor"),
+    "makes what is kept larger": (memory(__init__=_grows), KEPT_SIZE, "raises no ArenaError"),
 }
 # fmt: on
 
 
 def _tests_of(bug: type[Memory]) -> type:
-    @pytest.fixture
-    def make_memory(self: object) -> type[Memory]:
-        return bug
-
-    @pytest.fixture
-    def make_kept_memory(self: object) -> type[Memory]:
-        return bug
-
-    fixtures = {"make_memory": make_memory, "make_kept_memory": make_kept_memory}
-    return type("Planted", (MemoryConformance,), {**fixtures, "patience_s": 1.5})
+    given = pytest.fixture(lambda self: bug)
+    return type("Planted", (MemoryConformance,), {"make_memory": given, "make_kept_memory": given, "patience_s": 1.5})
 
 
 for name, (bug, _, _) in BUGS.items():

@@ -28,8 +28,7 @@ made = provider.create(registry.options(provider, {options!r}, where="the kit"))
 """
 _BY_STATE = """
 import importlib, operator
-kind = operator.attrgetter({qualname!r})(importlib.import_module({module!r}))
-made = object.__new__(kind)
+made = object.__new__(operator.attrgetter({qualname!r})(importlib.import_module({module!r})))
 made.__dict__.update({state!r})
 """
 
@@ -79,7 +78,7 @@ class NamedKit(Kit):
     def elsewhere(self, made: object, program: str, *, seed: int) -> bytes:
         """Run `program` in a process with `seed` as `PYTHONHASHSEED`, where `made` is the same plugin, and return its
         standard output. Without `use`, that process imports the plugin's class, and its attributes are written into the
-        program; the test is skipped if either is impossible. Blocks up to 60 s.
+        program; the test is skipped where that is impossible. Blocks up to 60 s.
         """
         if self.use:
             source = _BY_NAME.format(kind=self._descriptor.kind, use=self.use, options=dict(self.options))
@@ -93,30 +92,21 @@ class NamedKit(Kit):
             timeout=60,
             check=False,
         )
-        assert run.returncode == 0, f"another process fails: {_last_of(run.stderr) or run.returncode}"
+        last = run.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        assert run.returncode == 0, f"another process fails: {last or run.returncode}"
         return run.stdout
-
-
-def _last_of(output: bytes) -> str:
-    return output.decode(errors="replace").strip().rpartition("\n")[2]
 
 
 def _by_state(made: object) -> str:
     """Return source that makes a copy of `made` in another process. Skips the test where that is impossible."""
     kind = type(made)
-    hint = "give `use`, so that another process can make it too"
     try:
         found = operator.attrgetter(kind.__qualname__)(importlib.import_module(kind.__module__))
-    except (ImportError, AttributeError):
-        found = None
-    if found is not kind:
-        pytest.skip(f"{hint}: {kind.__module__}.{kind.__qualname__} is no class that can be imported")
-    slots = any(getattr(each, "__slots__", ()) for each in kind.__mro__)
-    try:
         object.__new__(kind)
-        literal = not slots and ast.literal_eval(repr(vars(made))) == vars(made)
-    except (TypeError, ValueError, SyntaxError):
-        literal = False
-    if not literal:
-        pytest.skip(f"{hint}: the attributes of {kind.__name__} are no literals")
+        goes = found is kind and ast.literal_eval(repr(vars(made))) == vars(made)
+    except (ImportError, AttributeError, TypeError, ValueError, SyntaxError):
+        goes = False
+    if not goes or any(getattr(each, "__slots__", ()) for each in kind.__mro__):
+        why = f"{kind.__qualname__} cannot be imported there, or its attributes are no literals"
+        pytest.skip(f"give `use`, so that another process can make it too: {why}")
     return _BY_STATE.format(module=kind.__module__, qualname=kind.__qualname__, state=vars(made))

@@ -68,13 +68,9 @@ class AddressSpace:
                 start = max(start, _aligned(at + size))
             if start + nbytes > len(self.memory[device]):
                 raise AcceleratorError(f"out of memory: {nbytes} bytes of device {device}")
+            token = secrets.token_bytes(16)
             row = self._ledger.insert(
-                "insert into allocations(device, process, start, nbytes, token) values(?, ?, ?, ?, ?)",
-                device,
-                self._process,
-                start,
-                nbytes,
-                secrets.token_bytes(16),
+                "insert into allocations values(null, ?, ?, ?, ?, ?, 0)", device, self._process, start, nbytes, token
             )
         return self._add(nbytes, device, start, row, None)
 

@@ -105,14 +105,9 @@ class Ledger:
     @contextmanager
     def change(self) -> Iterator[None]:
         """Make the changes within the block visible as one."""
-        with self._lock:
+        with self._lock, self._file:
             self._file.execute("begin immediate")
-            try:
-                yield
-            except BaseException:
-                self._file.execute("rollback")
-                raise
-            self._file.execute("commit")
+            yield
 
     def all(self, statement: str, *values: object) -> list[Any]:
         with self._lock:
@@ -141,14 +136,9 @@ class Ledger:
 
     def queue(self, device: str, process: int, stream: int, *, writes: bool, what: str, spans: Spans) -> int:
         """Note a piece of work that is queued."""
+        edges = array("Q", chain.from_iterable(spans)).tobytes()
         return self.insert(
-            "insert into queued(device, process, stream, writes, what, spans) values(?, ?, ?, ?, ?, ?)",
-            device,
-            process,
-            stream,
-            writes,
-            what,
-            array("Q", chain.from_iterable(spans)).tobytes(),
+            "insert into queued values(null, ?, ?, ?, ?, ?, ?)", device, process, stream, writes, what, edges
         )
 
     def finished(self, queued: int) -> None:

@@ -133,7 +133,7 @@ class SimulatedRig(TransportRig):
 
     def elsewhere(self) -> TransportRig:
         if len(self._node.devices) < 2:
-            raise NotImplementedError("the node has one device")
+            return super().elsewhere()
         other = copy.copy(self)  # of the same class, with the same options
         other.device = next(device for device in self._node.devices if device != self.device)
         other._slow = Stream(self._runtime, other.device)

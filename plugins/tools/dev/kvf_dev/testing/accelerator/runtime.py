@@ -213,12 +213,9 @@ class Accelerator:
 
     def create_event(self, device: str, *, interprocess: bool = False) -> Event:
         self.check(device)
+        token = secrets.token_bytes(16)
         row = self._ledger.insert(
-            "insert into events(device, process, shared, token) values(?, ?, ?, ?)",
-            device,
-            self.process,
-            interprocess,
-            secrets.token_bytes(16),
+            "insert into events values(null, ?, ?, ?, ?, 0, 0, 0, '')", device, self.process, interprocess, token
         )
         return Event(device, row)
 

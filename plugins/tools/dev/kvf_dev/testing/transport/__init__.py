@@ -19,10 +19,9 @@ from kvf_dev.testing import needs_pytest  # noqa: F401 - says what to install
 from kvf_dev.testing.transport.content import Content, Pieces
 from kvf_dev.testing.transport.engine_driven import EngineDriven
 from kvf_dev.testing.transport.life import Life
-from kvf_dev.testing.transport.memory import Faults, Memory
-from kvf_dev.testing.transport.order import Order
+from kvf_dev.testing.transport.memory import Driver, Faults, Memory
+from kvf_dev.testing.transport.order import Order, Streams
 from kvf_dev.testing.transport.rig import RigSpec, TransportRig
-from kvf_dev.testing.transport.streams import Driver, Streams
 
 
 # pytest runs the tests of the last base first: those of content, of which the simplest round trip is the first.

@@ -48,20 +48,17 @@ class GroupCase:
 
     def shapes(self, blocks: int) -> dict[tuple[int, int], tuple[int, ...]]:
         """Return the shape of each tensor by (layer, plane); -1 for an axis that the tensor itself holds."""
-        sizes = {
-            "layer": self.layers,
-            "plane": self.planes,
-            "block": blocks,
-            "token": self.slots,
-            "head": self.heads,
-            "dim": self.dim,
-        }
+        sizes = {"layer": self.layers, "plane": self.planes, "block": blocks, "token": self.slots}
+        sizes |= {"head": self.heads, "dim": self.dim}
         if "block" not in self.axes:
             sizes["token"] *= blocks
         shape = tuple(sizes[axis] for axis in self.axes)
-        layers = [-1] if "layer" in self.axes else range(self.layers)
-        planes = [-1] if "plane" in self.axes else range(self.planes)
-        return {(layer, plane): shape for layer in layers for plane in planes}
+        lanes = product(range(self.layers), range(self.planes))
+        return dict.fromkeys((self.held_apart(layer, plane) for layer, plane in lanes), shape)
+
+    def held_apart(self, layer: int, plane: int) -> tuple[int, int]:
+        """Return which tensor has a layer's plane."""
+        return (-1 if "layer" in self.axes else layer, -1 if "plane" in self.axes else plane)
 
 
 PAGED = {
@@ -116,43 +113,37 @@ class MemoryModel:
 
     def copy_slots(self, other: MemoryModel, group: int, source: int, target: int, slots: Sequence[int]) -> None:
         """Copy the slots of block `source` of `other` into block `target` here."""
-        size = DTYPE_BYTES[self.groups[group].dtype]
         for slot in slots:
-            for there, here in zip(
-                other.elements(group, source, slot), self.elements(group, target, slot), strict=True
-            ):
-                (from_name, from_at), (to_name, to_at) = there, here
-                self.images[to_name][to_at : to_at + size] = other.images[from_name][from_at : from_at + size]
+            there, here = other.elements(group, source, slot), self.elements(group, target, slot)
+            for (from_name, from_place), (to_name, to_place) in zip(there, here, strict=True):
+                self.images[to_name][to_place] = other.images[from_name][from_place]
 
     def canonical_block(self, index: int, block: int) -> bytes:
         """Return the bytes of one block as `[planes, layers, slots, hidden]` (of an opaque group, of its raw
         blocks)."""
-        group, size = self.groups[index], DTYPE_BYTES[self.groups[index].dtype]
-        rows: dict[tuple[int, int], bytearray] = {}
-        slots = range(1) if group.opaque else range(group.slots)
-        per_lane = (group.slots if group.opaque else 1) * group.heads * group.dim
-        for slot in slots:
-            for number, (name, at) in enumerate(self.elements(index, block, slot)):
-                layer, plane = divmod(number // per_lane, group.planes)
-                rows.setdefault((plane, layer), bytearray()).extend(self.images[name][at : at + size])
-        return b"".join(bytes(rows[key]) for key in sorted(rows))
+        group = self.groups[index]
+        lanes = product(range(group.planes), range(group.layers), range(group.slots))
+        places = (each for plane, layer, slot in lanes for each in self._lane(index, block, layer, plane, slot))
+        return b"".join(self.images[name][place] for name, place in places)
 
-    def elements(self, index: int, block: int, slot: int) -> Iterator[tuple[Name, int]]:
-        """Yield every element of one slot (of an opaque group, of the block) as (tensor, byte offset), in the same
-        order for all axes."""
+    def elements(self, index: int, block: int, slot: int) -> Iterator[tuple[Name, slice]]:
+        """Yield every element of one slot (of an opaque group, of the block) as (tensor, its bytes), in the same order
+        for all axes."""
         group = self.groups[index]
         slots = range(group.slots) if group.opaque else [slot]
-        for layer, plane, at, head, dim in product(
-            range(group.layers), range(group.planes), slots, range(group.heads), range(group.dim)
-        ):
-            name = (index, -1 if "layer" in group.axes else layer, -1 if "plane" in group.axes else plane)
-            places = {"layer": layer, "plane": plane, "block": block, "token": at, "head": head, "dim": dim}
-            if "block" not in group.axes:
-                places["token"] += block * group.slots
+        for layer, plane, at in product(range(group.layers), range(group.planes), slots):
+            yield from self._lane(index, block, layer, plane, at)
+
+    def _lane(self, index: int, block: int, layer: int, plane: int, slot: int) -> Iterator[tuple[Name, slice]]:
+        group = self.groups[index]
+        name, nbytes = (index, *group.held_apart(layer, plane)), DTYPE_BYTES[group.dtype]
+        token = slot if "block" in group.axes else block * group.slots + slot
+        for head, dim in product(range(group.heads), range(group.dim)):
+            places = {"layer": layer, "plane": plane, "block": block, "token": token, "head": head, "dim": dim}
             offset = 0
             for axis, size in zip(group.axes, self.shapes[name], strict=True):
                 offset = offset * size + places[axis]
-            yield name, offset * DTYPE_BYTES[group.dtype]
+            yield name, slice(offset * nbytes, (offset + 1) * nbytes)
 
 
 def loaded_slots(group: GroupCase, blocks: int, skip_tokens: int) -> Iterator[tuple[int, list[int]]]:

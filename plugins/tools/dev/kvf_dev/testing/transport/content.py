@@ -3,6 +3,7 @@ transport that takes no notice of pieces and copies by itself passes, too."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,6 @@ from kvframework.api.futures import Future
 from kvframework.api.layout import NO_BLOCK
 from kvframework.api.transport import LoadOutcome, StoreOutcome
 from kvframework.client import KVClient
-from kvframework.errors import BadBlockIds, BadRange
 
 
 class Content(TransportKit):
@@ -104,30 +104,12 @@ class Content(TransportKit):
         found = stored.result()
         assert found == StoreOutcome(stored=8), f"the engine has the blocks of 8 objects; the outcome is {found}"
 
-    def test_wrong_block_ids_are_refused_before_anything_is_touched(self, make_engine: MakeEngine) -> None:
-        engine = make_engine(CASES["state"])
-        request = engine.request()
-        good, count = engine.source(), engine.model.blocks[0]
-        others = [good[0][:-1], [*good[0], 0], *([*good[0][:-1], bad] for bad in (count, -1, NO_BLOCK))]
-        for bad in (good[:1], [*good, good[0]], *([other, good[1]] for other in others)):
-            for submit in (engine.store, engine.load):
-                with pytest.raises(BadBlockIds):
-                    submit(request, bad)
-        for skip in (-1, 3 * CHUNK + 1):
-            with pytest.raises(BadRange):
-                engine.load(request, good, skip=skip)
-        assert engine.hit(request) == 0, "a refused store was published"
-        engine.must_be_right()
-
     def test_many_transfers_at_once_do_not_mix(self, make_engine: MakeEngine) -> None:
         engines = [make_engine(CASES[name]) for name in ("nhd", "hnd", "nhd")] * 4
         requests = [engine.request() for engine in engines]
-        stores = [engine.store(each, engine.source()) for engine, each in zip(engines, requests, strict=True)]
-        for store in stores:
-            must_succeed(store, "one of many stores at once")
-        loads = [engine.load(each, engine.target()) for engine, each in zip(engines, requests, strict=True)]
-        for load in loads:
-            must_succeed(load, "one of many loads at once")
+        for what in ("store", "load"):
+            for future in [engine.submit(what, each) for engine, each in zip(engines, requests, strict=True)]:
+                must_succeed(future, f"one of many {what}s at once")
         for engine in engines[:3]:
             engine.must_have_loaded()
 
@@ -139,7 +121,7 @@ class Pieces(TransportKit):
     def test_a_load_in_pieces_is_whole_at_its_end(self, make_engine: MakeEngine, case: str) -> None:
         engine = make_engine(CASES[case])
         future = engine.load(engine.stored(), engine.target(), in_pieces=True)
-        pieces = self._advanced(future)
+        pieces = list(self._pieces(future))
         must_succeed(future, "a load in pieces")
         engine.must_have_loaded()
         largest = max(group.nbytes for group in engine.registration.desc.groups)
@@ -147,10 +129,9 @@ class Pieces(TransportKit):
         assert future.advance() == 0, "a load that has ended is advanced"
 
     def test_what_is_left_of_a_load_is_copied_at_once_where_there_is_no_bound(self, engine: KitEngine) -> None:
-        future = engine.load(engine.stored(), engine.target(), skip=16, in_pieces=True)
-        if self._first_piece(future):
-            future.advance()
-            assert future.wait(SOON_S), "a load has not ended by `advance` without a bound"
+        future = self._between_two_pieces(engine, skip=16)
+        future.advance()
+        assert future.wait(SOON_S), "a load has not ended by `advance` without a bound"
         must_succeed(future, "a load of which all that is left was copied at once")
         engine.must_have_loaded(skip=16)
 
@@ -176,34 +157,24 @@ class Pieces(TransportKit):
         with self.doomed(spec, rig) as (server, _, engine):
             future = self._between_two_pieces(engine)
             server.kill()
-            self._advanced(future)
+            list(self._pieces(future))
             must_miss(future, "a load ended well whose server was killed between two pieces")
 
-    def _advanced(self, future: Future[LoadOutcome]) -> list[int]:
-        """Have the load copied in the smallest pieces; return their bytes."""
-        pieces: list[int] = []
-        for _ in range(int(self.patience_s / 0.01)):
-            if future.query():
-                return pieces
-            pieces.append(future.advance(1))
-            if not pieces[-1]:
-                future.wait(0.01)
-        pytest.fail("a load in pieces did not end, though it was advanced")
-
-    def _between_two_pieces(self, engine: KitEngine) -> Future[LoadOutcome]:
+    def _between_two_pieces(self, engine: KitEngine, skip: int = 0) -> Future[LoadOutcome]:
         """Store, and return a load of it of which the first piece is copied; skip if the transport copies by itself."""
-        future = engine.load(engine.stored(), engine.target(), in_pieces=True)
-        if not self._first_piece(future):
+        future = engine.load(engine.stored(), engine.target(), skip=skip, in_pieces=True)
+        if not next(self._pieces(future), 0):
             pytest.skip("the transport copies by itself")
+        assert not future.query(), "a load of several objects has ended with its smallest piece"
         return future
 
-    def _first_piece(self, future: Future[LoadOutcome]) -> int:
-        """Return the bytes of the first piece of a load, 0 if it has ended without one."""
+    def _pieces(self, future: Future[LoadOutcome]) -> Iterator[int]:
+        """Have the load copied in the smallest pieces; yield the bytes of each."""
         for _ in range(int(self.patience_s / 0.01)):
             if future.query():
-                return 0
+                return
             if piece := future.advance(1):
-                assert not future.query(), "a load of several objects has ended with its smallest piece"
-                return piece
-            future.wait(0.01)
-        pytest.fail("a load in pieces did not begin, though it was advanced")
+                yield piece
+            else:
+                future.wait(0.01)
+        pytest.fail("a load in pieces did not end, though it was advanced")

@@ -4,10 +4,9 @@ of its transfers, with a sentence for any other."""
 from __future__ import annotations
 
 import itertools
-import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from copy import deepcopy
 from importlib import import_module
 from typing import Any
 
@@ -56,7 +55,6 @@ class KitEngine:
         *,
         chunks: int = 3,
         seed: int = 0,
-        model_name: str = "kit",
         slab: bool = False,
     ) -> None:
         self.rig, self.client, self.groups, self.chunks = rig, client, groups, chunks
@@ -64,16 +62,15 @@ class KitEngine:
         counts = [2 * tokens // group.block_size + SPARE for group in groups]
         self.model = MemoryModel(groups, counts, seed)
         self._seed = seed
-        self.tensors: dict[Name, Any] = {}
-        for name, tensor in self._allocated(slab):
-            self.tensors[name] = tensor
-            rig.write(self.tensors[name], bytes(self.model.images[name]))
+        self.tensors: dict[Name, Any] = dict(self._allocated(slab))
+        for name, tensor in self.tensors.items():
+            rig.write(tensor, bytes(self.model.images[name]))
         opaque = any(group.opaque for group in groups)
         tables = [group.table(f"g{index}.*", index) for index, group in enumerate(groups)]
         self.worker = WorkerAdapter(
             client,
             instance_id=instance_id,
-            model_name=model_name,
+            model_name="kit",
             transport=rig.transport,
             transport_options=rig.engine_options,
             layout="opaque" if opaque else "paged",
@@ -86,6 +83,11 @@ class KitEngine:
 
     def register(self) -> None:
         self.registration = self.worker.register_kv_caches(self.caches, block_size=self.groups[0].block_size)
+
+    @property
+    def address(self) -> int:
+        """The device's address of the first tensor."""
+        return int(next(iter(self.tensors.values())).data_ptr())
 
     def request(self, seed: int | None = None, request_id: str = "r") -> RequestHashes:
         """Return a request with tokens of `seed` (below 1000), or with tokens of its own."""
@@ -101,10 +103,6 @@ class KitEngine:
     def target(self, start: int = 0, end: int | None = None) -> list[list[int]]:
         """Return other blocks for the same tokens."""
         return self._blocks(start, end, self.chunks * CHUNK, self._seed)
-
-    def model_of(self, seed: int) -> MemoryModel:
-        """Return the initial memory of an engine of the same case and another seed."""
-        return MemoryModel(self.groups, self.model.blocks, seed)
 
     def store(
         self, request: RequestHashes, blocks: BlockIds, start: int = 0, end: int | None = None, event: object = None
@@ -133,6 +131,10 @@ class KitEngine:
             skip_first_n_tokens=skip,
             in_pieces=in_pieces,
         )
+
+    def submit(self, what: str, request: RequestHashes) -> Future[Any]:
+        """Store from the blocks of `source`, or load into those of `target`."""
+        return self.store(request, self.source()) if what == "store" else self.load(request, self.target())
 
     def stored(self, request: RequestHashes | None = None, what: str = "a transfer") -> RequestHashes:
         """Store a request (None: a new one), which must succeed, and return it."""
@@ -163,6 +165,10 @@ class KitEngine:
         self.expect_loaded(of or self.snapshot(), blocks or self.source(), self.target(), skip)
         self.must_be_right(what or WRONG)
 
+    def read_later(self, stream: object | None) -> list[Callable[[], bytes | None]]:
+        """Queue a read of each tensor on a stream, as `TransportRig.read_later`."""
+        return [self.rig.read_later(tensor, stream) for tensor in self.tensors.values()]
+
     def hit(self, request: RequestHashes) -> int:
         """Return how many tokens a lookup finds."""
         scheduler = SchedulerAdapter(
@@ -184,29 +190,21 @@ class KitEngine:
 
     def overwrite(self, *, later: bool = False) -> object:
         """Give the memory other content at once, or later; return the event behind it in that case."""
-        fresh = MemoryModel(self.groups, self.model.blocks, next(_SEEDS))
-        self.model = fresh
+        self.model = MemoryModel(self.groups, self.model.blocks, next(_SEEDS))
         event = None
-        for name, image in fresh.images.items():
-            if later:
-                event = self.rig.write_later(self.tensors[name], bytes(image))
-            else:
-                self.rig.write(self.tensors[name], bytes(image))
+        for name, image in self.model.images.items():
+            event = (self.rig.write_later if later else self.rig.write)(self.tensors[name], bytes(image))
         return event
 
     def move(self) -> None:
         """Put other tensors with other content in the place of those so far; submits pass them from now on."""
-        self.model = MemoryModel(self.groups, self.model.blocks, next(_SEEDS))
         self.tensors = dict(self._allocated(slab=False))
-        for name, image in self.model.images.items():
-            self.rig.write(self.tensors[name], bytes(image))
+        self.overwrite()
         self._passed = self.caches = self._caches()
 
     def snapshot(self) -> MemoryModel:
         """Return the model as it is now, apart from later changes."""
-        copy = MemoryModel(self.groups, self.model.blocks, 0)
-        copy.images = {name: bytearray(image) for name, image in self.model.images.items()}
-        return copy
+        return deepcopy(self.model)
 
     def differences(self) -> list[str]:
         """Return the places where the memory differs from the model."""
@@ -214,7 +212,7 @@ class KitEngine:
         for name, tensor in self.tensors.items():
             is_there, expected = self.rig.read(tensor), bytes(self.model.images[name])
             if is_there != expected:
-                wrong = [at for at in range(len(expected)) if is_there[at] != expected[at]]
+                wrong = [at for at, (one, other) in enumerate(zip(is_there, expected, strict=True)) if one != other]
                 found.append(f"tensor {name}: {len(wrong)} of {len(expected)} bytes differ, first at {wrong[0]}")
         return found
 
@@ -262,65 +260,11 @@ class KitEngine:
         return caches
 
 
-# By kind of what a device notes: the promise that a driver broke.
-_PROMISES = {
-    "unordered": "a copy runs behind the work that it waits for, and before what waits for it: `record`, `wait`",
-    "never_recorded": "an event is recorded before anyone waits for it: `record`, at each submit",
-    "use_after_free": "memory is touched while it is allocated: `reached` is true once a copy is done",
-    "use_after_close": "memory is closed once no copy touches it: `reached` is true once all before it is done",
-    "wrong_device": "memory, streams and events belong to the device that they are made for",
-    "wrong_process": "a handle is opened before it is used: `open`, `open_event`",
-    "out_of_bounds": "a fragment lies in its allocation and in the arena: `copy`",
-    "not_pinned": "`pin` registers the whole slice of the arena",
-    "leaked_context": "all that a process opened ends with it",
-}
-
-
-def promise_of(problem: str) -> str:
-    """Return what a device noted, behind the promise that it breaks."""
-    promise = _PROMISES.get(problem.partition(":")[0])
-    return f"{promise}; the device noted {problem}" if promise else f"the device noted {problem}"
-
-
-class _FailedCopies(logging.Handler):
-    """The last line in which a server of this process says why a copy failed."""
-
-    line = ""
-    # What the device noted since the test began; set by the fixture.
-    problems: Callable[[], list[str]] = staticmethod(list)
-    shown = False
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if ": a copy failed: " in (line := record.getMessage()):
-            self.line = line
-
-
-_FAILED_COPIES = _FailedCopies(logging.WARNING)
-
-
-@contextmanager
-def failed_copies_noted(problems: Callable[[], list[str]] = list) -> Iterator[Callable[[], bool]]:
-    """Have `must_succeed` show why a copy failed that failed meanwhile: an outcome does not carry it. `problems` are
-    those that the device has noted; the value of the context says whether one was shown."""
-    _FAILED_COPIES.line, _FAILED_COPIES.problems, _FAILED_COPIES.shown = "", problems, False
-    log = logging.getLogger("kvframework")
-    log.addHandler(_FAILED_COPIES)
-    try:
-        yield lambda: _FAILED_COPIES.shown
-    finally:
-        log.removeHandler(_FAILED_COPIES)
-
-
 def must_succeed(future: Future[Any], what: str = "a transfer") -> None:
     """Fail unless the transfer ends well in time."""
     __tracebackhide__ = True
-    outcome = _outcome(future, what)
-    if not outcome:
-        if problems := _FAILED_COPIES.problems():
-            _FAILED_COPIES.shown = True
-            pytest.fail(f"{what} failed ({_said(outcome)}): {promise_of(problems[0])}")
-        why = f"; the server's log: {_FAILED_COPIES.line}" if _FAILED_COPIES.line else ""
-        pytest.fail(f"{what} failed, though nothing hinders it: {_said(outcome)}{why}")
+    if not (outcome := _outcome(future, what)):
+        pytest.fail(f"{what} failed, though nothing hinders it: {outcome}")
 
 
 def must_work(engine: KitEngine, what: str = "", *, request: RequestHashes | None = None) -> None:
@@ -332,27 +276,15 @@ def must_work(engine: KitEngine, what: str = "", *, request: RequestHashes | Non
 def must_miss(future: Future[Any], why: str = "a transfer that cannot succeed ended well") -> None:
     """Fail unless the transfer ends in time, as a miss."""
     __tracebackhide__ = True
-    outcome = _outcome(future, "a transfer that is to miss")
-    if outcome:
-        pytest.fail(f"{why}: {_said(outcome)}")
+    if outcome := _outcome(future, "a transfer that is to miss"):
+        pytest.fail(f"{why}: {outcome}")
 
 
-def must_be_under_way(future: Future[Any], why: str, for_s: float = 0.2) -> None:
-    """Fail if the transfer ends within `for_s` seconds."""
+def must_be_under_way(future: Future[Any]) -> None:
+    """Fail if the transfer ends within 0.2 s."""
     __tracebackhide__ = True
-    if future.wait(for_s):
-        pytest.fail(f"{why}: the transfer ended while its copy stood still")
-
-
-def _said(outcome: object) -> str:
-    """Return an outcome in words."""
-    if isinstance(outcome, LoadOutcome):
-        return "a hit" if outcome.ok else f"a miss: {outcome.reason or 'without a reason'}"
-    if isinstance(outcome, StoreOutcome):
-        counts = {name: getattr(outcome, name) for name in ("stored", "present", "in_flight", "dropped", "unknown")}
-        told = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "no objects"
-        return f"{told}{f' ({outcome.error})' if outcome.error else ''}"
-    return repr(outcome)
+    if future.wait(0.2):
+        pytest.fail("blocks are still touched: the transfer ended while its copy stood still")
 
 
 def _outcome(future: Future[Any], what: str) -> Any:

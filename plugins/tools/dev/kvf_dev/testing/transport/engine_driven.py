@@ -3,9 +3,10 @@ tensors that are lent to them, on both paths. They see it at the link to the ser
 
 from __future__ import annotations
 
-import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -13,11 +14,11 @@ import pytest
 
 from kvf_dev.testing.kit import held, must_refuse, wait_until
 from kvf_dev.testing.transport.cases import CASES, NHD
-from kvf_dev.testing.transport.engine import KitEngine, must_miss, must_succeed, must_work, registry_for
+from kvf_dev.testing.transport.engine import KitEngine, must_miss, must_succeed, must_work
 from kvf_dev.testing.transport.kit import SOON_S, MakeEngine, TransportKit
-from kvf_dev.testing.transport.rig import TransportRig
+from kvf_layouts.paged import PagedLayout
 from kvframework.api.futures import Future, Promise
-from kvframework.api.layout import KVLayout, LayoutProvider
+from kvframework.api.layout import KVLayout
 from kvframework.client import KVClient
 from kvframework.errors import BadBlockIds, BadLayout, DeadlineExceeded, TransportMismatch
 
@@ -25,11 +26,25 @@ from kvframework.errors import BadBlockIds, BadLayout, DeadlineExceeded, Transpo
 class EngineDriven(TransportKit):
     """Plans, buffers and tensors are the transport's for a while only."""
 
+    @pytest.fixture
+    def wire(self, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Hides the arena; skips the test for a transport that sends no bytes then."""
+        monkeypatch.setattr(KVClient, "maps_arena", property(lambda _: False))
+        with monkeypatch.context() as patch:
+            sent = _seen(patch, hold=False)
+            try:
+                engine = make_engine(NHD)
+            except TransportMismatch:
+                pytest.skip("the transport works only where the engine maps the arena")
+            engine.store(engine.request(), engine.source()).wait(SOON_S)
+            engine.close()
+        if not sent:
+            pytest.skip("the transport moves no bytes over the wire")
+
     def test_ranges_are_written_before_they_are_published(
-        self, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+        self, engine: KitEngine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """From its commit on, any other engine may load what lies there."""
-        engine = make_engine(NHD)
         published: list[tuple[memoryview, bytes]] = []
 
         def watch(plan: Any) -> None:
@@ -44,8 +59,6 @@ class EngineDriven(TransportKit):
 
         with _planned(monkeypatch, "prepare_store", watch):
             must_succeed(engine.store(engine.request(), engine.source()))
-        if not published:
-            pytest.skip("the transport writes nothing to the arena itself")
         late = sum(piece != before for piece, before in published)
         published.clear()
         assert not late, f"{late} ranges were written after `commit`: they were published before"
@@ -56,33 +69,24 @@ class EngineDriven(TransportKit):
     ) -> None:
         """The arena refuses the copy: nothing is published, and ranges and pins are given back at once."""
         request = engine.stored() if what == "load" else engine.request()
-        plans: list[object] = []
 
         def refuse(plan: Any) -> None:
             plan.arena = memoryview(b"")
             plan.arena.release()
-            plans.append(plan)
 
         with _planned(monkeypatch, f"prepare_{what}", refuse):
-            submit = engine.store if what == "store" else engine.load
-            future: Future[Any] = submit(request, engine.source())
+            future = engine.submit(what, request)
             future.wait(SOON_S)
-            if not plans:
-                pytest.skip("the transport copies nothing in the engine")
-            must_miss(future, f"a {what} whose copy failed was answered as one that succeeded")
-        if what == "store":
-            assert engine.hit(request) == 0, "a store whose copy failed was published"
+        must_miss(future, f"a {what} whose copy failed was answered as one that succeeded")
+        assert what == "load" or engine.hit(request) == 0, "a store whose copy failed was published"
         self.must_be_given_back(client, f"a {what} whose copy failed")
         engine.overwrite()
         must_work(engine, f"a transfer after a {what} that failed")
 
     def test_tensors_are_those_of_the_submit(self, engine: KitEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         """An engine without stable memory passes other tensors each time; the former ones are not touched."""
-        plans: list[object] = []
-        with _planned(monkeypatch, "prepare_store", plans.append):
+        with _planned(monkeypatch, "prepare_store"):
             first = engine.stored()
-        if not plans:
-            pytest.skip("the transport copies nothing in the engine")
         stored, former = engine.snapshot(), engine.tensors
         engine.move()
         must_work(engine, "a transfer of other tensors than the first")
@@ -91,56 +95,49 @@ class EngineDriven(TransportKit):
         engine.must_be_right("tensors of an earlier transfer were touched")
 
     def test_blocks_that_the_tensors_of_a_submit_lack_are_refused(
-        self, rig: TransportRig, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+        self, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Where the declaration leaves the number of blocks open, the transport alone can hold ids against tensors."""
-        registry = registry_for(rig)
-        paged = registry.resolve("layout", "paged")
-        assert isinstance(paged, LayoutProvider)
-        kind = type(paged.create(registry.options(paged, {}, where="the kit")))
-        describe = kind.describe
+        describe = PagedLayout.describe
 
         def described(*arguments: Any, **named: Any) -> KVLayout:
-            found: KVLayout = describe(*arguments, **named)
+            found = describe(*arguments, **named)
             groups = tuple(msgspec.structs.replace(group, strides=(), num_blocks=0) for group in found.groups)
             return msgspec.structs.replace(found, groups=groups, num_blocks=0)
 
-        plans: list[object] = []
         with monkeypatch.context() as patch:
-            patch.setattr(kind, "describe", described)
+            patch.setattr(PagedLayout, "describe", described)
             try:
                 engine = make_engine(NHD)
             except BadLayout:
                 pytest.skip("the transport takes no layout that leaves the number of blocks open")
-            with _planned(monkeypatch, "prepare_store", plans.append):
+            with _planned(monkeypatch, "prepare_store"):
                 must_succeed(engine.store(engine.request(), engine.source()), "a store of a number of blocks left open")
-        if not plans:
-            pytest.skip("the transport copies nothing in the engine")
         request, known = engine.request(), engine.source()
         wrong = [[*known[0][:-1], engine.model.blocks[0]]]
         for name, submit in (("store", engine.store), ("load", engine.load)):
             what = f"a {name} of a block that the tensors lack, where memory of others lies,"
-            must_refuse(what, lambda submit=submit: submit(request, wrong), BadBlockIds)  # type: ignore[misc]
+            must_refuse(what, partial(submit, request, wrong), BadBlockIds)
         engine.must_be_right("a refused transfer touched the tensors")
 
     @pytest.mark.parametrize("case", ["nhd", "hybrid", "dim_before_token"])
-    def test_the_wire_carries_the_same_as_the_arena(
-        self, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, case: str
-    ) -> None:
-        self.needs_the_wire(make_engine, monkeypatch)
+    @pytest.mark.usefixtures("wire")
+    def test_the_wire_carries_the_same_as_the_arena(self, make_engine: MakeEngine, case: str) -> None:
         must_work(make_engine(CASES[case], chunks=24), "a request of 24 chunks over the wire")
 
+    @pytest.mark.usefixtures("wire")
     def test_buffers_stay_as_they_are_until_they_are_answered(
-        self, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+        self, engine: KitEngine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The server may read them as long as it has not answered: the next store needs other memory."""
-        self.needs_the_wire(make_engine, monkeypatch)
-        engine = make_engine(NHD)
         sent = _seen(monkeypatch, hold=True)
         futures = []
         for number in range(3):
             futures.append(engine.store(engine.request(), engine.source()))
-            _until(lambda number=number: len(sent) > number)  # type: ignore[misc]
+            # It need not send a second store before the first is answered.
+            until = time.monotonic() + 1.0
+            while len(sent) <= number and time.monotonic() < until:
+                time.sleep(0.01)
             engine.overwrite()
         changed = _changed(sent)
         for each in sent:
@@ -149,12 +146,11 @@ class EngineDriven(TransportKit):
             must_succeed(future)
         assert not changed, f"{changed} buffers were written over before the server had answered"
 
+    @pytest.mark.usefixtures("wire")
     def test_buffers_are_never_written_again_after_a_failure(
-        self, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+        self, engine: KitEngine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """They may still be sent: what would arrive is another object's content."""
-        self.needs_the_wire(make_engine, monkeypatch)
-        engine = make_engine(NHD)
         with monkeypatch.context() as patch:
             sent = _seen(patch, hold=True)
             future = engine.store(engine.request(), engine.source())
@@ -169,34 +165,18 @@ class EngineDriven(TransportKit):
 
     @pytest.mark.parametrize("path", ["arena", "wire"])
     def test_close_gives_threads_and_files_back(
-        self, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, path: str
+        self, request: pytest.FixtureRequest, make_engine: MakeEngine, path: str
     ) -> None:
         """The first instance opens what the client keeps; the second one leaves nothing."""
         if path == "wire":
-            self.needs_the_wire(make_engine, monkeypatch)
-        first = make_engine(NHD)
-        must_work(first, "a transfer")
-        first.close()
-        before = held()
-        engine = make_engine(NHD)
-        must_work(engine, "a transfer")
-        engine.close()
-        left = sorted(held() - before)
-        assert not left, f"close leaves behind: {', '.join(left)}"
-
-    def needs_the_wire(self, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Hide the arena from now on; skip the test for a transport that sends no bytes then."""
-        monkeypatch.setattr(KVClient, "maps_arena", property(lambda _: False))
-        with monkeypatch.context() as patch:
-            sent = _seen(patch, hold=False)
-            try:
-                engine = make_engine(NHD)
-            except TransportMismatch:
-                pytest.skip("the transport works only where the engine maps the arena")
-            engine.store(engine.request(), engine.source()).wait(SOON_S)
+            request.getfixturevalue("wire")
+        for number in range(2):
+            before = held()
+            engine = make_engine(NHD)
+            must_work(engine, "a transfer")
             engine.close()
-        if not sent:
-            pytest.skip("the transport moves no bytes over the wire")
+            left = sorted(held() - before)
+            assert not (number and left), f"close leaves behind: {', '.join(left)}"
 
 
 class _Sent:
@@ -233,24 +213,25 @@ def _changed(sent: Sequence[_Sent]) -> int:
 
 
 @contextmanager
-def _planned(monkeypatch: pytest.MonkeyPatch, call: str, work: Callable[[Any], object]) -> Iterator[None]:
-    """A context in which `work` sees each plan before the transport."""
-    original = getattr(KVClient, call)
+def _planned(
+    monkeypatch: pytest.MonkeyPatch, call: str, work: Callable[[Any], object] = lambda _: None
+) -> Iterator[None]:
+    """A context in which `work` sees each plan before the transport. The test of a transport that makes no plans is
+    skipped at its end."""
+    original, calls = getattr(KVClient, call), []
+
+    def saw(done: Future[Any]) -> None:
+        if done.exception() is None:
+            calls.append(call)
+            work(done.result(0))
 
     def planned(self: Any, transfer: Any) -> Any:
         future = original(self, transfer)
-        future.add_done_callback(lambda done: done.exception() is None and work(done.result(0)))
+        future.add_done_callback(saw)
         return future
 
     with monkeypatch.context() as patch:
         patch.setattr(KVClient, call, planned)
         yield
-
-
-def _until(true: Callable[[], object]) -> None:
-    """Wait for what a transport may do now, or later: it need not send a second store before the first is answered."""
-    wait = threading.Event()
-    for _ in range(100):
-        if true():
-            return
-        wait.wait(0.01)
+    if not calls:
+        pytest.skip("the transport copies nothing in the engine")

@@ -5,32 +5,28 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 
 from kvf_dev.testing.kit import Kit, wait_until
 from kvf_dev.testing.transport.cases import NHD, GroupCase
-from kvf_dev.testing.transport.engine import KitEngine, failed_copies_noted, promise_of
-from kvf_dev.testing.transport.node import client_of, held_by, serving, status_of
-from kvf_dev.testing.transport.programs import Program, endpoint_in
+from kvf_dev.testing.transport.engine import KitEngine, registry_for
+from kvf_dev.testing.transport.node import Program, client_of, endpoint_in, held_by, serving, status_of
 from kvf_dev.testing.transport.rig import RigSpec, TransportRig
+from kvframework.api.driver import DeviceTransportProvider, EngineDriver
+from kvframework.api.futures import Future
+from kvframework.api.plugin import Options
 from kvframework.client import KVClient
 from kvframework.server import Server
 
 T = TypeVar("T")
 MakeEngine = Callable[..., KitEngine]
+Reads = Sequence[Callable[[], bytes | None]]
 SOON_S = 5.0
-
-
-def or_skip(call: Callable[[], T]) -> T:
-    """Return what a call of the rig returns; skip the test where the device cannot do that."""
-    try:
-        return call()
-    except NotImplementedError as reason:
-        pytest.skip(str(reason))
+_NUMBERS = itertools.count(1)
 
 
 class TransportKit(Kit):
@@ -66,46 +62,31 @@ class TransportKit(Kit):
         with client_of(rig, server.endpoint) as connected:
             yield connected
 
-    @pytest.fixture(scope="class")
-    @classmethod
-    def numbers(cls) -> Iterator[int]:
-        """Numbers that never repeat: instance ids, and seeds of content."""
-        return itertools.count(1)
-
     @pytest.fixture
-    def make_engine(self, rig: TransportRig, client: KVClient, numbers: Iterator[int]) -> Iterator[MakeEngine]:
+    def make_engine(self, rig: TransportRig, client: KVClient) -> Iterator[MakeEngine]:
         """Makes engines, and ends them with the test."""
-        engines: list[KitEngine] = []
+        with ExitStack() as stack:
 
-        def make(groups: Sequence[GroupCase], via: KVClient | None = None, **options: object) -> KitEngine:
-            number = next(numbers)
-            options.setdefault("seed", number)
-            engine = KitEngine(rig, via or client, number, groups, **options)  # type: ignore[arg-type]
-            engines.append(engine)
-            return engine
+            def make(groups: Sequence[GroupCase], **options: Any) -> KitEngine:
+                number = next(_NUMBERS)
+                engine = KitEngine(options.pop("rig", rig), client, number, groups, seed=number, **options)
+                stack.callback(engine.close)
+                return engine
 
-        yield make
-        for engine in engines:
-            engine.close()
+            yield make
 
     @pytest.fixture
     def engine(self, make_engine: MakeEngine) -> KitEngine:
         return make_engine(NHD)
 
-    @pytest.fixture
-    def asynchronous(self, rig: TransportRig) -> None:
-        if rig.synchronous:
-            pytest.skip("the transport copies in the engine's thread: nothing is under way after a submit")
-
     @pytest.fixture(autouse=True)
     def nothing_is_wrong(self, rig: TransportRig, client: KVClient) -> Iterator[None]:
         """After every test: no pin and no reservation is left, and the device noted no mistake."""
         before = len(rig.problems())
-        with failed_copies_noted(lambda: rig.problems()[before:]) as shown:
-            yield
+        yield
         wait_until(lambda: held_by(status_of(client)) == (0, 0), "the end of all pins and reservations")
-        if (found := rig.problems()[before:]) and not shown():
-            pytest.fail(f"no mistake is noted by the device: {promise_of(found[0])}", pytrace=False)
+        if found := rig.problems()[before:]:
+            pytest.fail(f"the device noted {found[0]}", pytrace=False)
 
     @contextmanager
     def doomed(self, spec: RigSpec, rig: TransportRig) -> Iterator[tuple[Program, KVClient, KitEngine]]:
@@ -118,16 +99,40 @@ class TransportKit(Kit):
             stack.callback(engine.close)
             yield server, client, engine
 
-    def holding(self, rig: TransportRig) -> ExitStack:
-        """`rig.holding_copies()`, or the test is skipped. `close` of the result lets them go on."""
-        return self.entered(rig.holding_copies())
+    @contextmanager
+    def in_mid_copy(
+        self, rig: TransportRig, submit: Callable[[], Future[T]]
+    ) -> Iterator[tuple[Future[T], Callable[[], None]]]:
+        """A transfer whose copy stands still in its middle, and the call that lets it go on, as the end of the block
+        does. Skips the test for a transport that copies in the engine's thread."""
+        if rig.synchronous:
+            pytest.skip("the transport copies in the engine's thread: nothing is under way after a submit")
+        with ExitStack() as held:
+            held.enter_context(rig.holding_copies())
+            future = submit()
+            wait_until(rig.held, "a copy that is held")
+            yield future, held.close
 
-    def entered(self, context: AbstractContextManager[None]) -> ExitStack:
-        """A context of the rig, or the test is skipped."""
-        stack = ExitStack()
-        or_skip(lambda: stack.enter_context(context))
-        return stack
+    def must_go_on(self, reads: Reads) -> None:
+        """Fail unless the streams of these reads come to them."""
+        what = "the end of a stream's wait for a transfer that is over"
+        wait_until(lambda: all(read() is not None for read in reads), what, self.patience_s)
 
     def must_be_given_back(self, client: KVClient, of: str) -> None:
         what = f"{of} to give its ranges and pins back"
         wait_until(lambda: held_by(status_of(client)) == (0, 0), what, SOON_S)
+
+    def provider(self, rig: TransportRig) -> tuple[DeviceTransportProvider[Any], Options]:
+        """Return the provider of a device driver, and the server's options; skip the test for any other transport."""
+        registry = registry_for(rig)
+        provider = registry.resolve("transport", rig.transport)
+        if not isinstance(provider, DeviceTransportProvider):
+            pytest.skip("the transport is none of a device driver")
+        return provider, registry.options(provider, dict(rig.server_options), where="the kit")
+
+    def driver(self, rig: TransportRig) -> EngineDriver[Any]:
+        """Return the half in the engine of a device driver; skip the test for any other transport."""
+        provider, _ = self.provider(rig)
+        options = registry_for(rig).options(provider, dict(rig.engine_options), where="the kit")
+        driver: EngineDriver[Any] = provider.create_engine(options)
+        return driver

@@ -1,9 +1,13 @@
 """The transport kit's tests of memory: neighbouring allocations, slabs, all of the arena, other devices, handles that
-say what is not so; and of faults: a copy that fails, a context that is poisoned."""
+say what is not so; of a driver's two halves alone; and of faults: a copy that fails, a context that is poisoned."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import mmap
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,48 +16,14 @@ import pytest
 from kvf_dev.testing.kit import must_refuse, wait_until
 from kvf_dev.testing.transport.cases import CASES, CHUNK, NHD, PAGED, GroupCase
 from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine, must_miss, must_succeed, must_work
-from kvf_dev.testing.transport.kit import MakeEngine, TransportKit, or_skip
+from kvf_dev.testing.transport.kit import MakeEngine, TransportKit
 from kvf_dev.testing.transport.node import status_of
 from kvf_dev.testing.transport.rig import TransportRig
+from kvframework.api.driver import MAX_HANDLE_BYTES, Arena
 from kvframework.client import KVClient
 from kvframework.devices import endpoints
-from kvframework.devices.endpoints import DeviceTransfer
 from kvframework.devices.handles import ExportedAllocation, export_memory
-from kvframework.errors import KVFrameworkError
-
-
-def needs_handles(engine: KitEngine) -> None:
-    """Skip the test for a transport that exports memory in a way of its own, or none."""
-    instance = engine.worker._instance
-    if instance is None or not isinstance(instance.transfer, DeviceTransfer):
-        pytest.skip("the transport is none of a device driver")
-
-
-def must_be_refused(
-    monkeypatch: pytest.MonkeyPatch, engine: KitEngine, export: Callable[..., tuple[str, tuple[bytes, ...]]], why: str
-) -> None:
-    """Register the engine's memory again, with what `export` returns in the place of `export_memory`; fail unless that
-    is refused. The engine is closed before, and afterwards."""
-    __tracebackhide__ = True
-    engine.close()
-    with monkeypatch.context() as patch:
-        patch.setattr(endpoints, "export_memory", export)
-        try:
-            must_refuse(why, engine.register, KVFrameworkError)
-        finally:
-            engine.close()
-
-
-def relabelled(handle: bytes, *, device: str = "", more: int = 0) -> bytes:
-    """Return the handle of an allocation with another device, or a larger size; any other as it is."""
-    try:
-        exported = msgspec.msgpack.decode(handle, type=ExportedAllocation)
-    except msgspec.ValidationError:
-        return handle
-    found = exported.allocation
-    false = msgspec.structs.replace(found, nbytes=found.nbytes + more, device=device or found.device)
-    return msgspec.msgpack.encode(ExportedAllocation(false))
-
+from kvframework.errors import DeviceError, KVFrameworkError
 
 # A block is a whole number of an allocator's units, so that one allocation may begin where another ends.
 _DENSE = [GroupCase(("block", "token", "head", "dim"), planes=1, heads=2, dim=16, layers=5)]
@@ -85,11 +55,12 @@ class Memory(TransportKit):
         opened = rig.open_elsewhere() - before
         assert opened <= len(shapes), f"{len(shapes)} allocations were opened {opened} times: give each one handle"
 
-    @pytest.mark.parametrize("case", ["nhd", "dim_before_token"])
-    def test_a_long_request_is_copied_whole(self, make_engine: MakeEngine, case: str) -> None:
+    @pytest.mark.parametrize(
+        ("case", "chunks"), [("nhd", 70), ("dim_before_token", 24)], ids=["nhd", "dim_before_token"]
+    )
+    def test_a_long_request_is_copied_whole(self, make_engine: MakeEngine, case: str, chunks: int) -> None:
         """Thousands of fragments in a batch, and more objects than fit into a batch of 16 or 64."""
-        engine = make_engine(PAGED[case], chunks=24 if case == "dim_before_token" else 70)
-        must_work(engine, f"a request of {engine.chunks} chunks")
+        must_work(make_engine(PAGED[case], chunks=chunks), f"a request of {chunks} chunks")
 
     def test_objects_may_lie_anywhere_in_the_arena(self, make_engine: MakeEngine) -> None:
         """All of the arena is registered for copies, slice by slice. Every place of it is used once here."""
@@ -104,50 +75,93 @@ class Memory(TransportKit):
                 engine.overwrite()
         engine.must_load(kept, stored, what="a load of an object far inside of the arena, after others were stored")
 
-    def test_two_devices_do_not_mix(self, rig: TransportRig, client: KVClient, engine: KitEngine) -> None:
-        other = self._elsewhere(rig, client)
-        try:
-            pairs = ((engine, other), (other, engine))
-            requests = [each.request() for each, _ in pairs]
-            stores = [each.store(to, each.source()) for (each, _), to in zip(pairs, requests, strict=True)]
-            for store, what in zip(stores, ("a store", "a store from another device"), strict=True):
-                must_succeed(store, what)
-            stored = {id(each): each.snapshot() for each, _ in pairs}
-            loads = [each.load(of, each.target()) for (each, _), of in zip(pairs, requests[::-1], strict=True)]
-            for load in loads:
-                must_succeed(load, "a load of what another device stored")
-            for each, origin in pairs:
-                each.must_have_loaded(stored[id(origin)], origin.source(), what="a load of what another device stored")
-        finally:
-            other.close()
+    def test_two_devices_do_not_mix(self, rig: TransportRig, make_engine: MakeEngine, engine: KitEngine) -> None:
+        other = make_engine(NHD, rig=rig.elsewhere())
+        requests = [engine.request(), other.request()]
+        stores = [engine.submit("store", requests[0]), other.submit("store", requests[1])]
+        for store, what in zip(stores, ("a store", "a store from another device"), strict=True):
+            must_succeed(store, what)
+        stored = [engine.snapshot(), other.snapshot()]
+        loads = [engine.submit("load", requests[1]), other.submit("load", requests[0])]
+        for load in loads:
+            must_succeed(load, "a load of what another device stored")
+        engine.must_have_loaded(stored[1], other.source(), what="a load of what another device stored")
+        other.must_have_loaded(stored[0], engine.source(), what="a load of what another device stored")
 
     def test_memory_of_another_device_is_refused(
-        self, rig: TransportRig, client: KVClient, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+        self, rig: TransportRig, make_engine: MakeEngine, engine: KitEngine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A client may say any device of its memory."""
-        devices: list[str] = []
-
-        def watched(*arguments: Any) -> tuple[str, tuple[bytes, ...]]:
-            found = export_memory(*arguments)
-            devices.append(found[0])
-            return found
-
-        def lying(*arguments: Any) -> tuple[str, tuple[bytes, ...]]:
-            _, handles = export_memory(*arguments)
-            return devices[0], tuple(relabelled(each, device=devices[0]) for each in handles)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(endpoints, "export_memory", watched)
-            engine = make_engine(NHD)
-        needs_handles(engine)
-        why = "`open` of memory of another device"
-        must_be_refused(monkeypatch, self._elsewhere(rig, client), lying, why)
+        driver = self.driver(rig)
+        device = driver.export(engine.address).allocation.device
+        driver.close()
+        other = make_engine(NHD, rig=rig.elsewhere())
+        _must_be_refused(monkeypatch, other, "`open` of memory of another device", device=device)
         must_succeed(engine.store(engine.request(), engine.source()), "a store after a refused registration")
 
-    def _elsewhere(self, rig: TransportRig, client: KVClient) -> KitEngine:
-        """Return an engine on another device."""
-        other = or_skip(rig.elsewhere)
-        return KitEngine(other, client, 100_000 + id(other) % 100_000, NHD, seed=7)
+
+class Driver(TransportKit):
+    """The halves as the core makes them, without a server: calls at rare times, such as after `close`."""
+
+    def test_handles_are_short_and_stay_the_same(self, rig: TransportRig, engine: KitEngine) -> None:
+        driver, address = self.driver(rig), engine.address
+        first, second = driver.export(address), driver.export(address)
+        assert first == second, "`export` gives an allocation another handle the second time: give each one handle"
+        event = driver.create_event(first.allocation.device)
+        for what, handle in (("memory", first.allocation.handle), ("an event", driver.export_event(event))):
+            assert type(handle) is bytes, f"the handle of {what} is a {type(handle).__name__}: handles are bytes"
+            assert len(handle) <= MAX_HANDLE_BYTES, (
+                f"the handle of {what} has {len(handle)} bytes, and MAX_HANDLE_BYTES is {MAX_HANDLE_BYTES}"
+            )
+        driver.destroy_event(event)
+        driver.close()
+
+    def test_events_are_destroyed_after_close(self, rig: TransportRig, engine: KitEngine) -> None:
+        """An event is given back once its request is answered, which may be after the end of its instance."""
+        driver = self.driver(rig)
+        device, before = driver.export(engine.address).allocation.device, rig.events()
+        events = [driver.create_event(device) for _ in range(2)]
+        driver.record(events[0], rig.event())
+        for event in events:
+            driver.export_event(event)
+        _must_not_raise("close", driver.close)
+        _must_not_raise("a second close", driver.close)
+        for event in events:
+            # `DeviceError` is fine: the events may have ended with the driver.
+            _must_not_raise("destroy_event after close", partial(driver.destroy_event, event))
+        left = rig.events() - before
+        assert left <= 0, f"{left} events are left, though `destroy_event` was called after `close`"
+
+    @pytest.mark.parametrize("when", ["twice", "after close", "twice by threads"])
+    def test_a_blocked_stream_is_released(self, rig: TransportRig, engine: KitEngine, when: str) -> None:
+        """The core calls a release from any thread, perhaps twice, perhaps after `close`."""
+        driver = self.driver(rig)
+        driver.export(engine.address)
+        stream = rig.stream()
+        release = driver.block_stream(stream)
+        reads = engine.read_later(stream)
+        try:
+            if when == "after close":
+                _must_not_raise("close while a stream is blocked", driver.close)
+            for number in ("a", "a second"):
+                call = partial(_must_not_raise, f"{number} call of the release, {when},", release)
+                self.in_threads(call) if when == "twice by threads" else call()
+        finally:
+            with contextlib.suppress(Exception):  # no stream stands still after a test that failed
+                release()
+        self.must_go_on(reads)
+        driver.close()
+
+    @pytest.mark.parametrize("device", ["no such device", ""], ids=["another", "empty"])
+    def test_a_copier_of_a_device_that_the_machine_lacks_is_refused(self, rig: TransportRig, device: str) -> None:
+        provider, options = self.provider(rig)
+        view = memoryview(mmap.mmap(-1, mmap.PAGESIZE))
+        arena = Arena(view, ctypes.addressof(ctypes.c_char.from_buffer(view)))
+        must_refuse(
+            f"create_copier of the device {device!r}, which this machine lacks,",
+            lambda: provider.create_copier(options, device, arena),
+            DeviceError,
+        )
 
 
 class Faults(TransportKit):
@@ -160,13 +174,10 @@ class Faults(TransportKit):
         must_work(engine)
         request, stored = engine.stored() if what == "load" else engine.request(), engine.snapshot()
         copiers = _copiers(client, rig)
-        or_skip(rig.fail_copy)
-        if what == "load":
-            must_miss(engine.load(request, engine.target()), "a load whose copy failed was answered as a hit")
-        else:
-            why = "a store whose copy failed was answered as one that succeeded"
-            must_miss(engine.store(request, engine.source()), why)
-            assert engine.hit(request) == 0, "nothing of it is published"
+        rig.fail_copy()
+        good = "a hit" if what == "load" else "one that succeeded"
+        must_miss(engine.submit(what, request), f"a {what} whose copy failed was answered as {good}")
+        assert what == "load" or engine.hit(request) == 0, "nothing of it is published"
         assert _copiers(client, rig) == copiers, "the copier ended: raise DeviceError for one operation that failed"
         if what == "load":
             engine.overwrite()
@@ -178,7 +189,7 @@ class Faults(TransportKit):
     ) -> None:
         must_work(engine)
         copiers, request = _copiers(client, rig), engine.request()
-        or_skip(rig.poison)
+        rig.poison()
         must_miss(engine.store(request, engine.source()))
         wait_until(
             lambda: engine.store(engine.request(), engine.source()).result(PATIENCE_S),
@@ -191,27 +202,48 @@ class Faults(TransportKit):
             "the copier whose context is poisoned goes on: raise DeviceLost once nothing works any more"
         )
 
-    def test_what_is_no_event_is_not_taken_for_none(self, engine: KitEngine) -> None:
-        needs_handles(engine)
+    def test_what_is_no_event_is_not_taken_for_none(self, rig: TransportRig, engine: KitEngine) -> None:
+        self.provider(rig)
         request = engine.request()
         stored = engine.store(request, engine.source(), event=object()).result(PATIENCE_S)
         assert not stored.ok, "the copy came too early: raise DeviceError for what is no event of the device"
         assert engine.hit(request) == 0, "a store whose event is none was published"
         must_work(engine)
 
-    def test_memory_smaller_than_it_says_is_refused(self, engine: KitEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_memory_smaller_than_it_says_is_refused(
+        self, rig: TransportRig, engine: KitEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """A client may send any size, and a copy beyond the end would harm others."""
-        needs_handles(engine)
+        self.provider(rig)
         why = "opening an allocation smaller than its `nbytes`, beyond whose end a copy harms others,"
-        must_be_refused(monkeypatch, engine, _lying, why)
+        _must_be_refused(monkeypatch, engine, why, nbytes=1 << 40)
         engine.register()
         must_work(engine)
 
 
-def _lying(*arguments: Any) -> tuple[str, tuple[bytes, ...]]:
-    """Return `export_memory`'s result, with far too large sizes for all allocations."""
-    device, handles = export_memory(*arguments)
-    return device, tuple(relabelled(each, more=1 << 40) for each in handles)
+def _must_be_refused(monkeypatch: pytest.MonkeyPatch, engine: KitEngine, why: str, **false: Any) -> None:
+    """Register the engine's memory again, with `false` fields of its allocations; fail unless that is refused. The
+    engine is closed before, and afterwards."""
+    __tracebackhide__ = True
+
+    def relabelled(handle: bytes) -> bytes:
+        try:
+            exported = msgspec.msgpack.decode(handle, type=ExportedAllocation)
+        except msgspec.ValidationError:  # of something else
+            return handle
+        return msgspec.msgpack.encode(ExportedAllocation(msgspec.structs.replace(exported.allocation, **false)))
+
+    def lying(*arguments: Any) -> tuple[str, tuple[bytes, ...]]:
+        device, handles = export_memory(*arguments)
+        return false.get("device", device), tuple(map(relabelled, handles))
+
+    engine.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(endpoints, "export_memory", lying)
+        try:
+            must_refuse(why, engine.register, KVFrameworkError)
+        finally:
+            engine.close()
 
 
 def _copiers(client: KVClient, rig: TransportRig) -> dict[str, int | None]:
@@ -219,3 +251,13 @@ def _copiers(client: KVClient, rig: TransportRig) -> dict[str, int | None]:
     transports = status_of(client)["transports"]
     assert isinstance(transports, dict)
     return {each["device"]: each["pid"] for each in transports.get(rig.transport, {}).get("devices", ())}
+
+
+def _must_not_raise(what: str, call: Callable[[], object]) -> None:
+    __tracebackhide__ = True
+    try:
+        call()
+    except DeviceError:
+        return
+    except Exception as error:  # noqa: BLE001  any other is the bug
+        pytest.fail(f"{what} raised {type(error).__name__}: {error}")

@@ -1,13 +1,15 @@
-"""The transport kit's tests of order: copies against the engine's own work, cancel, and the engine's thread."""
+"""The transport kit's tests of order: copies against the engine's own work, cancel, the engine's thread, and streams
+that wait for a transfer while that thread goes on."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
-from kvf_dev.testing.kit import wait_until
 from kvf_dev.testing.transport.cases import NHD
 from kvf_dev.testing.transport.engine import (
     PATIENCE_S,
@@ -17,12 +19,12 @@ from kvf_dev.testing.transport.engine import (
     must_succeed,
     must_work,
 )
-from kvf_dev.testing.transport.kit import MakeEngine, TransportKit
-from kvf_dev.testing.transport.rig import TransportRig
+from kvf_dev.testing.transport.kit import MakeEngine, Reads, TransportKit
+from kvf_dev.testing.transport.rig import RigSpec, TransportRig
 from kvframework.api.futures import Future
-from kvframework.api.transport import StoreOutcome
+from kvframework.api.transport import LoadOutcome, StoreOutcome
 
-asynchronous = pytest.mark.usefixtures("asynchronous")
+_A_WHILE_S = 0.2
 
 
 class Order(TransportKit):
@@ -45,23 +47,18 @@ class Order(TransportKit):
             engine.overwrite()
             engine.must_load(request, stored)
 
-    @asynchronous
     def test_nothing_is_answered_while_a_copy_stands_still(self, rig: TransportRig, engine: KitEngine) -> None:
         request = engine.request()
-        with self.holding(rig) as held:
-            future = engine.store(request, engine.source())
-            wait_until(rig.held, "a copy that is held")
-            must_be_under_way(future, "blocks are still touched")
+        with self.in_mid_copy(rig, lambda: engine.store(request, engine.source())) as (future, go_on):
+            must_be_under_way(future)
             assert engine.hit(request) == 0, "nothing is published before it is there"
-            held.close()
+            go_on()
             must_succeed(future)
 
-    @asynchronous
     def test_a_submit_does_not_wait_for_copies(self, rig: TransportRig, engine: KitEngine) -> None:
         engine.stored()
-        with self.holding(rig) as held:
-            futures, took = [engine.store(engine.request(), engine.source())], []
-            wait_until(rig.held, "a copy that is held")
+        with self.in_mid_copy(rig, lambda: engine.store(engine.request(), engine.source())) as (future, go_on):
+            futures, took = [future], []
             for request in [engine.request() for turn in range(6)]:
                 started = time.perf_counter()
                 futures.append(engine.store(request, engine.source()))
@@ -71,42 +68,34 @@ class Order(TransportKit):
             assert median < self.submit_budget_s, (
                 f"a submit takes {median * 1000:.0f} ms while a copy is under way: it waits for the copy"
             )
-            held.close()
+            go_on()
             for future in futures:
                 must_succeed(future, "a store behind one that was held")
 
-    @asynchronous
     def test_a_load_does_not_wait_for_a_store_that_stands_still(
         self, rig: TransportRig, make_engine: MakeEngine
     ) -> None:
         """Loads and stores have a stream each."""
         engine, other = make_engine(NHD), make_engine(NHD)
         request = engine.stored()
-        with self.holding(rig) as held:
-            standing = other.store(other.request(), other.source())
-            wait_until(rig.held, "a copy that is held")
+        with self.in_mid_copy(rig, lambda: other.store(other.request(), other.source())) as (standing, go_on):
             loading = engine.load(request, engine.target())
             passed = loading.wait(self.patience_s)
-            held.close()
+            go_on()
             assert passed, "a load stood behind a store: create_stream gives one stream for loads and one for stores"
             must_succeed(loading, "a load beside a store that stands still, for which no call waits,")
             must_succeed(standing, "a store that stood still")
         engine.must_have_loaded()
 
-    @asynchronous
     @pytest.mark.parametrize("what", ["store", "load"])
     def test_what_is_cancelled_is_answered_once_it_touches_nothing(
         self, rig: TransportRig, engine: KitEngine, what: str
     ) -> None:
         request = engine.stored() if what == "load" else engine.request()
-        with self.holding(rig) as held:
-            future: Future[object] = (
-                engine.load(request, engine.target()) if what == "load" else engine.store(request, engine.source())  # type: ignore[assignment]
-            )
-            wait_until(rig.held, "a copy that is held")
+        with self.in_mid_copy(rig, lambda: engine.submit(what, request)) as (future, go_on):
             future.cancel()
-            must_be_under_way(future, "blocks are still touched")
-            held.close()
+            must_be_under_way(future)
+            go_on()
             must_miss(future)
         # From here on the blocks belong to the engine again, at once.
         engine.overwrite()
@@ -118,10 +107,9 @@ class Order(TransportKit):
             assert engine.hit(request) == 0, "a cancelled store was published"
             must_work(engine, request=request)
 
-    @asynchronous
     def test_a_submit_does_not_wait_for_the_engines_work(self, rig: TransportRig, engine: KitEngine) -> None:
         futures: list[Future[StoreOutcome]] = []
-        with self.entered(rig.holding_writes()) as held:
+        with rig.holding_writes():
             event = engine.overwrite(later=True)
             submitting = threading.Thread(
                 target=lambda: futures.append(engine.store(engine.request(), engine.source(), event=event))
@@ -130,42 +118,118 @@ class Order(TransportKit):
             submitting.join(self.patience_s)
             returned = not submitting.is_alive()
             under_way = [not future.query() for future in futures]
-            held.close()
-            submitting.join(PATIENCE_S)
+        submitting.join(PATIENCE_S)
         assert returned, "a submit returned only after the engine's work was done"
         assert under_way == [True], "a store was answered before its event was reached"
         must_succeed(futures[0])
         engine.must_be_right()
 
-    @asynchronous
     def test_a_transfer_does_not_wait_for_another_ones_event(self, rig: TransportRig, make_engine: MakeEngine) -> None:
         engine, other = make_engine(NHD), make_engine(NHD)
         reached = engine.overwrite(later=True)
         must_succeed(engine.store(engine.request(), engine.source(), event=reached))
-        with self.entered(rig.holding_writes()) as held:
+        with rig.holding_writes():
             event = other.overwrite(later=True)
             waiting = engine.store(engine.request(), engine.source(), event=event)
             ready = engine.store(engine.request(), engine.source(), event=reached)
             answered = ready.wait(self.patience_s)
-            held.close()
-            assert answered, "a transfer whose event is reached stood behind one whose event is not"
-            must_succeed(waiting)
-            must_succeed(ready)
+        assert answered, "a transfer whose event is reached stood behind one whose event is not"
+        must_succeed(waiting)
+        must_succeed(ready)
 
-    @asynchronous
     def test_what_waits_is_cancelled_while_another_copy_stands_still(
         self, rig: TransportRig, make_engine: MakeEngine
     ) -> None:
         """The copier answers at any time: it waits for no copy, neither at a launch nor after it."""
         engine, other = make_engine(NHD), make_engine(NHD)
-        with self.holding(rig) as copies, self.entered(rig.holding_writes()) as writes:
-            event = engine.overwrite(later=True)
-            standing = other.store(other.request(), other.source())
-            wait_until(rig.held, "a copy that is held")
-            waiting = engine.store(engine.request(), engine.source(), event=event)
+        with (
+            rig.holding_writes(),
+            self.in_mid_copy(rig, lambda: other.store(other.request(), other.source())) as (standing, _),
+        ):
+            waiting = engine.store(engine.request(), engine.source(), event=engine.overwrite(later=True))
             waiting.cancel()
             answered = waiting.wait(self.patience_s)
-            writes.close()
-            copies.close()
-            assert answered, "the copier did not answer while a copy was under way"
-            must_succeed(standing)
+        assert answered, "the copier did not answer while a copy was under way"
+        must_succeed(standing)
+
+
+class Streams(TransportKit):
+    """Work on the engine's own streams behind a transfer."""
+
+    @pytest.mark.parametrize("which", ["its own", "the current"])
+    def test_a_stream_waits_for_a_load_and_the_engines_thread_does_not(
+        self, rig: TransportRig, engine: KitEngine, which: str
+    ) -> None:
+        stream = rig.stream() if which == "its own" else None
+        request = engine.stored()
+        with self.in_mid_copy(rig, lambda: engine.load(request, engine.target())) as (future, go_on):
+            reads = self._read_behind(future, engine, stream, go_on)
+            until = time.monotonic() + _A_WHILE_S
+            while time.monotonic() < until:
+                assert not any(read() is not None for read in reads), (
+                    "a read came before the load that its stream waits for"
+                )
+                time.sleep(0.005)
+            go_on()
+            must_succeed(future)
+        self.must_go_on(reads)
+        engine.expect_loaded(engine.snapshot(), engine.source(), engine.target())
+        late = sum(read() != bytes(engine.model.images[name]) for read, name in zip(reads, engine.tensors, strict=True))
+        assert not late, f"{late} tensors were read before the load that the stream waits for had written them"
+
+    def test_what_is_no_stream_is_not_taken_for_the_current_one(self, rig: TransportRig, engine: KitEngine) -> None:
+        """Without a stream that can wait the engine's thread waits, which is safe."""
+        rig.stream()
+        request = engine.stored()
+        with self.in_mid_copy(rig, lambda: engine.load(request, engine.target())) as (future, go_on):
+            waiting = threading.Thread(target=lambda: future.to_cuda_future().wait(object()), daemon=True)
+            waiting.start()
+            waiting.join(_A_WHILE_S)
+            returned = not waiting.is_alive()
+            go_on()
+            waiting.join(self.patience_s)
+            assert not returned, "raise DeviceError for what is no stream: no stream of the engine waits now"
+            must_succeed(future)
+
+    @pytest.mark.parametrize("how", ["is cancelled", "fails"])
+    def test_a_stream_goes_on_after_a_load_that_did_not_succeed(
+        self, rig: TransportRig, make_engine: MakeEngine, how: str
+    ) -> None:
+        """The users of the blocks must check their content; but no stream may wait for ever."""
+        streams = [rig.stream() for _ in range(2)]
+        # The load waits for an event of other memory: nothing but the load precedes the read here.
+        engine, other = make_engine(NHD), make_engine(NHD)
+        request = engine.stored()
+        if how == "fails":
+            rig.fail_copy()
+        with contextlib.ExitStack() as held:
+            held.enter_context(rig.holding_writes())
+            future = engine.load(request, engine.target(), event=other.overwrite(later=True))
+            reads = [read for stream in streams for read in self._read_behind(future, engine, stream, held.close)]
+            if how == "is cancelled":
+                future.cancel()
+        must_miss(future, f"a load that {how} was answered as a hit")
+        self.must_go_on(reads)
+
+    def test_a_stream_goes_on_when_its_server_is_killed(self, spec: RigSpec, rig: TransportRig) -> None:
+        stream = rig.stream()
+        with self.doomed(spec, rig) as (server, _, engine):
+            request = engine.stored()
+            with self.in_mid_copy(rig, lambda: engine.load(request, engine.target())) as (future, go_on):
+                reads = self._read_behind(future, engine, stream, go_on)
+                server.kill()
+                must_miss(future)
+                self.must_go_on(reads)
+
+    def _read_behind(
+        self, future: Future[LoadOutcome], engine: KitEngine, stream: object | None, go_on: Callable[[], None]
+    ) -> Reads:
+        """Queue reads behind the transfer. It is waited for in this thread, since it may be that thread's stream; held
+        work is released if the call does not return."""
+        watchdog = threading.Timer(self.patience_s, go_on)
+        watchdog.start()
+        future.to_cuda_future().wait(stream)
+        watchdog.cancel()
+        watchdog.join()
+        assert not future.query(), "the engine's thread waited for the transfer"
+        return engine.read_later(stream)

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import pytest
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +21,8 @@ class TransportRig(ABC):
 
     `transport` is the transport's name; `engine_options` and `server_options` are for the two sides. `plugins` are
     modules that the kit registers where the distribution is not installed. `synchronous` is for transports whose
-    submits return when the copy is done, as with engine-driven ones.
+    submits return when the copy is done, as with engine-driven ones. What a device cannot do skips the test: leave that
+    method out.
     """
 
     transport: str
@@ -51,46 +54,38 @@ class TransportRig(ABC):
         return None
 
     def stream(self) -> object:
-        """Return a stream of the engine's beside its current one, as an argument of `DeviceFuture.wait`. Raises
-        `NotImplementedError` if streams cannot wait for a transfer; the tests that need it are skipped."""
-        raise NotImplementedError("this device's streams cannot wait for a transfer")
+        """Return a stream of the engine's beside its current one, as an argument of `DeviceFuture.wait`."""
+        pytest.skip("this device's streams cannot wait for a transfer")
 
     def read_later(self, tensor: torch.Tensor, stream: object | None) -> Callable[[], bytes | None]:
         """Queue a read of all bytes of a contiguous tensor on a stream (None: the current one), as a kernel of the
         engine would. Never blocks. The returned function gives the bytes once the stream has passed the read, None
         before; it may raise the read's error."""
-        raise NotImplementedError("this device's streams cannot wait for a transfer")
+        pytest.skip("this device's streams cannot wait for a transfer")
 
-    @contextmanager
-    def holding_copies(self) -> Iterator[None]:
-        """Stop the next copy of the transport in its middle until the block ends. Raises `NotImplementedError` if the
-        device cannot be held; the tests that need it are skipped."""
-        raise NotImplementedError("this device's copies cannot be held")
-        yield
+    def holding_copies(self) -> AbstractContextManager[None]:
+        """Stop the next copy of the transport in its middle until the block ends."""
+        pytest.skip("this device's copies cannot be held")
 
     def held(self) -> bool:
         """Return whether a copy stands still in `holding_copies`."""
         return False
 
-    def problems(self) -> list[str]:
-        """Return the mistakes noted so far, where the device can tell: in any process."""
-        return []
-
-    @contextmanager
-    def holding_writes(self) -> Iterator[None]:
-        """Delay the effect of `write_later` until the block ends. Raises `NotImplementedError` if the device cannot be
-        held so; the tests that need it are skipped."""
-        raise NotImplementedError("this device's writes cannot be held")
-        yield
+    def holding_writes(self) -> AbstractContextManager[None]:
+        """Delay the effect of `write_later` until the block ends."""
+        pytest.skip("this device's writes cannot be held")
 
     def fail_copy(self) -> None:
-        """Make the next copy of the transport fail on a device that works otherwise. Raises `NotImplementedError` if
-        the rig cannot do so; the tests that need it are skipped. Likewise `poison`."""
-        raise NotImplementedError("this device's copies cannot be made to fail")
+        """Make the next copy of the transport fail on a device that works otherwise."""
+        pytest.skip("this device's copies cannot be made to fail")
 
     def poison(self) -> None:
         """Make the next copy of the transport poison the context of its process, as an illegal access does."""
-        raise NotImplementedError("this device's contexts cannot be poisoned")
+        pytest.skip("this device's contexts cannot be poisoned")
+
+    def problems(self) -> list[str]:
+        """Return the mistakes noted so far, where the device can tell: in any process."""
+        return []
 
     def open_elsewhere(self) -> int:
         """Return how many allocations of engines are open in other processes; 0 if unknown."""
@@ -105,9 +100,8 @@ class TransportRig(ABC):
         return 0
 
     def elsewhere(self) -> TransportRig:
-        """Return a rig of another device of the machine, in this process. Raises `NotImplementedError` where there is
-        none; the tests that need it are skipped."""
-        raise NotImplementedError("there is no other device")
+        """Return a rig of another device of the machine, in this process."""
+        pytest.skip("there is no other device")
 
     def close(self) -> None:
         """Free the rig's resources. Idempotent."""

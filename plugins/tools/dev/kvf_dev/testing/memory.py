@@ -1,0 +1,466 @@
+"""The conformance kit for the memory of L1: tests that every `Memory` must pass. Runs under pytest.
+
+    from kvf_dev.testing import MemoryConformance
+
+    class TestMyMemory(MemoryConformance):
+        use = "mymemory"                            # the entry point `memory.mymemory`
+
+A memory that is no plugin yet, or whose size is not the option `capacity`, comes from a fixture:
+
+        @pytest.fixture
+        def make_memory(self):
+            return lambda capacity: MyMemory(capacity)
+
+Of a provider with `keeps` it tests memory that outlives its server, too; beside a fixture `make_memory` that needs
+
+        @pytest.fixture
+        def make_kept_memory(self):
+            return lambda capacity, kept: MyMemory(capacity, kept)
+
+Sizes are up to 40 MiB. Needs pytest alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import mmap
+import os
+import stat
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from typing import ClassVar
+
+import pytest
+
+from kvf_dev.testing.kit import held, must_refuse, wait_until
+from kvf_dev.testing.making import NamedKit
+from kvframework.api.memory import ArenaError, Memory, MemoryContext, MemoryProvider
+from kvframework.storage.l1.journal import own_description
+
+__all__ = ["MakeKeptMemory", "MakeMemory", "MemoryConformance"]
+
+MakeMemory = Callable[[int], Memory]
+MakeKeptMemory = Callable[[int, int], Memory]
+
+_PAGE = 4096
+# Few pages, several steps of some MiB that do not end at a step, and a size that is no number of pages.
+_SIZES = {"1 MiB": 1 << 20, "40 MiB and 3 pages": (40 << 20) + 3 * _PAGE, "3 MiB and 123 bytes": (3 << 20) + 123}
+_CAPACITY = _SIZES["40 MiB and 3 pages"]
+_of_every_size = pytest.mark.parametrize("memory", _SIZES.values(), ids=list(_SIZES), indirect=True)
+_IN_A_CLIENT = """
+import mmap, sys
+fd, capacity, page = map(int, sys.argv[1:])
+with mmap.mmap(fd, capacity) as mapped:
+    ends = range(capacity % page or page, capacity + 1, page)
+    for end in ends:
+        if mapped[end - 8 : end] != (end * 31 + 1).to_bytes(8, "little"):
+            sys.exit(f"byte {end - 8} of the mapped descriptor is not what the server wrote there")
+    for end in ends:
+        mapped[end - 8 : end] = (end * 31 + 2).to_bytes(8, "little")
+"""
+
+
+class MemoryConformance(NamedKit):
+    """Base class of an author's test class, which gives `use`, and `options` if there are any; or a fixture
+    `make_memory`, a factory that takes the size in bytes."""
+
+    _descriptor = MemoryProvider
+    _where = "[l1]"
+
+    patience_s: ClassVar[float] = 20.0
+    """Seconds within which memory of this size becomes usable, and closes."""
+
+    @pytest.fixture
+    def make_memory(self) -> MakeMemory:
+        """Return a factory of memory by its size in bytes, which raises `ArenaError` for what cannot be had."""
+        self.resolve({**self.options, "capacity": _CAPACITY})  # a wrong name is an error here, and not in each test
+        return self._make
+
+    @pytest.fixture
+    def make_kept_memory(self) -> MakeKeptMemory:
+        """Return a factory of memory by its size and a descriptor, as `MemoryContext.kept`. Skips the test for a
+        provider without `keeps`, and where a fixture `make_memory` is all that is given."""
+        if not self.use:
+            pytest.skip("there is no fixture `make_kept_memory`")
+        return self._make
+
+    def _make(self, capacity: int, kept: int | None = None) -> Memory:
+        """Return memory, made as a server does it. Skips the test if the plugin cannot run here."""
+        provider, options = self.resolve({**self.options, "capacity": capacity})
+        if kept is not None and not provider.keeps:
+            os.close(kept)
+            pytest.skip("the provider has no `keeps`")
+        memory: Memory = provider.create(options, MemoryContext(self._where, kept=kept))
+        return memory
+
+    @pytest.fixture
+    def memory(self, make_memory: MakeMemory, request: pytest.FixtureRequest) -> Iterator[Memory]:
+        memory = make_memory(getattr(request, "param", _CAPACITY))
+        yield memory
+        memory.close()
+
+    def _started(self, memory: Memory) -> Memory:
+        """Return the memory once all of it is usable."""
+        ends: list[int] = []
+        memory.start(ends.append)
+        self._until_all_is_ready(memory, ends)
+        return memory
+
+    def _until_all_is_ready(self, memory: Memory, ends: list[int]) -> None:
+        """Wait for `on_ready(capacity)`; `ends` has what was reported so far."""
+        __tracebackhide__ = True
+        what = f"on_ready({memory.capacity}), which reports all of the memory,"
+        wait_until(lambda: ends and ends[-1] >= memory.capacity, what, self.patience_s)
+
+    # bytes
+
+    @_of_every_size
+    def test_all_of_it_is_there_and_writable(self, memory: Memory, request: pytest.FixtureRequest) -> None:
+        assert isinstance(memory.capacity, int), "`capacity` is a number of bytes"
+        asked = request.node.callspec.params["memory"]
+        assert memory.capacity >= asked, (
+            f"`capacity` is {memory.capacity}, less than the {asked} bytes that were asked for"
+        )
+        if _taken(memory.fd) is not None:
+            nbytes = os.fstat(memory.fd).st_size
+            assert nbytes >= memory.capacity, f"`fd` has {nbytes} bytes, and `capacity` is {memory.capacity}"
+        with memory.view() as view:
+            assert view.nbytes == memory.capacity, f"view() has {view.nbytes} of the {memory.capacity} bytes"
+            assert (view.format, view.ndim) == ("B", 1), "view() is one-dimensional, of the format B"
+            assert not view.readonly, "view() is not writable"
+            assert view.contiguous, "view() is not contiguous"
+            _mark(view, 3)
+            wrong = _wrong_page(view, 3)
+            assert wrong is None, f"byte {wrong} is not what was written there: two places are one"
+
+    def test_every_view_shows_the_same_bytes(self, memory: Memory) -> None:
+        one, other = memory.view(), memory.view()
+        _mark(one, 5)
+        assert _wrong_page(other, 5) is None, "what is written to one view is not in another one"
+        one.release()
+        try:
+            assert _wrong_page(other, 5) is None, "a view shows other bytes after another one was released"
+        except ValueError:
+            pytest.fail("releasing one view releases another one: view() gives a new view each time")
+        other.release()
+        with memory.view() as later:
+            assert _wrong_page(later, 5) is None, "a new view does not show what was written before"
+
+    @_of_every_size
+    def test_another_process_maps_the_descriptor_and_shares_the_bytes(self, memory: Memory) -> None:
+        """A local client maps the descriptor, which it receives over a socket."""
+        with memory.view() as view:
+            _mark(view, 1)
+            command = [sys.executable, "-c", _IN_A_CLIENT, *map(str, (memory.fd, int(memory.capacity), _PAGE))]
+            done = subprocess.run(
+                command, pass_fds=[memory.fd], capture_output=True, text=True, timeout=60, check=False
+            )
+            assert done.returncode == 0, f"a client cannot use the descriptor: {done.stderr.strip()[-300:]}"
+            wrong = _wrong_page(view, 2)
+            assert wrong is None, f"byte {wrong}, written by a client, is not in view(): the mapping is not shared"
+
+    def test_no_process_inherits_the_descriptor(self, memory: Memory) -> None:
+        assert not os.get_inheritable(memory.fd), "`fd` is inheritable: every child process would hold the memory"
+
+    def test_two_have_nothing_in_common(self, make_memory: MakeMemory, memory: Memory) -> None:
+        other = make_memory(_CAPACITY)
+        with memory.view() as ours:
+            try:
+                _mark(ours, 7)
+                assert other.fd != memory.fd, "two memories have one descriptor"
+                with other.view() as theirs:
+                    _mark(theirs, 8)
+                assert _wrong_page(ours, 7) is None, "what is written to one memory is in another one"
+            finally:
+                other.close()
+            assert _wrong_page(ours, 7) is None, "closing one memory changes another one"
+            try:
+                os.fstat(memory.fd)
+            except OSError:
+                pytest.fail("closing one memory closes the descriptor of another one")
+
+    def test_memory_that_cannot_be_had_is_refused(self, make_memory: MakeMemory) -> None:
+        with _leaving_nothing("an ArenaError"):
+            must_refuse("making 2^60 bytes, which are not there,", lambda: make_memory(1 << 60).close(), ArenaError)
+
+    # readiness
+
+    @_of_every_size
+    def test_it_becomes_usable_in_the_background(self, memory: Memory) -> None:
+        """`start` returns before the first piece has been taken; the end reported for each piece is above the one
+        before."""
+        started = threading.Event()
+        ends: list[int] = []
+        late: list[int] = []
+        threads: set[int] = set()
+
+        def on_ready(end: int) -> None:
+            if not late and not started.wait(self.patience_s):
+                late.append(end)
+            threads.add(threading.get_ident())
+            ends.append(end)
+
+        try:
+            memory.start(on_ready)
+            assert not ends, "start() waits for what on_ready does, instead of returning at once"
+        finally:
+            started.set()
+        self._until_all_is_ready(memory, ends)
+        assert not late, "start() waits for what on_ready does, instead of returning at once"
+        assert ends == sorted(set(ends)), f"the n of on_ready(n) grows with each call, but was {ends[:8]}"
+        assert ends[0] > 0, "on_ready(0) reports nothing"
+        assert ends[-1] == memory.capacity, f"on_ready({ends[-1]}) is beyond the capacity, {memory.capacity}"
+        assert threading.get_ident() not in threads, "on_ready is called in the thread of start()"
+
+    def test_what_is_reported_is_there(self, memory: Memory) -> None:
+        """The core hands out what lies below n, and an engine's store must not wait for the kernel: a write there takes
+        no more memory."""
+        ends = [0]
+        short: list[str] = []
+
+        def on_ready(end: int) -> None:
+            found = _taken(memory.fd)
+            if found is not None and found < end // _PAGE * _PAGE:
+                short.append(f"on_ready({end}) is called while {found} bytes are resident")
+            with memory.view() as view:
+                for at in range(ends[-1], end, _PAGE):
+                    view[at] = 1
+            after = _taken(memory.fd)
+            if found is not None and after is not None and after > found:
+                short.append(f"on_ready({end}) is called while {after - found} of the first {end} are not resident")
+            ends.append(end)
+
+        memory.start(on_ready)
+        self._until_all_is_ready(memory, ends)
+        assert not short, short[0]
+
+    def test_what_was_written_on_the_way_stays(self, memory: Memory) -> None:
+        """The caller writes to each piece at once, while later pieces become usable."""
+        ends = [0]
+        calls = threading.Lock()
+        at_once: list[int] = []
+
+        def on_ready(end: int) -> None:
+            if not calls.acquire(blocking=False):
+                at_once.append(end)
+                return
+            with memory.view() as place, place[ends[-1] : end] as piece:
+                piece[:] = b"\7" * len(piece)
+            ends.append(end)
+            calls.release()
+
+        with memory.view() as view:
+            memory.start(on_ready)
+            self._until_all_is_ready(memory, ends)
+            assert not at_once, "on_ready is called while an earlier call is under way: n would not grow"
+            for start, end in itertools.pairwise(ends):
+                assert view[start:end] == b"\7" * (end - start), (
+                    f"bytes [{start}, {end}) were written when they were ready, and changed since"
+                )
+
+    def test_a_view_from_before_the_start_stays_the_memory(self, memory: Memory) -> None:
+        with memory.view() as before:
+            self._started(memory)
+            with memory.view() as after:
+                _mark(after, 9)
+            assert _wrong_page(before, 9) is None, "a view from before the start and one from after it differ"
+
+    # the end; the tests keep the closed objects: it is `close` that frees, not the garbage collector
+
+    def test_closing_before_the_start_releases_all(self, make_memory: MakeMemory) -> None:
+        before = held(mappings=True)
+        self._must_close(make_memory(_CAPACITY), before, "before the start")
+
+    def test_closing_while_it_becomes_usable_ends_the_work(self, make_memory: MakeMemory) -> None:
+        before = held(mappings=True)
+        memory = make_memory(_CAPACITY)
+        ends: list[int] = []
+        late: list[int] = []
+        closing, is_closed = threading.Event(), threading.Event()
+
+        def on_ready(end: int) -> None:
+            if is_closed.is_set():
+                late.append(end)
+            ends.append(end)
+            closing.wait(self.patience_s)  # so that close() runs while the memory still becomes usable
+            time.sleep(0.01)
+
+        memory.start(on_ready)
+        wait_until(lambda: ends, "the first on_ready", self.patience_s)
+        closing.set()
+        self._must_close(memory, before, "while it became usable", is_closed.set)
+        assert not late, "on_ready is called after close"
+
+    def test_closing_after_all_is_usable_releases_all(self, make_memory: MakeMemory) -> None:
+        before = held(mappings=True)
+        memory = self._started(make_memory(_CAPACITY))
+        with memory.view() as view:
+            view[-1] = 1
+        self._must_close(memory, before, "after all was usable")
+
+    def test_closing_twice_closes_nothing_of_others(self, make_memory: MakeMemory) -> None:
+        memory = make_memory(_CAPACITY)
+        number = memory.fd
+        memory.close()
+        other = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        if other != number:
+            os.dup2(other, number, inheritable=False)
+            os.close(other)
+        self._in_time(memory.close, "a second close()")
+        try:
+            os.close(number)
+        except OSError:
+            pytest.fail("a second close() closes a descriptor that belongs to somebody else by now")
+
+    def test_leaving_is_quick_while_views_are_there(self, make_memory: MakeMemory) -> None:
+        """The process ends right afterwards. A `BufferError` is fine: the memory stays until then."""
+        memory = self._started(make_memory(_CAPACITY))
+        name = _name_of(memory)
+        with memory.view() as view:
+            with contextlib.suppress(BufferError):
+                self._in_time(memory.leave, "leave()")
+            view[0] = 1
+        memory.close()
+        assert not (name and os.path.exists(name)), f"{name} outlives leave() and close()"
+
+    def _in_time(self, call: Callable[[], None], what: str) -> None:
+        began = time.monotonic()
+        try:
+            call()
+        except BufferError:
+            raise
+        except Exception as error:  # noqa: BLE001  any is the bug
+            pytest.fail(f"{what} raises {type(error).__name__}: {error}; it is idempotent")
+        assert time.monotonic() - began < self.patience_s, f"{what} takes longer than {self.patience_s:g} s"
+
+    def _must_close(
+        self, memory: Memory, before: set[str], when: str, closed: Callable[[], None] = lambda: None
+    ) -> None:
+        """Fail unless closing the memory, once and once more, leaves what was held `before`."""
+        name = _name_of(memory)
+        self._in_time(memory.close, "close()")
+        closed()
+        threads = sorted(each for each in held(mappings=True) - before if each.startswith("thread "))
+        assert not threads, f"close() {when} returns before {', '.join(threads)} has ended"
+        end = time.monotonic() + min(self.patience_s, 5.0)
+        while (left := held(mappings=True) - before) and time.monotonic() < end:
+            time.sleep(0.005)
+        assert not left, f"close() {when} leaves behind: {', '.join(sorted(left))}"
+        assert not (name and os.path.exists(name)), f"close() {when} leaves {name}"
+        self._in_time(memory.close, "a second close()")
+
+    # memory that outlives its server; skipped for a provider without `keeps`
+
+    @pytest.mark.parametrize("size", _SIZES)
+    def test_kept_memory_shows_the_same_bytes(
+        self, make_kept_memory: MakeKeptMemory, make_memory: MakeMemory, size: str
+    ) -> None:
+        """From its first moment on and until it is usable, beside an engine that still maps what the earlier server
+        gave it."""
+        kept, engines = self._of_an_earlier_server(make_memory, _SIZES[size])
+        with engines:
+            before = zlib.crc32(engines)
+            with contextlib.closing(make_kept_memory(_SIZES[size], kept)) as memory:
+                assert memory.capacity == len(engines), f"`capacity` was {len(engines)} and is {memory.capacity}"
+                with memory.view() as view:
+                    assert _wrong_page(view, 4) is None, "kept memory shows other bytes before the start"
+                    ends: list[int] = []
+                    memory.start(ends.append)
+                    self._until_all_is_ready(memory, ends)
+                    assert ends == sorted(set(ends)), f"the n of on_ready(n) grows with each call, but was {ends[:8]}"
+                    assert zlib.crc32(view) == before, "kept memory has changed while it became usable"
+                    _mark(view, 6)
+                with mmap.mmap(memory.fd, len(engines)) as client, memoryview(client) as seen:
+                    assert _wrong_page(seen, 6) is None, "`fd` of kept memory is not what view() shows"
+                with memoryview(engines) as seen:
+                    assert _wrong_page(seen, 6) is None, (
+                        "an engine that maps the kept memory does not see what is written"
+                    )
+
+    def test_kept_memory_is_the_same_file(self, make_kept_memory: MakeKeptMemory, make_memory: MakeMemory) -> None:
+        """The journal names the arena's file, and the kernel's locks are on it."""
+        kept, engines = self._of_an_earlier_server(make_memory, _CAPACITY)
+        with engines:
+            was = os.fstat(kept)
+            with contextlib.closing(make_kept_memory(_CAPACITY, kept)) as memory:
+                now = os.fstat(memory.fd)
+                assert (now.st_dev, now.st_ino) == (was.st_dev, was.st_ino), "`fd` of kept memory is another file"
+                assert not os.get_inheritable(memory.fd), (
+                    "`fd` is inheritable: every child process would hold the memory"
+                )
+
+    @pytest.mark.parametrize("started", [False, True], ids=["before the start", "after all is usable"])
+    def test_closing_kept_memory_releases_all(
+        self, make_kept_memory: MakeKeptMemory, make_memory: MakeMemory, started: bool
+    ) -> None:
+        with _leaving_nothing("close() of kept memory"):
+            kept, engines = self._of_an_earlier_server(make_memory, _CAPACITY)
+            engines.close()
+            memory = make_kept_memory(_CAPACITY, kept)
+            if started:
+                self._started(memory)
+            memory.close()
+
+    def test_kept_memory_of_another_size_is_refused(
+        self, make_kept_memory: MakeKeptMemory, make_memory: MakeMemory
+    ) -> None:
+        """A mapping beyond its end would end the server."""
+        with _leaving_nothing("an ArenaError for kept memory"):
+            kept, engines = self._of_an_earlier_server(make_memory, _SIZES["1 MiB"])
+            engines.close()
+            must_refuse(
+                "making 40 MiB of kept memory of 1 MiB", lambda: make_kept_memory(_CAPACITY, kept).close(), ArenaError
+            )
+
+    def _of_an_earlier_server(self, make_memory: MakeMemory, capacity: int) -> tuple[int, mmap.mmap]:
+        """Return what a keeper has of memory whose server has ended, and an engine's mapping of it. Each page is marked
+        by the number 4."""
+        memory = self._started(make_memory(capacity))
+        with memory.view() as view:
+            pattern = bytes(range(1, 252)) * (4 << 10)
+            for start in range(0, len(view), len(pattern)):
+                view[start : start + len(pattern)] = pattern[: len(view) - start]
+            _mark(view, 4)
+        kept = own_description(memory.fd)
+        engines = mmap.mmap(memory.fd, int(memory.capacity))
+        memory.close()
+        return kept, engines
+
+
+@contextlib.contextmanager
+def _leaving_nothing(what: str) -> Iterator[None]:
+    before = held(mappings=True)
+    yield
+    left = held(mappings=True) - before
+    assert not left, f"{what} leaves behind: {', '.join(sorted(left))}"
+
+
+def _mark(view: memoryview, number: int) -> None:
+    """Write another 8 bytes at the end of each page, the last bytes among them."""
+    for end in range(len(view) % _PAGE or _PAGE, len(view) + 1, _PAGE):
+        view[end - 8 : end] = (end * 31 + number).to_bytes(8, "little")
+
+
+def _wrong_page(view: memoryview, number: int) -> int | None:
+    """Return where the first page is that has not what `_mark` wrote; None if all have it."""
+    for end in range(len(view) % _PAGE or _PAGE, len(view) + 1, _PAGE):
+        if view[end - 8 : end] != (end * 31 + number).to_bytes(8, "little"):
+            return end - 8
+    return None
+
+
+def _taken(fd: int) -> int | None:
+    """Return how many bytes of the file the kernel has allocated; None where it does not say."""
+    found = os.fstat(fd)
+    return found.st_blocks * 512 if stat.S_ISREG(found.st_mode) else None
+
+
+def _name_of(memory: Memory) -> str:
+    """Return the name by which others could open it in /dev/shm; "" for none."""
+    path = os.readlink(f"/proc/self/fd/{memory.fd}")
+    return path if path.startswith("/dev/shm/") and not path.endswith(" (deleted)") else ""  # noqa: S108
