@@ -2,9 +2,6 @@
 
 Nothing ends such a call within its process. So a command ends with it (`bounded`), and a server that serves goes on
 without it (`call_bounded`). A call that never releases the interpreter's lock stops this, too.
-
-The time in which a call's thread waits for a core does not count: a healthy start on a machine that is busy with others
-is slow, and ends no server.
 """
 
 from __future__ import annotations
@@ -16,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TypeVar
 
 from kvframework.errors import PluginBroken
@@ -26,11 +22,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Overdue = Callable[[PluginBroken], None]
 
-# Hooks, `probe` and `check` are to be quick. An import may read a cold disk, and `create` start a helper process, which
-# has 30 s.
-QUICK_S, LONG_S = 20.0, 60.0
-# Of these bounds, whatever a call waits for.
-MOST_TIMES = 10
+# No healthy call takes so long: an import may read a cold disk, and `create` start a helper process, which has 30 s.
+# systemd's patience with a start is 90 s.
+BOUND_S = 60.0
 
 
 class _Thread(threading.local):
@@ -63,45 +57,23 @@ def named_at(where: str) -> Iterator[None]:
 
 
 @contextmanager
-def timed(title: str, step: str, *, long: bool = False) -> Iterator[None]:
-    """Time a call of a plugin, by `LONG_S` or `QUICK_S`, if this thread is bounded."""
-    overdue = _this.overdue
-    if overdue is None:
+def timed(title: str, step: str) -> Iterator[None]:
+    """Time a call of a plugin if this thread is bounded."""
+    if _this.overdue is None:
         yield
         return
-    seconds = LONG_S if long else QUICK_S
     error = PluginBroken(
-        f"{title}: {step} has not returned within {seconds:g} s",
+        f"{title}: {step} has not returned within {BOUND_S:g} s",
         where=_this.where,
         hint="report it to the plugin's author, or choose another plugin",
     )
-    ended = threading.Event()
-    thread, began = threading.get_native_id(), time.monotonic()
-    waited_before = runnable_s(thread)
-
-    def watch() -> None:
-        left = seconds
-        while left > 0:
-            if ended.wait(left):
-                return
-            waited = runnable_s(thread) - waited_before
-            left = min(seconds + waited, seconds * MOST_TIMES) - (time.monotonic() - began)
-        if not ended.is_set():
-            overdue(error)
-
-    threading.Thread(target=watch, name="kvf-overdue", daemon=True).start()
+    timer = threading.Timer(BOUND_S, _this.overdue, [error])
+    timer.daemon = True
+    timer.start()
     try:
         yield
     finally:
-        ended.set()
-
-
-def runnable_s(thread: int) -> float:
-    """Return for how long a thread of this process has waited for a core, 0 where the kernel does not say."""
-    try:
-        return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, IndexError, ValueError):
-        return 0.0
+        timer.cancel()
 
 
 def call_bounded(function: Callable[[], T]) -> T:

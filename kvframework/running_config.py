@@ -8,7 +8,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -24,7 +23,6 @@ from kvframework.service.contexts import check_own_user
 from kvframework.wire import messages as m
 from kvframework.wire.protocol import REQUESTS
 
-When = Literal["now", "restart"]
 # The keys that a running server changes; any other needs a restart. A number in the place of a table is left out.
 _CHANGED_NOW = {
     "log": "level format",
@@ -37,30 +35,21 @@ CHANGED_NOW = frozenset(f"{table}.{key}" for table, keys in _CHANGED_NOW.items()
 _INLINE = ("memory", "tier", "keys")
 
 
-class Change(NamedTuple):
-    """A key such as `l2.0.timeout_s`, as `--set` names it, and its values; None: not set."""
-
-    key: str
-    old: object
-    new: object
-    when: When
-
-
-def changes(old: Config, new: Config) -> list[Change]:
-    """The keys whose values differ, in the order of `old`. The options of plugins are compared as they stand in both:
-    give both complete, see `kvframework.registry.complete_config`."""
+def changes(old: Config, new: Config) -> dict[str, bool]:
+    """The keys whose values differ, such as `l2.0.timeout_s`, as `--set` names them, in the order of `old`; and whether
+    a running server changes each. The options of plugins are compared as they stand in both: give both complete, see
+    `kvframework.registry.complete_config`."""
     before, after = flat(old), flat(new)
-    return [
-        Change(key, before.get(key), after.get(key), when(key) if key in before and key in after else "restart")
+    return {
+        key: key in before and key in after and changes_now(key)
         for key in before | after
         if before.get(key) != after.get(key)
-    ]
+    }
 
 
-def when(key: str) -> When:
-    """When a change of the key takes effect. An unknown key, such as an option of a plugin, needs a restart."""
-    name = ".".join(part for part in key.split(".") if not part.isdecimal())
-    return "now" if name in CHANGED_NOW else "restart"
+def changes_now(key: str) -> bool:
+    """Whether a running server changes the key. An unknown one, such as an option of a plugin, needs a restart."""
+    return ".".join(part for part in key.split(".") if not part.isdecimal()) in CHANGED_NOW
 
 
 def flat(config: Config) -> dict[str, object]:
@@ -129,14 +118,13 @@ class RunningConfig:
 
         complete = call_bounded(completed)
         with self._lock:
-            found = changes(self._complete, complete)
             before, after = self.shown(), shown_config(config, self._registry)
             rows = tuple(
-                m.ConfigChange(each.key, _text(before.get(each.key)), _text(after.get(each.key)), each.when == "now")
-                for each in found
+                m.ConfigChange(key, _text(before.get(key)), _text(after.get(key)), now)
+                for key, now in changes(self._complete, complete).items()
             )
             applied = not dry_run and all(each.now for each in rows)
-            if applied and found:
+            if applied and rows:
                 self._configure(config)
                 self._given, self._complete = config, complete
                 log.info("configuration: %s", "; ".join(f"{each.key} = {each.new}, was {each.old}" for each in rows))

@@ -603,7 +603,7 @@ def compare(
     """
     from rich.console import Console
 
-    from kvframework.api.console import WideTable, print_document, print_text, stdout
+    from kvframework.api.console import print_document, print_text
     from kvframework_bench.compare.run import compare as compared
     from kvframework_bench.compare.run import read_document
     from kvframework_bench.compare.view import sentences, table_of
@@ -618,10 +618,8 @@ def compare(
         for sentence in sentences(found):
             print_text(sentence)
         table = table_of(found, everything=everything, markdown=markdown)
-        fitted = stdout.is_terminal and not markdown
         if table is not None:
-            console = Console(highlight=False) if fitted else Console(width=_WIDTH, highlight=False)
-            console.print(WideTable(table) if fitted else table)
+            Console(width=_WIDTH, highlight=False).print(table)
     if fail and found.of("worse"):
         raise typer.Exit(_EXIT_WORSE)
 
@@ -637,7 +635,7 @@ def _run(
     """Look at the machine, run the bench, print. A bench that is terminated leaves no processes behind either."""
     from rich.console import Console
 
-    from kvframework.api.console import WideTable, print_text, stderr, stdout
+    from kvframework.api.console import print_text, stderr, stdout
     from kvframework_bench.console import bars
     from kvframework_bench.document import Document
     from kvframework_bench.machine import BUSY_CORES, LoadMeter, describe_machine
@@ -663,8 +661,7 @@ def _run(
         stdout.print(document.as_json(), markup=False)
         return
     print_text(headline(document))
-    # A figure must not be cut off: a terminal gets several tables for a wide one, a pipe the width that it needs.
-    fitted = stdout.is_terminal and not markdown
-    console = Console(highlight=False) if fitted else Console(width=_WIDTH, highlight=False)
+    # A figure must not be cut off: a narrow terminal wraps the lines of a wide table.
+    console = Console(width=_WIDTH, highlight=False)
     for table in tables(document, markdown=markdown):
-        console.print(WideTable(table) if fitted else table)
+        console.print(table)

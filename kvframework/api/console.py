@@ -3,19 +3,20 @@ console for results and one for errors."""
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 import typer
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.measure import Measurement
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
 
 from kvframework.api.command import EXIT_UNFORESEEN
 from kvframework.errors import KVFrameworkError
+from kvframework.logs.form import chosen_log, end_logging
 from kvframework.text import counted, described, short_count, short_duration, short_number
 
 __all__ = [
@@ -30,6 +31,8 @@ __all__ = [
     "stderr",
     "stdout",
 ]
+
+log = logging.getLogger(__name__)
 
 PIPE_WIDTH = 1000
 
@@ -66,9 +69,16 @@ def print_view(view: RenderableType) -> None:
 
 
 def print_error(error: Exception) -> None:
-    """Print an error in full and never as markup; an unforeseen one on one line, and how to see more."""
+    """Print an error in full and never as markup; an unforeseen one on one line, and how to see more. In a process
+    whose log is JSON it is a line of that."""
+    foreseen = isinstance(error, KVFrameworkError)
+    form = chosen_log()
+    if form is not None and form.form == "json":
+        log.critical("%s", error if foreseen else "unforeseen error", exc_info=None if foreseen else error)
+        end_logging()
+        return
     text = str(error)
-    if not isinstance(error, KVFrameworkError):
+    if not foreseen:
         hint = "run it again as `kvframework --debug ...` for the traceback, and report it"
         text = f"unforeseen {described(error)}\n  hint: {hint}"
     stderr.print(Text.assemble(("error: ", "bold red"), text))
@@ -106,41 +116,3 @@ def confirm(question: str) -> None:
     # Behind a line of the terminal's own the next one begins by itself.
     stderr.print("not done" if answer.endswith("\n") else "\nnot done, without an answer; --yes asks none")
     raise typer.Exit(EXIT_UNFORESEEN)
-
-
-_ANY_WIDTH = 10_000
-
-
-class WideTable:
-    """A table as it is where it fits; elsewhere as many tables as it takes, so that no cell is cut off."""
-
-    def __init__(self, table: Table) -> None:
-        self._table = table
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        def fits(columns: Sequence[int]) -> bool:
-            wide = options.update(max_width=_ANY_WIDTH)
-            part = self._part(columns)
-            part.title = None  # which is wrapped
-            return Measurement.get(console, wide, part).maximum <= options.max_width
-
-        part = [0]
-        for index in range(1, len(self._table.columns)):
-            if len(part) > 1 and not fits([*part, index]):
-                yield self._part(part)
-                part = [0]
-            part.append(index)
-        yield self._part(part)
-
-    def _part(self, columns: Sequence[int]) -> Table:
-        table, chosen = self._table, [self._table.columns[index] for index in columns]
-        heads = [
-            Column(
-                each.header, justify=each.justify, style=each.style, no_wrap=each.no_wrap and place > 0, overflow="fold"
-            )
-            for place, each in enumerate(chosen)
-        ]
-        part = Table(*heads, title=table.title, box=table.box, pad_edge=table.pad_edge, padding=table.padding)
-        for cells in zip(*(column.cells for column in chosen), strict=True):
-            part.add_row(*cells)
-        return part

@@ -177,8 +177,7 @@ class Provider(Generic[O]):
     `name` is the part of the entry point after the kind. `options` validates the plugin's TOML table. `requires_api` is
     the lowest API version "major.minor" that the plugin needs. `probe` says why the plugin cannot run here (with the
     command that installs the missing part), or None; it must be quick and without side effects. `serve` and
-    `config check` end with an error if a hook, `probe` or `check` has not returned within 20 s, the import or `create`
-    within 60 s. Time in which the call waits for a core does not count, up to ten times as long.
+    `config check` end with an error if the import, a hook, `probe`, `check` or `create` has not returned within 60 s.
 
     `check` is a function (options, TableContext) that raises the `KVFrameworkError` that `create` would raise, as far
     as that can be seen beforehand: a size beyond the machine, a folder that is none. `serve` calls it before it creates

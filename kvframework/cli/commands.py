@@ -13,7 +13,7 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from functools import cached_property, partial
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
 from typer.core import TyperCommand
@@ -28,53 +28,39 @@ if TYPE_CHECKING:
 
 GROUP = "kvframework.commands"
 
-
-class Core(NamedTuple):
-    """A command of the core: its `typer.Typer`, and the first sentence of its help."""
-
-    app: str
-    summary: str
-
-
+# The module of each command of the core, whose `typer.Typer` is its `app` or is named, and the first sentence of its
+# help.
 CORE = {
-    "serve": Core("kvframework.cli.serve:serve_app", "Run the server of this node in the foreground."),
-    "hold": Core(
+    "serve": ("kvframework.cli.serve:serve_app", "Run the server of this node in the foreground."),
+    "hold": (
         "kvframework.cli.serve:hold_app",
         "Run the server of this node in a child process, and keep its L1 over the server's end.",
     ),
-    "status": Core("kvframework.cli.status:app", "Show the state of a running server."),
-    "clear": Core("kvframework.cli.clear:app", "Drop what a running server caches. Engines compute it again."),
-    "config": Core("kvframework.cli.config:app", "Check and show the configuration."),
-    "keys": Core("kvframework.cli.keys:keys_app", "CURVE keys, for servers at tcp:// endpoints."),
-    "tenants": Core("kvframework.cli.keys:tenants_app", "Tenants by name, with shares of L1."),
-    "plugins": Core("kvframework.cli.plugins:app", "List, describe and check plugins."),
-    "doctor": Core(
+    "status": ("kvframework.cli.status:app", "Show the state of a running server."),
+    "clear": ("kvframework.cli.clear:app", "Drop what a running server caches. Engines compute it again."),
+    "config": ("kvframework.cli.config:app", "Check and show the configuration."),
+    "keys": ("kvframework.cli.keys:keys_app", "CURVE keys, for servers at tcp:// endpoints."),
+    "tenants": ("kvframework.cli.keys:tenants_app", "Tenants by name, with shares of L1."),
+    "plugins": ("kvframework.cli.plugins:app", "List, describe and check plugins."),
+    "doctor": (
         "kvframework.cli.doctor:app",
         "Check this machine, this installation and a configuration, and give advice for each problem.",
     ),
 }
-
-
-class Known(NamedTuple):
-    """A first-party command of a distribution of its own."""
-
-    distribution: str
-    summary: str
-
-
+# The distribution of each first-party command that has one of its own, and its help.
 KNOWN = {
-    "bench": Known("kvframework-bench", "Measure this machine, and kvframework next to it."),
-    "demo": Known("kvframework-demo", "See it work: a second process skips the prefill."),
-    "dump": Known("kvframework-observe", "Write what a bug report needs into one file."),
-    "explain": Known("kvframework-observe", "Say what requests found in the cache, and why not more."),
-    "new": Known("kvframework-dev", "Write a new plugin's distribution, which works as it is."),
-    "observe": Known("kvframework-observe", "Serve metrics, health and a live page over HTTP."),
-    "plan": Known("kvframework-plan", "Size a cache for a trace and a goal."),
-    "plugins.check": Known("kvframework-dev", "Check a plugin before it is published."),
-    "route": Known("kvframework-route", "Tell which node holds how much of a prompt."),
-    "simulate": Known("kvframework-plan", "Replay a trace against a configuration, in virtual time."),
-    "top": Known("kvframework-observe", "Show a live picture of the server in the terminal."),
-    "trace": Known("kvframework-plan", "Record, check and describe traces of requests."),
+    "bench": ("kvframework-bench", "Measure this machine, and kvframework next to it."),
+    "demo": ("kvframework-demo", "See it work: a second process skips the prefill."),
+    "dump": ("kvframework-observe", "Write what a bug report needs into one file."),
+    "explain": ("kvframework-observe", "Say what requests found in the cache, and why not more."),
+    "new": ("kvframework-dev", "Write a new plugin's distribution, which works as it is."),
+    "observe": ("kvframework-observe", "Serve metrics, health and a live page over HTTP."),
+    "plan": ("kvframework-plan", "Size a cache for a trace and a goal."),
+    "plugins.check": ("kvframework-dev", "Check a plugin before it is published."),
+    "route": ("kvframework-route", "Tell which node holds how much of a prompt."),
+    "simulate": ("kvframework-plan", "Replay a trace against a configuration, in virtual time."),
+    "top": ("kvframework-observe", "Show a live picture of the server in the terminal."),
+    "trace": ("kvframework-plan", "Record, check and describe traces of requests."),
 }
 
 
@@ -90,10 +76,8 @@ class CommandGroup(QuickGroup):
         from importlib import metadata
 
         found: dict[str, list[EntryPoint]] = {}
-        for offer in metadata.entry_points(group=GROUP):
-            offers = found.setdefault(offer.name, [])
-            if offer not in offers:
-                offers.append(offer)
+        for offer in dict.fromkeys(metadata.entry_points(group=GROUP)):
+            found.setdefault(offer.name, []).append(offer)
         return found
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -114,11 +98,17 @@ class CommandGroup(QuickGroup):
         if own is not None or "." in cmd_name:
             return own
         if full in CORE:
-            return FoundCommand(cmd_name, CORE[full].summary, partial(resolve_name, CORE[full].app))
+            place, summary = CORE[full]
+            return FoundCommand(cmd_name, summary, partial(resolve_name, place))
         offers = self._offers.get(full, [])
-        if offers or full in KNOWN:
-            return FoundCommand(cmd_name, _summary(full, offers), partial(_load, full, offers))
-        return None
+        if full in KNOWN:
+            distribution, summary = KNOWN[full]
+            summary = summary if offers else f"Not installed: {distribution}."
+        elif offers:
+            summary = (offers[0].dist and offers[0].dist.metadata["Summary"]) or ""
+        else:
+            return None
+        return FoundCommand(cmd_name, summary, partial(_load, full, offers))
 
 
 class FoundCommand(TyperCommand):
@@ -144,44 +134,27 @@ class FoundCommand(TyperCommand):
         return group
 
 
-def _summary(name: str, offers: list[EntryPoint]) -> str:
-    """Return the line for the command: of a first-party one the core's own, else the summary of the distribution."""
-    if name in KNOWN:
-        return KNOWN[name].summary if offers else f"Not installed: {KNOWN[name].distribution}."
-    distribution = offers[0].dist
-    return (distribution.metadata["Summary"] or "") if distribution else ""
-
-
 def _load(name: str, offers: list[EntryPoint]) -> typer.Typer:
     where = f"kvframework {name.replace('.', ' ')}"
     if not offers:
-        raise PluginUnavailable(
-            "the command is not installed",
-            where=where,
-            hint=install_command(distribution=KNOWN[name].distribution),
-        )
+        hint = install_command(distribution=KNOWN[name][0])
+        raise PluginUnavailable("the command is not installed", where=where, hint=hint)
+    origins = [f"{each.dist.name} {each.dist.version}" if each.dist else each.value for each in offers]
     if len(offers) > 1:
         raise PluginConflict(
             f"{len(offers)} distributions offer this command",
             where=where,
-            available=", ".join(_origin(offer) for offer in offers),
+            available=", ".join(origins),
             hint="uninstall all but one of them",
         )
-    (offer,) = offers
+    (offer,), (origin,) = offers, origins
     try:
         loaded = offer.load()
     except KVFrameworkError:
         raise
     except Exception as error:
-        raise PluginBroken(
-            f"the command cannot be loaded: {described(error)}",
-            where=where,
-            hint=f"install {_origin(offer)} again, or uninstall it",
-        ) from error
+        fact, hint = f"the command cannot be loaded: {described(error)}", f"install {origin} again, or uninstall it"
+        raise PluginBroken(fact, where=where, hint=hint) from error
     if not isinstance(loaded, typer.Typer):
-        raise PluginBroken(f"{offer.value} is no typer.Typer", where=where, hint=f"a bug of {_origin(offer)}")
+        raise PluginBroken(f"{offer.value} is no typer.Typer", where=where, hint=f"a bug of {origin}")
     return loaded
-
-
-def _origin(offer: EntryPoint) -> str:
-    return f"{offer.dist.name} {offer.dist.version}" if offer.dist else offer.value

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -107,66 +107,47 @@ def show(config: ConfigFile = None, overrides: Overrides = None, as_json: AsJson
         stdout.print(as_toml(view), markup=False)
 
 
-class ShownValue(msgspec.Struct, frozen=True):
-    key: str
-    value: object
-    origin: str
-
-
-class ShownTable(msgspec.Struct, frozen=True):
-    """`table` is a title such as "[[l2]] #1"; `plugin` is "" for a table of the core alone."""
-
-    table: str
-    plugin: str
-    values: list[ShownValue]
-
-
-class ConfigView(msgspec.Struct, frozen=True):
-    """`empty` lists the tables and arrays of tables that are not there, with their origins."""
-
-    source: str
-    by_environment: bool
-    empty: list[ShownValue]
-    tables: list[ShownTable]
-
-
-def view_config(layers: Layers, config: Config, registry: PluginRegistry) -> ConfigView:
-    """Blocking: imports the plugins that the configuration names, and creates no object of theirs. Raises `PluginError`
-    and `ConfigFieldError` like `check_config`: of a plugin that is not here the secret options are not known."""
+def view_config(layers: Layers, config: Config, registry: PluginRegistry) -> dict[str, Any]:
+    """The document of `config show`: `empty` lists the tables and arrays of tables that are not there; each table has a
+    title such as "[[l2]] #1", its plugin, and its values with their origins. Blocking: imports the plugins that the
+    configuration names, and creates no object of theirs. Raises `PluginError` and `ConfigFieldError` like
+    `check_config`: of a plugin that is not here the secret options are not known."""
     plugins = {table.where: f"{descriptor.kind}.{table.use}" for table, descriptor in named_tables(config)}
-    tables: dict[str, ShownTable] = {}
-    empty: list[ShownValue] = []
+    tables: dict[str, dict[str, Any]] = {}
+    empty = []
     for key, value in shown_config(config, registry).items():
         name, _, last = key.rpartition(".")
         array = key.partition(".")[0] in ARRAYS
         if not name:
             origin = layers.origin((key,), f"[[{key}]]") if array else FIELD_DEFAULT
-            empty.append(ShownValue(key, value if array else None, origin))
+            empty.append({"key": key, "value": value if array else None, "origin": origin})
         elif key != "server.curve":
             table, _, inner = name.partition(".")
             title = f"[[{table}]] #{int(inner) + 1}" if array else f"[{name}]"
             path = (table, int(inner) if array else inner, last) if inner else (table, last)
             plugin = f"codec.{inner}" if table == "codecs" and inner else plugins.get(f"{layers.where}: {title}", "")
-            shown = tables.setdefault(title, ShownTable(title, plugin, []))
-            shown.values.append(ShownValue(last, value, layers.origin(path, title)))
-    return ConfigView(layers.source, layers.by_variable, empty, list(tables.values()))
+            shown = tables.setdefault(title, {"table": title, "plugin": plugin, "values": []})
+            shown["values"].append({"key": last, "value": value, "origin": layers.origin(path, title)})
+    by_variable = layers.by_variable
+    return {"source": layers.source, "by_environment": by_variable, "empty": empty, "tables": list(tables.values())}
 
 
-def as_toml(view: ConfigView) -> str:
+def as_toml(view: dict[str, Any]) -> str:
     """Return the view as TOML with the same meaning, with the origins as comments."""
-    named = ", named by KVFRAMEWORK_CONFIG" if view.by_environment else ""
-    lines = [f"# {view.source}{named}", *map(_line, view.empty)]
-    for table in view.tables:
-        title = table.table.partition(" #")[0]
-        lines += ["", f"{title}  # {table.plugin}" if table.plugin else title, *map(_line, table.values)]
+    named = ", named by KVFRAMEWORK_CONFIG" if view["by_environment"] else ""
+    lines = [f"# {view['source']}{named}", *map(_line, view["empty"])]
+    for table in view["tables"]:
+        title = table["table"].partition(" #")[0]
+        lines += ["", f"{title}  # {table['plugin']}" if table["plugin"] else title, *map(_line, table["values"])]
     return "\n".join(lines)
 
 
-def _line(value: ShownValue) -> str:
+def _line(row: dict[str, Any]) -> str:
+    value = row["value"]
     try:
-        return f"{value.key} = {toml_value(value.value)}  # {value.origin}"
+        return f"{row['key']} = {toml_value(value)}  # {row['origin']}"
     except TypeError:  # TOML cannot express it, such as None
-        return f"# {value.key} = {'not set' if value.value is None else value.value}  # {value.origin}"
+        return f"# {row['key']} = {'not set' if value is None else value}  # {row['origin']}"
 
 
 @app.command(

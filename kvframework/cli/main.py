@@ -1,6 +1,8 @@
-"""The `kvframework` console script, which only calls `kvframework.cli.app`, or the server at once.
+"""The `kvframework` console script: the server at once, or the tree of commands in `kvframework.cli.app`; and the form
+in which an error reaches the user.
 
-Imports nothing heavy, so that even a Ctrl-C during the imports ends without a traceback.
+Exit statuses: 0; 1 for an unforeseen error, or as a command documents; 2 for an error with a code and for wrong usage;
+130 after an interrupt. Imports nothing heavy, so that even a Ctrl-C during the imports ends without a traceback.
 """
 
 from __future__ import annotations
@@ -10,37 +12,55 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvframework.cli.serving import ServeOptions
+    from kvframework.errors import KVFrameworkError
 
-EXIT_INTERRUPTED = 130
+EXIT_UNFORESEEN, EXIT_ERROR, EXIT_INTERRUPTED = 1, 2, 130
 
 
 def main() -> None:
     """Run the command and exit with its status."""
     _open_standard_streams()
+    flags = {"debug": False}
     try:
-        from kvframework.cli.serving import plain_options
+        from kvframework.cli.serving import plain_options, run_server
+        from kvframework.overdue import bounded
 
         options = plain_options(sys.argv[1:])
-        if options is not None:
-            _serve(options)
-        else:
-            from kvframework.cli.app import run
+        with bounded(_end_at_once):
+            if options is not None:
+                run_server(options)
+            else:
+                from kvframework.cli.app import run
 
-            run()
+                run(flags)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
+    except Exception as error:  # noqa: BLE001 - the last handler: the user gets one line for any error
+        sys.exit(_shown(error, debug=flags["debug"]))
 
 
-def _serve(options: ServeOptions) -> None:
-    from kvframework.cli.serving import run_server
+def _end_at_once(error: KVFrameworkError) -> None:
+    """End the process although its main thread waits, for a plugin that does not return."""
+    from kvframework.logs.form import end_logging
 
-    try:
-        run_server(options)
-    except Exception as error:  # noqa: BLE001 - the last handler, as in `app`
-        from kvframework.cli.app import end_with
+    end_logging()
+    sys.stdout.flush()
+    os._exit(_shown(error))
 
-        end_with(error)
+
+def _shown(error: Exception, *, debug: bool = False) -> int:
+    """Print an error, or its traceback. Return the exit status."""
+    from kvframework.errors import KVFrameworkError
+
+    if debug:
+        import traceback
+
+        traceback.print_exception(error)
+    else:
+        from kvframework.api.console import print_error
+
+        print_error(error)
+    return EXIT_ERROR if isinstance(error, KVFrameworkError) else EXIT_UNFORESEEN
 
 
 def _open_standard_streams() -> None:

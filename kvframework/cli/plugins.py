@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Any
 
-import msgspec
 import typer
 from rich.text import Text
 
@@ -68,29 +67,6 @@ def _status(status: str) -> Text:
     return Text(status, _STYLES.get(status, "red"))
 
 
-class PluginView(msgspec.Struct, frozen=True):
-    """The facts about one plugin. From `summary` on they are None or empty for a plugin that could not be loaded.
-
-    `table` is where it is named in the TOML. `rivals` are the other distributions that offer the same name.
-    `shared` says of a tier that several nodes may use one store; `calls_at_once` are a tier's defaults of `loads` and
-    `writes` of its `[[l2]]`, empty for all others.
-    """
-
-    name: str
-    kind: str
-    distribution: str
-    version: str
-    status: str
-    reason: str
-    rivals: list[str]
-    table: str
-    summary: str | None = None
-    requires_api: str | None = None
-    shared: bool = False
-    calls_at_once: dict[str, int] = {}
-    options: list[OptionInfo] = []
-
-
 @app.command(
     "info", epilog=examples("kvframework plugins info tier.redis", "kvframework plugins info layout.paged --json")
 )
@@ -116,55 +92,49 @@ def info(
         _show(view)
 
 
-def _view(infos: list[PluginInfo], provider: AnyProvider | None) -> PluginView:
+def _view(infos: list[PluginInfo], provider: AnyProvider | None) -> dict[str, Any]:
+    """The facts about one plugin. `table` is where it is named in the TOML, `rivals` are the other distributions that
+    offer the same name, `calls_at_once` the defaults of a tier. Those from `summary` on are empty where it could
+    not be loaded."""
     first, *rivals = infos
-    view = PluginView(
-        name=f"{first.kind}.{first.name}",
-        kind=first.kind,
-        distribution=first.distribution,
-        version=first.version,
-        status=first.status,
-        reason=first.reason,
-        rivals=[f"{rival.distribution} {rival.version}" for rival in rivals],
-        table=_TABLES[first.kind],
-    )
-    if provider is None:
-        return view
     tier = provider if isinstance(provider, TierProvider) else None
-    return msgspec.structs.replace(
-        view,
-        summary=provider.summary,
-        requires_api=provider.requires_api,
-        shared=tier is not None and tier.shared,
-        calls_at_once={"loads": tier.loads, "writes": tier.writes} if tier is not None else {},
-        options=describe_options(provider.options),
-    )
+    return {
+        "name": f"{first.kind}.{first.name}",
+        **{name: getattr(first, name) for name in ("kind", "distribution", "version", "status", "reason")},
+        "rivals": [f"{rival.distribution} {rival.version}" for rival in rivals],
+        "table": _TABLES[first.kind],
+        "summary": provider and provider.summary,
+        "requires_api": provider and provider.requires_api,
+        "shared": tier is not None and tier.shared,
+        "calls_at_once": {"loads": tier.loads, "writes": tier.writes} if tier else {},
+        "options": describe_options(provider.options) if provider else [],
+    }
 
 
-def _show(view: PluginView) -> None:
+def _show(view: dict[str, Any]) -> None:
     """Print a view. A plugin's texts are shown verbatim, never as markup."""
     facts: list[tuple[str, str | Text]] = [
-        ("distribution", f"{view.distribution} {view.version}"),
-        *(("also offered by", rival) for rival in view.rivals),
-        ("status", _status(view.status)),
-        ("reason", view.reason),
-        ("table", view.table),
-        ("plugin API", view.requires_api or ""),
-        ("shared", "several nodes may use one store" if view.shared else ""),
-        ("calls at once", ", ".join(f"{name} = {number}" for name, number in view.calls_at_once.items())),
+        ("distribution", f"{view['distribution']} {view['version']}"),
+        *(("also offered by", rival) for rival in view["rivals"]),
+        ("status", _status(view["status"])),
+        ("reason", view["reason"]),
+        ("table", view["table"]),
+        ("plugin API", view["requires_api"] or ""),
+        ("shared", "several nodes may use one store" if view["shared"] else ""),
+        ("calls at once", ", ".join(f"{name} = {number}" for name, number in view["calls_at_once"].items())),
     ]
-    print_text(Text.assemble((view.name, "bold"), f": {view.summary}" if view.summary else ""))
+    print_text(Text.assemble((view["name"], "bold"), f": {view['summary']}" if view["summary"] else ""))
     for label, value in facts:
         if value:
             print_text(Text.assemble(f"  {label + ':':16} ", value))
-    if view.summary is None:
+    if view["summary"] is None:
         return
     stdout.print()
-    if not view.options:
+    if not view["options"]:
         stdout.print("no options")
         return
     rows = []
-    for option in view.options:
+    for option in view["options"]:
         meaning = f"{option.description}{' (shown masked)' if option.secret else ''}".strip()
         rows.append((option.name, option.type, _default(option), meaning))
     print_rows(("OPTION", "TYPE", "DEFAULT", "MEANING"), rows, whole=("OPTION",))

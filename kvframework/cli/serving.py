@@ -12,7 +12,6 @@ import select
 import socket
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,12 +19,13 @@ from kvframework.errors import ConfigFileError, EndpointError, KVFrameworkError
 from kvframework.overdue import bounded
 
 if TYPE_CHECKING:
-    from kvframework.cli.signals import StopSignals
+    from kvframework.cli.signals import ServerSignals
     from kvframework.client import KVClient
     from kvframework.config import Config
     from kvframework.keeper.sd_notify import Keeper
     from kvframework.server import Server
     from kvframework.storage.recovery import Keeper as L1Keeper
+    from kvframework.wire.messages import ConfigApplied
 
 log = logging.getLogger(__name__)
 
@@ -77,9 +77,8 @@ def plain_options(arguments: Sequence[str]) -> ServeOptions | None:
 
 
 def run_server(options: ServeOptions) -> None:
-    """Serve until a signal, which ends the process. In the main thread. Raises the error that keeps it from serving;
-    where the log is read as JSON it has the error, and `SystemExit` is raised."""
-    from kvframework.cli.signals import ReloadSignal, StopRequested, StopSignals
+    """Serve until a signal, which ends the process. In the main thread. Raises the error that keeps it from serving."""
+    from kvframework.cli.signals import ServerSignals, StopRequested
     from kvframework.keeper.sd_notify import Keeper
     from kvframework.logs.form import configure_logging, end_logging
 
@@ -97,53 +96,26 @@ def run_server(options: ServeOptions) -> None:
         config = load_config(options.config, options.overrides)
         return replace(config, log=replace(config.log, **options.log))
 
-    def read_again() -> Config:
+    def reload() -> ConfigApplied:
         if Path(settings.source).is_fifo():  # it would wait for a writer, and with it each later SIGHUP
             raise ConfigFileError("a pipe cannot be read again", where=settings.source, hint="write a file")
-        return read()
+        return server.running.apply(read())
 
-    with StopSignals() as signals, ReloadSignal() as reloads:
-        json_log = False
+    with ServerSignals() as signals:
         try:
             settings = read()
-            json_log = settings.log.format == "json"
             configure_logging(settings.log.level, settings.log.format)
-            with bounded(partial(_end_at_once, json_log)):
-                server = _started(settings, signals, keeper, options.takeover)
-            reloads.serve(lambda: server.running.apply(read_again()))
+            server = _started(settings, signals, keeper, options.takeover)
+            signals.reload_by(reload)
             with bounded(None):  # a command has a bound for its own thread, which serves from here on
                 server.serve_forever(process_ends=True)
         except StopRequested:
             log.info("stopped before it served")
-        except Exception as error:
-            if not json_log:
-                raise
-            from kvframework.api.command import EXIT_ERROR, EXIT_UNFORESEEN
-
-            # A reader of JSON logs gets the reason as JSON.
-            foreseen = isinstance(error, KVFrameworkError)
-            log.critical("%s", error if foreseen else "unforeseen error", exc_info=not foreseen)
-            sys.exit(EXIT_ERROR if foreseen else EXIT_UNFORESEEN)
         finally:
             end_logging()
 
 
-def _end_at_once(json_log: bool, error: KVFrameworkError) -> None:
-    """End the process although its main thread waits, for a plugin that does not return."""
-    from kvframework.api.command import EXIT_ERROR
-    from kvframework.logs.form import end_logging
-
-    if json_log:
-        log.critical("%s", error)
-    else:
-        from kvframework.api.console import print_error
-
-        print_error(error)
-    end_logging()
-    os._exit(EXIT_ERROR)
-
-
-def _started(settings: Config, signals: StopSignals, keeper: Keeper | None, takeover: bool) -> Server:
+def _started(settings: Config, signals: ServerSignals, keeper: Keeper | None, takeover: bool) -> Server:
     """Return a server that is bound."""
     # Imported only after signals can be handled: the import is most of the start.
     from kvframework.config import default_endpoint

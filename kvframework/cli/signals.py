@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from queue import SimpleQueue
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # A server stops by itself earlier, see kvframework.server.STOP_S.
 DEADLINE_S = 4.7
 EXIT_LATE = 1
@@ -36,11 +34,13 @@ class StopRequested(KeyboardInterrupt):
     """A signal that came before there was anything to stop. It passes the guards around plugins like a Ctrl-C."""
 
 
-class StopSignals:
-    """A context manager, entered once, in the main thread. Until `serve` a signal raises `StopRequested`; from then on
-    it calls `stop` with the time of the signal. An end at once, after a second signal (status 128 + its number) or
-    `deadline_s` (status 1), calls `abandon` first. Leaving it, or a `KeyboardInterrupt`, ends the process, with status
-    0; any other exception passes: signals mean again what they meant before, and the watching thread has ended."""
+class ServerSignals:
+    """A context manager, entered once, in the main thread. Until `serve` a SIGINT or SIGTERM raises `StopRequested`;
+    from then on it calls `stop` with the time of the signal. An end at once, after a second signal (status 128 + its
+    number) or `deadline_s` (status 1), calls `abandon` first. A SIGHUP is remembered until `reload_by`.
+
+    Leaving it, or a `KeyboardInterrupt`, ends the process, with status 0; any other exception passes: signals mean
+    again what they meant before, and the watching thread has ended."""
 
     def __init__(self, deadline_s: float = DEADLINE_S) -> None:
         self.requested = False
@@ -48,15 +48,18 @@ class StopSignals:
         self._stop: Callable[[float], None] | None = None
         self._since = math.inf
         self._abandon: Callable[[], None] = lambda: None
+        self._hung_up = threading.Event()
+        # The SIGHUP of a terminal that closes ends the server, like SIGTERM.
+        self._has_terminal = os.isatty(STDERR)
         self._woken, self._wakeup = socket.socketpair()
         self._watcher = threading.Thread(target=self._watch, name="kvf-signals", daemon=True)
         self._restored = ExitStack()
 
-    def __enter__(self) -> StopSignals:
+    def __enter__(self) -> ServerSignals:
         self._wakeup.setblocking(False)
         before = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         self._restored.callback(signal.set_wakeup_fd, before)
-        for number in SIGNALS:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             self._restored.callback(signal.signal, number, signal.signal(number, self._on_signal))
         self._watcher.start()
         return self
@@ -78,8 +81,13 @@ class StopSignals:
         if self.requested:  # a plugin has swallowed `StopRequested`
             stop(self._since)
 
-    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        if self.requested:
+    def reload_by(self, reload: Callable[[], ConfigApplied]) -> None:
+        """Call `reload` in a thread of its own after each SIGHUP, and after an earlier one; several that come together
+        are one. An error, or keys that need a restart, are one line in the log, and nothing has changed then."""
+        threading.Thread(target=self._reload, args=(reload,), name="kvf-reload", daemon=True).start()
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGHUP or self.requested:
             return
         self.requested = True
         self._since = min(self._since, time.monotonic())
@@ -88,30 +96,51 @@ class StopSignals:
         self._stop(self._since)
 
     def _watch(self) -> None:
+        """Read the numbers of the signals, also while the main thread is busy."""
+        deadline = math.inf
         with self._woken:
-            try:
-                self._next_signal(None)
-                self._since = min(self._since, time.monotonic())
-                number = self._next_signal(self._since + self._deadline_s)
-            except EOFError:
-                return
-            if number is None:
-                _log_lateness()
-            self._abandon()
-            os._exit(EXIT_LATE if number is None else 128 + number)
+            while True:
+                left = max(deadline - time.monotonic(), 0.001)
+                self._woken.settimeout(None if left == math.inf else left)
+                try:
+                    received = self._woken.recv(1)
+                except TimeoutError:
+                    _log_lateness()
+                    self._end_at_once(EXIT_LATE)
+                if not received:
+                    return
+                (number,) = received
+                if number == signal.SIGHUP:
+                    self._hung_up.set()
+                elif number in (signal.SIGINT, signal.SIGTERM):
+                    if deadline < math.inf:
+                        self._end_at_once(128 + number)
+                    self._since = min(self._since, time.monotonic())
+                    deadline = self._since + self._deadline_s
 
-    def _next_signal(self, deadline: float | None) -> int | None:
-        """Return the next signal, or None at the deadline. Raises `EOFError` once there will be none."""
-        while True:
-            self._woken.settimeout(None if deadline is None else max(deadline - time.monotonic(), 0.001))
+    def _end_at_once(self, status: int) -> NoReturn:
+        self._abandon()
+        os._exit(status)
+
+    def _reload(self, reload: Callable[[], ConfigApplied]) -> None:
+        while self._hung_up.wait():
+            self._hung_up.clear()
+            if self._has_terminal and not os.isatty(STDERR):
+                log.info("SIGHUP: the terminal has closed")
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
             try:
-                received = self._woken.recv(1)
-            except TimeoutError:
-                return None
-            if not received:
-                raise EOFError
-            if received[0] in SIGNALS:
-                return received[0]
+                applied = reload()
+            except KVFrameworkError as error:
+                log.error("SIGHUP: the configuration is refused, nothing has changed: %s", error)
+            except Exception:
+                log.exception("SIGHUP: the configuration could not be read again, nothing has changed")
+            else:
+                waiting = [each.key for each in applied.changes if not each.now]
+                if waiting:
+                    log.error("SIGHUP: nothing has changed, since these keys need a restart: %s", ", ".join(waiting))
+                elif not applied.changes:
+                    log.info("SIGHUP: the configuration has not changed")
 
 
 def end_process() -> NoReturn:
@@ -140,49 +169,3 @@ def _log_lateness() -> None:
         say()
     else:
         call_within(_LINGER_S, {"the log": say})
-
-
-class ReloadSignal:
-    """A context manager, entered in the main thread. A SIGHUP during it is remembered until `serve`, and several that
-    come together are one. The SIGHUP of a terminal that closes ends the server, like SIGTERM."""
-
-    def __init__(self) -> None:
-        # Its `put` may interrupt anything, so it fits a signal handler.
-        self._asked: SimpleQueue[bool] = SimpleQueue()
-        self._before = signal.getsignal(signal.SIGHUP) or signal.SIG_DFL
-        self._has_terminal = os.isatty(STDERR)
-
-    def __enter__(self) -> ReloadSignal:
-        signal.signal(signal.SIGHUP, lambda _number, _frame: self._asked.put(True))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGHUP, self._before)
-        self._asked.put(False)
-
-    def serve(self, reload: Callable[[], ConfigApplied]) -> None:
-        """Call `reload` in a thread of its own for each SIGHUP from now on, and for an earlier one. An error, or keys
-        that need a restart, are one line in the log, and nothing has changed then."""
-        threading.Thread(target=self._run, args=(reload,), name="kvf-reload", daemon=True).start()
-
-    def _run(self, reload: Callable[[], ConfigApplied]) -> None:
-        while self._asked.get():
-            while not self._asked.empty():
-                if not self._asked.get():
-                    return
-            if self._has_terminal and not os.isatty(STDERR):
-                log.info("SIGHUP: the terminal has closed")
-                os.kill(os.getpid(), signal.SIGTERM)
-                return
-            try:
-                applied = reload()
-            except KVFrameworkError as error:
-                log.error("SIGHUP: the configuration is refused, nothing has changed: %s", error)
-            except Exception:
-                log.exception("SIGHUP: the configuration could not be read again, nothing has changed")
-            else:
-                waiting = [each.key for each in applied.changes if not each.now]
-                if waiting:
-                    log.error("SIGHUP: nothing has changed, since these keys need a restart: %s", ", ".join(waiting))
-                elif not applied.changes:
-                    log.info("SIGHUP: the configuration has not changed")

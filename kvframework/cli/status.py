@@ -1,24 +1,22 @@
-"""`kvframework status`: the state of a running server. A server's texts are shown verbatim, never as markup."""
+"""`kvframework status`: the state of a running server, in lines. Its texts are shown verbatim, never as markup."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Annotated
 
 import msgspec
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.console import Group, RenderableType
-from rich.table import Column, Table
+from rich.console import Group
 from rich.text import Text
 
 from kvframework.api.command import EXIT_FOUND, Endpoint, EndpointConfig, examples
-from kvframework.api.console import WideTable, print_view, stdout
+from kvframework.api.console import print_view, stdout
 from kvframework.api.plugin import ByteSize
 from kvframework.client.status_source import StatusSource, quiet_connection, server_endpoint
 from kvframework.service.health import trouble
-from kvframework.status import Device, Instance, Status, Tier
+from kvframework.status import Instance, Status, Tier
 from kvframework.text import counted, one_line, short_number
 
 app = typer.Typer()
@@ -67,35 +65,38 @@ def status(
             raise typer.Exit(EXIT_FOUND)
 
 
-def view_status(encoded: bytes, round_trip_s: float | None = None) -> RenderableType:
-    """The document that REPORT_STATUS returns, and how long a NOOP takes."""
+def view_status(encoded: bytes, round_trip_s: float | None = None) -> Group:
+    """The lines about the document that REPORT_STATUS returns, and how long a NOOP takes."""
     document = msgspec.json.decode(encoded, type=Status)
-    devices = [device for transport in document.transports.values() for device in transport.devices]
-    return Group(*_facts(document, trouble(msgspec.json.decode(encoded)), devices, round_trip_s))
+    troubles = trouble(msgspec.json.decode(encoded))
+    return Group(*(Text(one_line(line), style) for line, style in _lines(document, troubles, round_trip_s)))
 
 
-def _facts(
-    document: Status, troubles: dict[str, int], devices: Sequence[Device], round_trip_s: float | None
-) -> Iterator[RenderableType]:
-    yield from map(_text, _head(document))
+def _lines(document: Status, troubles: dict[str, int], round_trip_s: float | None) -> Iterator[tuple[str, str]]:
+    """Each line and its style."""
+    yield from ((line, "") for line in _head(document))
     if round_trip_s is not None:
-        yield _text(f"answers in {round_trip_s * 1e3:.2f} ms")
-    yield from (_text(line, "red") for line in _problems(document))
+        yield f"answers in {round_trip_s * 1e3:.2f} ms", ""
+    yield from ((line, "red") for line in _problems(document))
     for each in document.messaging.refused[:REFUSED_SHOWN]:
         whose = f"{each.client[:64]!r} (process {each.pid}), {each.count} times, last {each.ago_s:.0f} s ago"
-        yield _text(f"refused: {each.what!r} of {whose}: [{each.code}] {each.reason}", "yellow")
+        yield f"refused: {each.what!r} of {whose}: [{each.code}] {each.reason}", "yellow"
     if troubles:
-        yield _text(f"counted: {', '.join(f'{name} {amount}' for name, amount in troubles.items())}", "yellow")
+        yield f"counted: {', '.join(f'{name} {amount}' for name, amount in troubles.items())}", "yellow"
     if missing := document.server.missing_kernels:
-        yield _text(f"no compiled kernels for {', '.join(missing)}, which is slower", "yellow")
-    if document.l2:
-        yield _tiers(document.l2)
+        yield f"no compiled kernels for {', '.join(missing)}, which is slower", "yellow"
     for tier in document.l2:
+        yield _tier(tier), ""
         yield from _other_nodes(tier)
-    if devices:
-        yield _devices(devices)
-        yield from (_text(f"{each.device} goes without: {lack}", "yellow") for each in devices for lack in each.lacks)
-    yield _instances(document.instances) if document.instances else _text("no instance is registered")
+    for device in (each for transport in document.transports.values() for each in transport.devices):
+        copier = "no copier" if device.pid is None else f"copier {device.pid}"
+        error = f", last error: {device.last_error}" if device.last_error else ""
+        counts = f"{counted(device.starts, 'starts')}, {counted(device.instances, 'instances')}"
+        yield f"device {device.device}: {copier}, {counts}{error}", ""
+        yield from ((f"{device.device} goes without: {lack}", "yellow") for lack in device.lacks)
+    yield from ((_instance(each), "") for each in document.instances)
+    if not document.instances:
+        yield "no instance is registered", ""
 
 
 def _head(document: Status) -> Iterator[str]:
@@ -146,75 +147,46 @@ def _problems(document: Status) -> list[str]:
     return [f"{problem.where}: {problem.fact}" for problem in document.problems]
 
 
-def _tiers(tiers: Sequence[Tier]) -> WideTable:
-    """Table of the tiers. `get` and `put` are p50 and p99 of calls in milliseconds."""
-    counters = ("hits", "misses", "stored", "errors", "corrupt")
-    table = _table("L2", "circuit", "codec", "used", "get ms", "put ms", *counters, "to write")
-    for tier in tiers:
-        used = f"{ByteSize(tier.usage.used_bytes)} / {ByteSize(tier.usage.capacity_bytes)}" if tier.usage else "-"
-        facts = (tier.name or "?", tier.state or "?", tier.codec or "-", used)
-        calls = (_latency(tier, "get_into"), _latency(tier, "put"))
-        _add(table, *facts, *calls, *(getattr(tier, counter) for counter in counters), tier.write_pending)
-    return WideTable(table)
+def _tier(tier: Tier) -> str:
+    """What a tier holds and did, with p50 and p99 of its calls."""
+    codec = f", codec {tier.codec}" if tier.codec else ""
+    usage = tier.usage
+    used = f", {ByteSize(usage.used_bytes)} of {ByteSize(usage.capacity_bytes)}" if usage else ""
+    calls = ""
+    for name, call in (("get", "get_into"), ("put", "put")):
+        latency = tier.latency_ms.get(call)
+        if latency and latency.count:
+            calls += f", {name} {short_number(latency.p50)} / {short_number(latency.p99)} ms"
+    counters = ", ".join(f"{getattr(tier, name)} {name}" for name in ("hits", "misses", "stored", "errors", "corrupt"))
+    state = tier.state or "?"
+    return f"L2 {tier.name or '?'}: circuit {state}{codec}{used}{calls}; {counters}, {tier.write_pending} to write"
 
 
-def _latency(tier: Tier, call: str) -> str:
-    latency = tier.latency_ms.get(call)
-    return f"{short_number(latency.p50)} / {short_number(latency.p99)}" if latency and latency.count else "-"
-
-
-def _other_nodes(tier: Tier) -> Iterator[RenderableType]:
+def _other_nodes(tier: Tier) -> Iterator[tuple[str, str]]:
     """What a tier says of other nodes: what came from each, what went to them, and who was refused. A plugin makes
     these rows, so any field may be missing."""
-    nodes = [node for node in tier.details.get("nodes") or () if "node" in node]
-    if nodes:
-        table = _table(f"{tier.name} from", "state", "values", "bytes", "failed")
-        for node in nodes:
-            counters = (node.get("values", 0), ByteSize(node.get("nbytes", 0)), node.get("failed", 0))
-            _add(table, node["node"], node.get("state", "?"), *counters)
-        yield table
+    for node in tier.details.get("nodes") or ():
+        if "node" in node:
+            size = ByteSize(node.get("nbytes", 0))
+            came = f"{counted(node.get('values', 0), 'values')}, {size}, {node.get('failed', 0)} failed"
+            yield f"{tier.name} from {node['node']}: {node.get('state', '?')}, {came}", ""
     lent = tier.details.get("lending") or {}
     if lent:
         refused = ", ".join(f"{why} {number}" for why, number in (lent.get("refused") or {}).items() if number)
         size = ByteSize(lent.get("nbytes", 0))
         line = f"lent at {lent.get('at', '?')}: {counted(lent.get('values', 0), 'values')}, {size}"
-        yield _text(f"{line}; refused: {refused}" if refused else line)
+        yield f"{line}; refused: {refused}" if refused else line, ""
     for each in lent.get("strangers") or ():
         fact = f"{each.get('reason')}, {each.get('count')} times, last {each.get('ago_s')} s ago"
-        yield _text(f"refused: {each.get('node')}: {fact}", "yellow")
+        yield f"refused: {each.get('node')}: {fact}", "yellow"
 
 
-def _devices(devices: Sequence[Device]) -> Table:
-    table = _table("device", "copier", "starts", "instances", "last error")
-    for each in devices:
-        pid = "none" if each.pid is None else each.pid
-        _add(table, each.device, pid, each.starts, each.instances, each.last_error or "-")
-    return table
-
-
-def _instances(instances: Sequence[Instance]) -> WideTable:
-    heads = ("instance", "pid", "model", "rank", "namespace", "transport", "format", "layers", "dtype", "chunk")
-    table = _table(*heads, "bytes/token")
-    for each in instances:
-        rank = f"{'?' if each.rank is None else each.rank}/{each.world_size}"
-        # Where objects are opaque bytes, their dtype is not the model's.
-        model = each.model_dtype or each.dtype
-        dtype = each.dtype if model == each.dtype else f"{each.dtype}, model {model}"
-        whose = (each.instance_id, each.pid, each.model, rank, each.namespace[:8])
-        form = (each.transport, each.format, each.layers, dtype, each.chunk_tokens, short_number(each.bytes_per_token))
-        _add(table, *whose, *form)
-    return WideTable(table)
-
-
-def _text(value: object, style: str = "") -> Text:
-    return Text(one_line(str(value)), style=style)
-
-
-def _add(table: Table, *cells: object) -> None:
-    table.add_row(*map(_text, cells))
-
-
-def _table(*headers: str) -> Table:
-    """Return a compact table; on a narrow terminal cells are folded and nothing is cut off."""
-    columns = (Column(header, overflow="fold") for header in headers)
-    return Table(*columns, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+def _instance(each: Instance) -> str:
+    rank = f"{'?' if each.rank is None else each.rank}/{each.world_size}"
+    whose = f"model {each.model}, rank {rank}, namespace {each.namespace[:8]}"
+    # Where objects are opaque bytes, their dtype is not the model's.
+    model = each.model_dtype or each.dtype
+    dtype = each.dtype if model == each.dtype else f"{each.dtype} (model {model})"
+    form = f"{each.format}, {each.layers} layers of {dtype}, chunks of {each.chunk_tokens} tokens"
+    size = f"{short_number(each.bytes_per_token)} bytes a token"
+    return f"instance {each.instance_id} (process {each.pid}): {whose}; {each.transport}, {form}, {size}"

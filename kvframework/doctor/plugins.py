@@ -7,8 +7,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import msgspec
 
@@ -75,19 +74,14 @@ def common_findings(config: Config, *, serving: bool, deadline_s: float) -> list
 
 def table_findings(subject: Subject, *, deadline_s: float) -> Iterator[Finding]:
     """The findings for one table."""
-    where = subject.table.where
+    use, where = subject.table.use, subject.table.where
     held = subject.kind == "memory" and (subject.kept or subject.replaces is not None)
     request = msgspec.structs.replace(subject, diagnose_s=0.0 if held else deadline_s - _TO_END_S)
     ran = run_isolated(__name__, msgspec.msgpack.encode(request), function="check_plugin", deadline_s=deadline_s)
-    for line in ran.lines:
-        try:
-            yield msgspec.json.decode(line, type=Finding)
-        except msgspec.ValidationError as error:
-            fact = f"{subject.table.use}: its diagnosis is no finding: {error}"
-            yield Finding("plugin.diagnose", "fail", fact, "ask the plugin's author", where)
+    yield from (msgspec.json.decode(line, type=Finding) for line in ran.lines)
     if ran.ended:
         said = ran.printed.strip().splitlines()
-        fact = f"{subject.table.use}: the process that runs its diagnosis {ran.ended}{f': {said[-1]}' if said else ''}"
+        fact = f"{use}: the process that runs its diagnosis {ran.ended}{f': {said[-1]}' if said else ''}"
         name = "plugin.diagnose" if ran.lines else "plugin.usable"
         yield Finding(name, "fail", fact, "run kvframework plugins check, or ask the plugin's author", where)
 
@@ -112,61 +106,37 @@ def check_plugin() -> None:
     """Find out whether a plugin can be used, and what its own diagnosis says. The request is a `Subject`."""
     started = time.monotonic()
     subject = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Subject)
-    registry = PluginRegistry()
+    secret = hiding(())
+    registry, table = PluginRegistry(), subject.table
     try:
-        provider, options = resolve_table(registry, subject.table, KINDS[subject.kind].providers[0])
+        provider, options = resolve_table(registry, table, KINDS[subject.kind].providers[0])
+        # A plugin may quote its options, and findings are parts of bug reports.
+        secret = hiding(secrets_of(options))
+        terms, replaces, kept = subject.server, subject.replaces, subject.kept
+        check_table(registry, table, provider, options, server=terms, replaces=replaces, kept=kept)
+        found = _findings(subject, provider, options, started + subject.diagnose_s)
     except KVFrameworkError as error:
-        _report(msgspec.structs.replace(refusal(error), where=error.where or subject.table.where))
-        return
-    # A plugin may quote its options, and findings are parts of bug reports.
-    secret = hiding(secrets_of(options))
-    for each in _findings(registry, subject, provider, options, started + subject.diagnose_s):
-        if isinstance(each.fact, str) and isinstance(each.advice, str):  # else the parent refuses it
-            fact, advice = secret.sub(HIDDEN, each.fact), secret.sub(HIDDEN, each.advice)
-            each = msgspec.structs.replace(each, fact=fact, advice=advice)
-        _report(msgspec.structs.replace(each, where=each.where or subject.table.where))
+        found = iter([refusal(error)])
+    for each in found:
+        fact, advice = secret.sub(HIDDEN, each.fact), secret.sub(HIDDEN, each.advice)
+        _report(msgspec.structs.replace(each, fact=fact, advice=advice, where=each.where or table.where))
 
 
 def _report(finding: Finding) -> None:
     os.write(int(sys.argv[1]), msgspec.json.encode(finding) + b"\n")
 
 
-def _findings(
-    registry: PluginRegistry, subject: Subject, provider: AnyProvider, options: Options, deadline: float
-) -> Iterator[Finding]:
-    use, terms = subject.table.use, subject.server
-    replaces, kept = subject.replaces, subject.kept
-    try:
-        check_table(registry, subject.table, provider, options, server=terms, replaces=replaces, kept=kept)
-    except KVFrameworkError as error:
-        yield refusal(error)
-        return
+def _findings(subject: Subject, provider: AnyProvider, options: Options, deadline: float) -> Iterator[Finding]:
+    use, place = subject.table.use, subject.table.where
     yield Finding("plugin.usable", "ok", f"{subject.kind} {use} can be used")
     if isinstance(provider, AnyTransportProvider) and provider.is_gpu:
         yield memlock(f"{subject.kind} {use}")
     diagnosed = (MemoryProvider, TierProvider, DeviceTransportProvider)
-    if isinstance(provider, diagnosed) and provider.diagnose is not None and subject.diagnose_s > 0:
-        yield from _diagnosis(provider, options, subject, deadline)
-
-
-def _diagnosis(
-    provider: MemoryProvider[Any] | TierProvider[Any] | DeviceTransportProvider[Any],
-    options: Options,
-    subject: Subject,
-    deadline: float,
-) -> Iterator[Finding]:
-    assert provider.diagnose is not None
-    place, use = subject.table.where, subject.table.use
+    if not isinstance(provider, diagnosed) or provider.diagnose is None or not subject.diagnose_s:
+        return
     try:
-        returned = provider.diagnose(options, TableContext(where=place), deadline)
-        kind = type(returned).__name__
-        for each in returned if isinstance(returned, Iterable) and not isinstance(returned, str) else [None]:
-            if not isinstance(each, Finding):
-                wrong = kind if each is None else f"{kind}[{type(each).__name__}]"
-                fact = f"{use}: diagnose returned {wrong}, expected Sequence[Finding]"
-                yield Finding("plugin.diagnose", "fail", fact, "ask the plugin's author")
-                return
-            yield each
+        for each in provider.diagnose(options, TableContext(where=place), deadline):
+            yield msgspec.json.decode(msgspec.json.encode(each), type=Finding)  # it is made by a plugin
     except KVFrameworkError as error:
         placed = error.where.startswith(place)  # a plugin may name a place of its own
         fact = error.fact if placed or not error.where else f"{error.where}: {error.fact}"

@@ -200,32 +200,33 @@ def _log_thread_error(failure: threading.ExceptHookArgs) -> None:
 LIMIT = 4 << 20
 FLUSH_S = 0.3
 MAX_MESSAGE = 64 << 10
-# The records that are kept for a bug report, and the letters of a message and of a traceback in one.
-RECENT, RECENT_TEXT = 256, 2 << 10
-# The memory of a record beside its texts.
-_RECORD = 1 << 10
+# The lines that are kept for a bug report, and the letters of one.
+RECENT, RECENT_TEXT = 256, 4 << 10
+# The memory of a line in the queue beside its text.
+_ITEM = 256
 
 
 class QueuedHandler(logging.Handler):
     """Writes to the descriptor `fd`, which it borrows, from a thread of its own.
 
-    Logging costs its caller the text of the message and never blocks, in any state of the descriptor. About `limit`
-    characters wait at most. Lines that do not fit or cannot be written are counted in `dropped`, and the log reports
-    them at the place where they are missing. After it was full, the queue takes lines again once it is half empty.
+    Logging costs its caller the text of the line and never blocks, in any state of the descriptor. About `limit` bytes
+    wait at most. Lines that do not fit or cannot be written are counted in `dropped`, and the log reports them at the
+    place where they are missing. After it was full, the queue takes lines again once it is half empty.
     """
 
     def __init__(self, fd: int, limit: int = LIMIT) -> None:
         super().__init__()
         self._fd = fd
         self._limit = limit
-        self._queue: SimpleQueue[tuple[logging.LogRecord, int, int] | threading.Event] = SimpleQueue()
+        # A line with the number of those refused before it, or an event to set.
+        self._queue: SimpleQueue[tuple[bytes, int] | threading.Event] = SimpleQueue()
         # Each field is written by one side only: the first three by logging threads, under the handler's lock, the
         # others by the writer.
         self._given, self._refused, self._full = 0, 0, False
         self._taken, self._failed, self._torn, self._reported = 0, 0, False, 0
         self._error = ""
-        # The last records, whatever became of them: line and traceback.
-        self._recent: deque[tuple[str, str]] = deque(maxlen=RECENT)
+        # The last lines, whatever became of them.
+        self._recent: deque[str] = deque(maxlen=RECENT)
         threading.Thread(target=self._run, name="kvf-log", daemon=True).start()
 
     @property
@@ -246,14 +247,15 @@ class QueuedHandler(logging.Handler):
         return "is not read" if self._full and self._given - self._taken > self._limit // 2 else ""
 
     def recent(self) -> list[str]:
-        """The last records, each as one text that is safe on a terminal."""
-        texts = [(one_line(line), *map(visible, traceback.splitlines())) for line, traceback in self._recent.copy()]
-        return ["\n".join(text) for text in texts]
+        """The last lines, each as one text that is safe on a terminal."""
+        return ["\n".join(map(visible, text.splitlines())) for text in self._recent.copy()]
 
     def emit(self, record: logging.LogRecord) -> None:
-        record = self._settled(record)
-        self._recent.append(_brief(record))
-        size = _RECORD + len(record.msg) + len(record.exc_text or "") + len(record.stack_info or "")
+        text = self._text(record)
+        half = RECENT_TEXT // 2
+        self._recent.append(text if len(text) <= RECENT_TEXT else f"{text[:half]} ... {text[-half:]}")
+        line = (text + "\n").encode("utf-8", "backslashreplace")
+        size = len(line) + _ITEM
         waiting = self._given - self._taken
         self._full = waiting > self._limit // 2 if self._full else waiting + size > self._limit
         if self._full:
@@ -262,7 +264,7 @@ class QueuedHandler(logging.Handler):
                 self._queue.put(threading.Event())
             return
         self._given += size
-        self._queue.put((record, size, self._refused))
+        self._queue.put((line, self._refused))
 
     def flush(self) -> None:
         self.drain(FLUSH_S)
@@ -273,22 +275,15 @@ class QueuedHandler(logging.Handler):
         self._queue.put(written)
         return written.wait(timeout_s)
 
-    def _settled(self, record: logging.LogRecord) -> logging.LogRecord:
-        """A copy of the record with texts only: its arguments may change until it is written, and the frames of an
-        exception keep their objects alive, such as views of the arena."""
-        record = copy.copy(record)
+    def _text(self, record: logging.LogRecord) -> str:
         try:
-            text = record.getMessage()
+            message = record.getMessage()
         except Exception as error:  # noqa: BLE001  a log call must not fail its caller
-            text = f"{record.msg} (its arguments do not fit: {type(error).__name__})"
-        record.msg = text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}..."
+            message = f"{record.msg} (its arguments do not fit: {type(error).__name__})"
+        record = copy.copy(record)
+        record.msg = message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}..."
         record.args = None
-        if record.exc_info:
-            record.exc_text = record.exc_text or (self.formatter or logging.Formatter()).formatException(
-                record.exc_info
-            )
-            record.exc_info = None
-        return record
+        return self.format(record)
 
     # The writer's thread.
 
@@ -296,28 +291,29 @@ class QueuedHandler(logging.Handler):
         while True:
             item = self._queue.get()
             if isinstance(item, tuple):
-                record, size, refused = item
-                self._tell(refused)
-                if not self._write(record):
+                line, refused = item
+                self._report(refused)
+                if not self._write(line):
                     self._failed += 1
-                self._taken += size
+                self._taken += len(line) + _ITEM
             if self._queue.empty():
-                self._tell(self._refused)
+                self._report(self._refused)
             if isinstance(item, threading.Event):
                 item.set()
 
-    def _tell(self, refused: int) -> None:
+    def _report(self, refused: int) -> None:
         missing = refused + self._failed - self._reported
-        if missing and self._write(_notice(missing)):
-            self._reported += missing
+        if missing:
+            text = f"{missing} lines are missing here: the log was not read, or could not be written"
+            notice = logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, (), None)
+            if self._write((self.format(notice) + "\n").encode()):
+                self._reported += missing
 
-    def _write(self, record: logging.LogRecord) -> bool:
-        """Writes one record; blocks as long as the reader does not read."""
+    def _write(self, line: bytes) -> bool:
+        """Writes one line; blocks as long as the reader does not read."""
         begun = self._torn
+        data = memoryview(b"\n" + line if self._torn else line)
         try:
-            data = memoryview((self.format(record) + "\n").encode("utf-8", "backslashreplace"))
-            if self._torn:
-                data = memoryview(b"\n" + data)
             while data:
                 try:
                     data = data[os.write(self._fd, data) :]
@@ -326,20 +322,8 @@ class QueuedHandler(logging.Handler):
                     poller = select.poll()
                     poller.register(self._fd, select.POLLOUT)
                     poller.poll()
-        except Exception as error:  # noqa: BLE001  the log has no other place to report it
-            self._torn = begun
-            self._error = getattr(error, "strerror", None) or repr(error)
+        except OSError as error:
+            self._torn, self._error = begun, error.strerror or repr(error)
             return False
         self._torn, self._error = False, ""
         return True
-
-
-def _brief(record: logging.LogRecord) -> tuple[str, str]:
-    time = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")
-    line = f"{time} {record.levelname} {record.name}: {record.msg[:RECENT_TEXT]}"
-    return line, (record.exc_text or "")[-RECENT_TEXT:]
-
-
-def _notice(missing: int) -> logging.LogRecord:
-    text = "%d lines are missing here: the log was not read, or could not be written"
-    return logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, (missing,), None)

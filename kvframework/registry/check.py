@@ -74,7 +74,7 @@ class Creator:
     ) -> object:
         """The result of `function(*args)`, of any type."""
         try:
-            with named_at(table.where), timed(self._title(kind, table), name, long=name != "check"):
+            with named_at(table.where), timed(self._title(kind, table), name):
                 return function(*args)
         except KVFrameworkError as error:
             error.where = error.where or table.where

@@ -212,7 +212,7 @@ class PluginRegistry:
         try:
             if plugin is None:
                 check_release(offer.distribution, title)
-                with _guarded(title, "the import", long=True):
+                with _guarded(title, "the import"):
                     plugin = metadata.EntryPoint(offer.title, offer.value, ENTRY_POINT_GROUP).load()
                 adopt(self.manager, plugin, title)
             return pick(self.manager, plugin, offer)
@@ -255,10 +255,10 @@ def _conflict(offers: list[EntryPointInfo]) -> PluginConflict:
 
 
 @contextmanager
-def _guarded(title: str, step: str, *, long: bool = False) -> Iterator[None]:
+def _guarded(title: str, step: str) -> Iterator[None]:
     """Turns any exception of a plugin's code into `PluginBroken`; only an interrupt from the keyboard passes."""
     try:
-        with timed(title, step, long=long):
+        with timed(title, step):
             yield
     except (PluginError, KeyboardInterrupt):
         raise

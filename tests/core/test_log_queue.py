@@ -77,7 +77,7 @@ def test_each_line_comes_in_order_or_is_counted_at_its_place(sizes: list[int], l
 
 def test_what_does_not_fit_is_counted_and_said(pipe: tuple[Reader, int]) -> None:
     reader, fd = pipe
-    handler = QueuedHandler(fd, limit=10_000)
+    handler = QueuedHandler(fd, limit=5_000)
     for number in range(100):
         handler.handle(record("line %d", number))
     assert handler.dropped > 80

@@ -11,7 +11,7 @@ import re
 
 from kvframework.config import schema
 from kvframework.registry import describe_options
-from kvframework.running_config import when
+from kvframework.running_config import changes_now
 from tests.docs.option_tables import rows
 
 BLOCK = re.compile(r"(<!-- keys: (\w+) -->\n).*?(<!-- end of keys -->)", re.DOTALL)
@@ -37,5 +37,7 @@ def renewed(page: str) -> str:
 def _table(struct: str) -> str:
     """The table of a struct's keys, with a column that says when a change of each takes effect."""
     head, line, *cells = rows(describe_options(getattr(schema, struct)), "key").splitlines()
-    changes = [f"{row} {when(f'{TABLES[struct]}.{KEY.match(row)[1]}')} |" for row in cells]  # type: ignore[index]
+    keys = [KEY.match(row)[1] for row in cells]  # type: ignore[index]
+    now = ["now" if changes_now(f"{TABLES[struct]}.{key}") else "restart" for key in keys]
+    changes = [f"{row} {when} |" for row, when in zip(cells, now, strict=True)]
     return "\n".join([f"{head} changes |", f"{line}---|", *changes, ""])

@@ -61,7 +61,7 @@ def test_every_command_and_plugin_names_its_distribution() -> None:
         groups: dict[str, dict[str, str]] = found.get("entry-points", {})  # type: ignore[assignment]
         commands |= dict.fromkeys(groups.get("kvframework.commands", {}), found["name"])
         plugins |= dict.fromkeys(entry_points(file.read_text()), found["name"])
-    assert commands == {name: known.distribution for name, known in KNOWN.items() if name != "bench"}
+    assert commands == {name: distribution for name, (distribution, _) in KNOWN.items() if name != "bench"}
     assert plugins == FIRST_PARTY
 
 

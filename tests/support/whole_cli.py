@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def whole_cli(*, without: tuple[str, ...] = ()) -> Any:
     """The tree of commands, without those named and those whose modules are not installed. As the sources name them,
     not as an installation of some time ago does."""
-    places = {name: found.app for name, found in CORE.items()}
+    places = {name: place for name, (place, _) in CORE.items()}
     for file in (*ROOT.glob("plugins/**/pyproject.toml"), ROOT / "benchmarks" / "pyproject.toml"):
         groups = read_toml(file)["project"].get("entry-points", {})
         places |= groups.get("kvframework.commands", {})

@@ -13,7 +13,7 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.cli.app import Settings, app
+from kvframework.cli.app import app
 from kvframework.cli.serving import ServeOptions, plain_options
 from tests.core.cli.command import environment
 
@@ -43,7 +43,7 @@ WORDS += ["é\udc80"]
 def whole(arguments: Sequence[str]) -> ServeOptions:
     """What typer reads, in the types that it hands on: some of its releases convert only then."""
     command: Any = typer.main.get_command(app)
-    parent = command.make_context("kvframework", ["serve"], obj=Settings())
+    parent = command.make_context("kvframework", ["serve"], obj={})
     read = command.get_command(parent, "serve").make_context("serve", list(arguments), parent=parent).params
     config = Path(read["config"]) if read["config"] else None
     log = {name: read[f"log_{name}"] for name in ("level", "format") if read[f"log_{name}"]}

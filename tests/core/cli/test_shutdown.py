@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvframework import errors
-from kvframework.cli.signals import StopSignals
+from kvframework.cli.signals import ServerSignals
 from kvframework.wire import messages as m
 from tests.core.cli.command import COMMAND, environment, run
 from tests.core.registry.fake_distributions import install
@@ -293,8 +293,8 @@ def hanging(deadline_s: float) -> Iterator[subprocess.Popen[str]]:
     # Not print: a signal that comes in mid-print may not print itself.
     script = (
         "import os, time\n"
-        "from kvframework.cli.signals import StopSignals\n"
-        f"with StopSignals(deadline_s={deadline_s}) as signals:\n"
+        "from kvframework.cli.signals import ServerSignals\n"
+        f"with ServerSignals(deadline_s={deadline_s}) as signals:\n"
         "    signals.serve(lambda since: os.write(1, b'asked\\n'), lambda: os.write(1, b'abandoned\\n'))\n"
         "    os.write(1, b'ready\\n')\n"
         "    while True: time.sleep(60)\n"
@@ -319,8 +319,8 @@ def test_a_main_thread_that_hangs_is_ended_by_the_deadline() -> None:
 def test_the_end_counts_from_the_signal_even_if_the_main_thread_is_busy() -> None:
     script = (
         "import hashlib, os, threading, time\n"
-        "from kvframework.cli.signals import StopSignals\n"
-        "with StopSignals(deadline_s=240) as signals:\n"
+        "from kvframework.cli.signals import ServerSignals\n"
+        "with ServerSignals(deadline_s=240) as signals:\n"
         "    signals.serve(lambda since: os.write(1, b'%d' % (time.monotonic() - since > 0.2)), lambda: None)\n"
         "    threading.Timer(0.1, os.write, (1, b'ready\\n')).start()\n"
         "    hashlib.pbkdf2_hmac('sha256', b'', b'', 3_000_000)\n"
@@ -343,8 +343,8 @@ def test_a_main_thread_that_hangs_is_ended_by_a_second_signal() -> None:
 
 
 def failing(*, after_a_signal: bool) -> None:
-    """Passes through `StopSignals` with an error, as `serve` does with a configuration that it refuses."""
-    with StopSignals(deadline_s=60) as signals:
+    """Passes through `ServerSignals` with an error, as `serve` does with a configuration that it refuses."""
+    with ServerSignals(deadline_s=60) as signals:
         assert watchers()
         signals.serve(lambda _since: None, lambda: None)
         if after_a_signal:

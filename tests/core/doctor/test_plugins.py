@@ -97,10 +97,10 @@ def test_a_tier_tells_what_it_sees() -> None:
         ("raises", {"plugin.diagnose": "fail"}, "acme: no disk"),
         ("breaks", {"acme.first": "ok", "plugin.diagnose": "fail"}, "ValueError: broken"),
         ("dies", {"acme.first": "ok", "plugin.diagnose": "fail"}, "was ended by signal SIGABRT"),
-        ("nonsense", {"plugin.diagnose": "fail"}, "is no finding"),
-        ("text", {"plugin.diagnose": "fail"}, "text: diagnose returned list[str], expected Sequence[Finding]"),
-        ("nothing", {"plugin.diagnose": "fail"}, "nothing: diagnose returned NoneType, expected Sequence[Finding]"),
-        ("single", {"plugin.diagnose": "fail"}, "single: diagnose returned Finding, expected Sequence[Finding]"),
+        ("nonsense", {"plugin.diagnose": "fail"}, "its diagnosis failed with ValidationError: "),
+        ("text", {"plugin.diagnose": "fail"}, "its diagnosis failed with ValidationError: "),
+        ("nothing", {"plugin.diagnose": "fail"}, "its diagnosis failed with TypeError: "),
+        ("single", {"plugin.diagnose": "fail"}, "its diagnosis failed with TypeError: "),
     ],
 )
 def test_what_goes_wrong_in_a_diagnosis_is_a_finding(name: str, level: dict[str, str], text: str) -> None:

@@ -14,7 +14,7 @@ from kvf_plan.planning.catalogue import Engine, catalogue
 from kvf_plan.planning.goal import Row, Shortfall, closest, shortfalls, toml_of
 from kvf_plan.planning.plan import Chunks, Plan
 from kvframework import __version__
-from kvframework.api.console import WideTable, print_document, print_text, print_view, stderr
+from kvframework.api.console import print_document, print_text, print_view, stderr
 from kvframework.api.plugin import ByteSize
 from kvframework.text import short_count, short_duration, short_number
 
@@ -31,7 +31,7 @@ def print_plan(plan: Plan, *, as_json: bool) -> None:
         print_text("")
         print_text(_needs(chunks))
         print_view(_curve(chunks))
-    print_view(WideTable(_rows(plan)))
+    print_view(_rows(plan))
     if not plan.says_a_day and any(row.setting.tier for row in plan.rows):
         print_text(f"size a day: {short_duration(plan.seconds)} are too short a trace to say that")
     if any(row.sampled for row in plan.rows):
@@ -63,8 +63,8 @@ def print_catalogue(*, as_json: bool) -> None:
         speeds.add_row(
             each.model, f"{each.gpus} x {each.gpu}", f"{each.tokens_per_s:,.0f}", at, each.basis, str(number)
         )
-    print_view(WideTable(models))
-    print_view(WideTable(speeds))
+    print_view(models)
+    print_view(speeds)
     for said, number in sources.items():
         print_text(f"{number}: {said}")
     print_text(
