@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from kvframework.api.endpoint import try_bind
 from kvframework.api.installing import install_command
 from kvframework.api.memory import MemoryProvider
 from kvframework.api.tier import TierProvider
@@ -185,17 +186,11 @@ def _check_ports(config: Config, *, running: bool) -> None:
     addresses = [text for text in (config.server.endpoint, config.server.tcp) if text.startswith("tcp://")]
     if len(set(addresses)) < len(addresses):
         raise EndpointError("endpoint and tcp are the same", where=config.server.tcp, hint="leave one of them out")
-    # Bind as ZMQ does, without listening: a server that binds at the same moment is not disturbed.
     any_host = {"*", *(name for _, name in socket.if_nameindex())}
     for address in addresses:
         parsed = parse_endpoint(address)
-        host = None if parsed.host in any_host else parsed.host
         try:
-            found = socket.getaddrinfo(host, parsed.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            family, kind, protocol, _, place = found[0]
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(place)
+            try_bind(None if parsed.host in any_host else parsed.host, parsed.port)
         except OSError as error:
             if running and error.errno == errno.EADDRINUSE:
                 continue  # it may be that of the running server

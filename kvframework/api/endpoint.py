@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from typing import Annotated, Literal, NamedTuple
 from urllib.parse import urlsplit
 
@@ -11,7 +12,7 @@ import msgspec
 
 from kvframework.errors import ConfigFieldError, EndpointError
 
-__all__ = ["Endpoint", "ObserveConfig", "collector_url", "parse_endpoint", "parse_listen"]
+__all__ = ["Endpoint", "ObserveConfig", "collector_url", "parse_endpoint", "parse_listen", "try_bind"]
 
 # The kernel takes 107, those of a suffix included.
 MAX_SOCKET_PATH_BYTES = 100
@@ -62,6 +63,16 @@ def parse_listen(text: str, *, where: str = "") -> tuple[str, int]:
     """The host and the port, 0 to 65535, of "HOST:PORT". Pure. Raises `EndpointError`."""
     host, port = _host_and_port(text, 0, where, "HOST:PORT, [ADDRESS]:PORT", "127.0.0.1:9309")
     return "" if host == "*" else host, port
+
+
+def try_bind(host: str | None, port: int) -> None:
+    """Bind for a moment as a listener does, without listening: one that binds at the same moment is not disturbed.
+    None: any address. Blocking. Raises `OSError`."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, place = found[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(place)
 
 
 def _host_and_port(text: str, least: int, where: str, available: str, hint: str) -> tuple[str, int]:

@@ -1,5 +1,5 @@
-"""The checks of the machine: the interpreter, the installation, the limits of this process, NUMA nodes, memory
-and the cgroup's limit. Those of accelerators are of the plugins for them."""
+"""The checks of the machine: the interpreter, the installation, the limits of this process, memory and the
+cgroup's limit. Those of NUMA nodes and of accelerators are of the plugins that use them."""
 
 from __future__ import annotations
 
@@ -69,16 +69,6 @@ def memlock(needed_by: str = "") -> Finding:
         return Finding("limits.memlock", "ok", f"{fact}; only device transports lock memory")
     advice = "LimitMEMLOCK=infinity under systemd, --ulimit memlock=-1 for a container, or ulimit -l unlimited"
     return Finding("limits.memlock", "warn", f"{fact}, and {needed_by} pins L1 for its device", advice)
-
-
-def nodes(sysfs: Path = Path("/sys")) -> Iterator[Finding]:
-    folder = sysfs / "devices" / "system" / "node"
-    found = sorted(folder.glob("node[0-9]*"), key=lambda node: int(node.name.removeprefix("node")))
-    if len(found) < 2:
-        yield Finding("numa.nodes", "ok", "one node" if found else "the kernel reports none")
-        return
-    listed = "; ".join(f"{node.name} has the CPUs {_text(node / 'cpulist') or 'none'}" for node in found)
-    yield Finding("numa.nodes", "ok", f"{len(found)}: {listed}")
 
 
 def _text(path: Path) -> str:

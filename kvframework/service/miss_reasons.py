@@ -12,7 +12,7 @@ from kvframework.service.records import MissReason, PendingLookup
 from kvframework.storage.l1.eviction_statistics import CAUSES, LAST_EVICTION, Cause, Ghost
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecord
-from kvframework.text import timed
+from kvframework.text import short_number
 
 # A later event explains more than an earlier one, and what the server knows of an object more than what it knows of
 # others: so a tier that failed during the lookup comes first, then what became of the object, then where else its chunk
@@ -157,7 +157,7 @@ class MissFacts:
             return MissReason("timed_out", "its client did not wait for the end of the load")
         cut = asked.priced
         if cut and asked.missing and asked.missing[0] == cut.chunks < cut.found:
-            times = f"its load would take {timed(cut.load_s)}, its computation {timed(cut.compute_s)}"
+            times = f"its load would take {short_number(cut.load_s)} s, its computation {short_number(cut.compute_s)} s"
             return MissReason("priced", times)
         refused = asked.grid is not None and asked.task is None and bool(self._storage.tiers.stores)
         missing = asked.missing[1] if asked.missing else _first_key(asked)

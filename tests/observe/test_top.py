@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
-import termios
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,14 +12,12 @@ import pytest
 from rich.cells import cell_len
 
 from tests.core.cli.command import COMMAND, environment, run, run_process
-from tests.support.processes import send
 from tests.support.server_process import ServerProcess
 from tests.support.terminal import Terminal
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for
 
 MODELS = ("Qwen3-32B", "gpt-oss-[red]120b", ":bomb: \u4e16\u754c " * 3)
-CANONICAL = termios.ICANON | termios.ECHO
 SLOW_S = 120.0
 TOP = ("top", "--interval", "0.1", "--timeout", "60", "--endpoint")
 
@@ -149,37 +146,6 @@ def test_it_ends_when_its_terminal_hangs_up(server: ServerProcess, ignored: tupl
     with Terminal(command, environment(TERM="xterm"), ignored=ignored) as screen:
         screen.shows("hit rate")
         screen.hang_up()
-        assert screen.ended() == 0
-
-
-def test_one_begun_in_the_background_waits_for_its_turn(server: ServerProcess) -> None:
-    shell = ["bash", "--norc", "--noprofile", "--noediting", "-i"]
-    with Terminal(shell, environment(TERM="xterm", PS1="ready> ", HISTFILE="")) as screen:
-        screen.wrote("ready> ")
-        command = [*COMMAND, *TOP, server.endpoint]
-        screen.type(f"{' '.join(command)} & wait %1\n")
-        screen.wrote("Stopped")
-        assert screen.modes()[3] & CANONICAL == CANONICAL
-        screen.type("fg\n")
-        screen.shows("hit rate")
-        since = len(screen.shown)
-        screen.type("q")
-        screen.wrote("ready> ", since)
-        screen.type("exit\n")
-        assert screen.ended() == 0
-
-
-def test_one_stopped_from_outside_draws_again(server: ServerProcess) -> None:
-    with top(server.endpoint) as screen:
-        screen.shows("hit rate")
-        send(screen.process.pid, signal.SIGSTOP)
-        # As a shell does that has the terminal meanwhile.
-        modes = screen.modes()
-        modes[3] |= CANONICAL
-        screen.set_modes(modes)
-        screen.process.send_signal(signal.SIGCONT)
-        wait_until(lambda: not screen.modes()[3] & CANONICAL, SLOW_S, "keys without an Enter")
-        screen.type("q")
         assert screen.ended() == 0
 
 

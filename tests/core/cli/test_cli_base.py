@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -108,19 +106,3 @@ def test_a_wrong_configuration_is_one_clean_error(site: Path, toml: Path, overri
     assert done.stderr.startswith("error: [")
     assert text.format(toml=toml) in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_debug_shows_the_traceback(tmp_path: Path) -> None:
-    missing = str(tmp_path / "none.toml")
-    plain, debug = run("config", "check", missing), run("--debug", "config", "check", missing)
-    assert plain.returncode == 2
-    assert plain.stderr.startswith(f"error: [config.file] {missing}: cannot be read")
-    assert debug.returncode != 0
-    assert "Traceback" in debug.stderr
-    assert "ConfigFileError" in debug.stderr
-
-
-def test_the_command_starts_without_anything_heavy() -> None:
-    code = "import sys, kvframework.cli.main; print({'torch', 'transformers', 'redis', 'numpy'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
-    assert done.stdout == "set()\n"

@@ -26,7 +26,6 @@ def test_a_machine_that_is_well_is_status_0(tmp_path: Path) -> None:
         "kvframework",
         "memory",
         "limits",
-        "numa",
         "socket",
         "plugin",
         "pinned",

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvf_plan.cli.amounts import parsed_count, parsed_duration, parsed_size
-from kvframework.text import short_count, short_duration, short_number, timed
+from kvframework.text import short_count, short_duration, short_number
 
 ROOT = Path(__file__).resolve().parents[3]
 # A format with `g` or `e`, which may write an exponent.
@@ -81,24 +81,6 @@ def test_amounts_have_three_digits_and_a_unit(value: float, text: str) -> None:
 )
 def test_times_have_their_largest_unit(seconds: float, text: str) -> None:
     assert short_duration(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (3.84e-05, "38.4 us"),
-        (0, "0 us"),
-        (1e-9, "0 us"),
-        (0.0016, "1.6 ms"),
-        (0.99996, "1 s"),
-        (0.5, "500 ms"),
-        (2.31, "2.31 s"),
-        (100, "100 s"),
-        (1234.5, "1234 s"),
-    ],
-)
-def test_short_times_have_the_unit_that_fits(seconds: float, text: str) -> None:
-    assert timed(seconds) == text
 
 
 @given(st.text(max_size=20) | st.from_regex(r"\s*[0-9.]{1,8}\s*(us|ms|s|m|min|h|d|k|M|KiB|GB)?\s*", fullmatch=True))

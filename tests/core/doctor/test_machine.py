@@ -16,7 +16,6 @@ from kvframework.doctor import machine as checks
 from kvframework.doctor.checkup import examine, run_check, socket_findings
 from kvframework.errors import EndpointError
 from kvframework.preflight import RunningServer
-from tests.core.doctor.sysfs import sysfs
 
 
 def by_id(found: Iterator[Finding]) -> dict[str, Finding]:
@@ -151,13 +150,6 @@ def test_the_tightest_cgroup_counts(tmp_path: Path, version: int) -> None:
 
 
 # the rest
-
-
-def test_numa_nodes_are_told_in_order(tmp_path: Path) -> None:
-    machine = sysfs(tmp_path, "0,2,10", cpus={10: "10-11", 2: "2-3", 0: ""})
-    (found,) = checks.nodes(machine)
-    assert found.fact == "3: node0 has the CPUs none; node2 has the CPUs 2-3; node10 has the CPUs 10-11"
-    assert [each.id for each in checks.nodes(tmp_path / "none")] == ["numa.nodes"]
 
 
 def test_a_build_without_the_lock_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:

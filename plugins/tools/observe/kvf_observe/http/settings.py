@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import errno
 import ipaddress
-import socket
 import ssl
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
-from kvframework.api.endpoint import parse_listen
+from kvframework.api.endpoint import parse_listen, try_bind
 from kvframework.api.installing import install_command
 from kvframework.errors import ConfigFieldError, EndpointError, KVFrameworkError, PluginUnavailable
 
@@ -85,20 +84,16 @@ def read_token(config: Listening) -> str:
 
 
 def check_port(config: Listening, where: str) -> None:
-    """Bind as the listener does, without listening. Raises `EndpointError`."""
+    """Raises `EndpointError` for a port that cannot be bound."""
     host, port = parse_listen(config.listen, where=where)
     try:
-        family, kind, protocol, _, place = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(place)
+        try_bind(host or None, port)
     except OSError as error:
-        hint = "name an address of this machine and a port that is free"
-        raise EndpointError(
-            f"cannot listen: {error.strerror or error}", where=where or config.listen, hint=hint
-        ) from error
+        fact, hint = (
+            f"cannot listen: {error.strerror or error}",
+            "name an address of this machine and a port that is free",
+        )
+        raise EndpointError(fact, where=where or config.listen, hint=hint) from error
 
 
 def _check_files(config: Listening, where: str) -> None:

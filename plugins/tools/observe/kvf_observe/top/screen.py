@@ -56,7 +56,7 @@ class _Screen:
         self._terminal = Terminal()
         self._polled: deque[Observed] = deque()
         self._poller = Poller(source, self._hear, every_s=interval)
-        # Signals, by their numbers, and polls, by a 0, wake the waiting thread. It stays open: a late poll may write.
+        # Signals and polls wake the waiting thread. It stays open: a late poll may write.
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
 
@@ -76,8 +76,7 @@ class _Screen:
 
     def _take_signals(self) -> None:
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
-        for number in (signal.SIGWINCH, signal.SIGCONT):
-            signal.signal(number, _note)
+        signal.signal(signal.SIGWINCH, _note)
         signal.signal(signal.SIGTSTP, signal.SIG_IGN)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             if signal.getsignal(number) != signal.SIG_IGN:
@@ -96,8 +95,8 @@ class _Screen:
 
     def _wait(self) -> None:
         readable, _, _ = select.select([_KEYBOARD, self._woken], [], [])
-        if self._woken in readable and signal.SIGCONT in os.read(self._woken, 4096):
-            self._terminal.enter()  # a shell may have changed it
+        if self._woken in readable:
+            os.read(self._woken, 4096)
         while self._polled:
             self._moments.take(self._polled.popleft())
         if _KEYBOARD in readable:
@@ -105,7 +104,7 @@ class _Screen:
 
 
 def _note(_number: int, _frame: object) -> None:
-    """The wake-up descriptor has its number."""
+    """The wake-up descriptor has it."""
 
 
 # Wider than any table: what nobody's screen cuts off.
