@@ -1,10 +1,11 @@
-"""The list of checks, in the process of the command. What may hang or crash, the code of plugins, runs in processes of
-its own. And the checks of the server's local socket, and of what a keeper keeps."""
+"""The list of checks and the way to run one: in a thread of its own, with a deadline, with any exception as a finding.
+Runs in the process of the command. And the check of the server's local socket."""
 
 from __future__ import annotations
 
 import os
 import stat
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -19,7 +20,7 @@ from kvframework.errors import ConfigError, EndpointError
 from kvframework.preflight import RunningServer, arena_is_kept, keeper_status, running_server
 from kvframework.text import described
 
-# The longest wait for a process.
+# The longest wait for a check.
 CHECK_S = 5.0
 # Most of the time goes into the start of processes.
 _AT_ONCE = 4
@@ -56,8 +57,10 @@ def _checks(config: Config | None) -> Iterable[tuple[str, Check]]:
     """Subject and check of each."""
     yield "python", machine.python
     yield "kvframework", machine.installation
+    yield "accelerator", machine.cuda
     yield "memory", machine.memory
     yield "limits", machine.limits
+    yield "numa", machine.nodes
     if config is None:
         return
     endpoint = config.server.endpoint or default_endpoint()
@@ -67,17 +70,6 @@ def _checks(config: Config | None) -> Iterable[tuple[str, Check]]:
     yield "config", partial(plugins.common_findings, config, serving=running is not None, deadline_s=CHECK_S)
     for table in plugins.configured(config, replaces=running.pid if running else None, kept=arena_is_kept(config)):
         yield "plugin", partial(plugins.table_findings, table, deadline_s=CHECK_S)
-
-
-def run_check(subject: str, check: Check) -> list[Finding]:
-    """The findings of a check; its failure is a finding too."""
-    found: list[Finding] = []
-    try:
-        found.extend(check())
-    except Exception as error:  # noqa: BLE001  one check must not hide the others
-        fact = f"the check itself failed: {described(error)}"
-        found.append(Finding(f"{subject}.check", "fail", fact, "report it"))
-    return found
 
 
 def kept(endpoint: str) -> Iterator[Finding]:
@@ -112,3 +104,25 @@ def socket_findings(endpoint: str, running: RunningServer | None = None) -> Iter
         mode = f"is private: {stat.filemode(path.parent.stat().st_mode)}"
     yield Finding("socket.directory", "ok", f"{path.parent} {mode}")
     yield Finding("socket.server", "ok", str(running) if running else "no server of this user answers there")
+
+
+def run_check(subject: str, check: Check, timeout_s: float | None = None) -> list[Finding]:
+    """The findings of a check; its failure is a finding too, and so is its timeout (None: a second more than
+    `CHECK_S`)."""
+    timeout_s = timeout_s or CHECK_S + 1.0
+    found: list[Finding] = []
+    failure: list[str] = []
+
+    def run() -> None:
+        try:
+            found.extend(check())
+        except Exception as error:  # noqa: BLE001  one check must not hide the others
+            failure.append(described(error))
+
+    thread = threading.Thread(target=run, name=f"doctor-{subject}", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if thread.is_alive():
+        failure.append(f"it did not end within {timeout_s:g} s")
+    ended = [Finding(f"{subject}.check", "fail", f"the check itself failed: {each}", "report it") for each in failure]
+    return [*found, *ended]

@@ -1,17 +1,22 @@
-"""The checks of the machine: the interpreter, the installation, the limits of this process, memory and the
-cgroup's limit. Those of NUMA nodes and of accelerators are of the plugins that use them."""
+"""The checks of the machine: the interpreter, the installation, the limits of this process, NUMA nodes, memory
+and the cgroup's limit, torch and CUDA. Packages are read as files and never imported: an import takes seconds, and
+memory of a device."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import platform
+import re
 import resource
 import sys
 import sysconfig
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import kvframework
-from kvframework.api.installing import kernels_hint, missing_kernels
+from kvframework.api.installing import install_command, kernels_hint, missing_kernels
 from kvframework.api.memory import cgroup_limits
 from kvframework.api.plugin import ByteSize, Finding
 from kvframework.config.schema import SAFE_LIMIT, SESSIONS_SHARE
@@ -23,6 +28,8 @@ def python() -> Iterator[Finding]:
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         fact = "this build has no global interpreter lock; kvframework is not tested on it"
         yield Finding("python.gil", "warn", fact, "run the server with the usual build of the same version")
+    else:
+        yield Finding("python.gil", "ok", "a build with the global interpreter lock")
     if sys.platform != "linux":
         yield Finding("python.platform", "fail", f"this is {sys.platform}", "the server needs Linux")
 
@@ -71,6 +78,42 @@ def memlock(needed_by: str = "") -> Finding:
     return Finding("limits.memlock", "warn", f"{fact}, and {needed_by} pins L1 for its device", advice)
 
 
+# Classes of PCI devices: 3D controllers and processing accelerators; of display controllers only NVIDIA's.
+_COMPUTES = ("0x0302", "0x1200")
+_SHOWS, _NVIDIA = "0x0300", "0x10de"
+
+
+def nodes(sysfs: Path = Path("/sys")) -> Iterator[Finding]:
+    folder = sysfs / "devices" / "system" / "node"
+    found = sorted(folder.glob("node[0-9]*"), key=lambda node: int(node.name.removeprefix("node")))
+    if len(found) < 2:
+        yield Finding("numa.nodes", "ok", "one node" if found else "the kernel reports none")
+        return
+    listed = "; ".join(f"{node.name} has the CPUs {_text(node / 'cpulist') or 'none'}" for node in found)
+    yield Finding("numa.nodes", "ok", f"{len(found)}: {listed}")
+    yield _accelerators(sysfs / "bus" / "pci" / "devices")
+
+
+def _accelerators(folder: Path) -> Finding:
+    places: dict[str, list[str]] = {}
+    for device in sorted(filter(_computes, folder.glob("*"))):
+        node = _text(device / "numa_node")
+        places.setdefault(f"node{node}" if node.isdigit() else "no known node", []).append(device.name)
+    if not places:
+        return Finding("numa.accelerators", "ok", "there are no accelerators on the PCI bus")
+    listed = "; ".join(f"{', '.join(devices)} on {place}" for place, devices in sorted(places.items()))
+    (first, *others) = places
+    if others or not first.startswith("node"):
+        return Finding("numa.accelerators", "ok", listed)
+    near = f"numactl --cpunodebind={first.removeprefix('node')} kvframework serve"
+    return Finding("numa.accelerators", "ok", listed, f"run the server and its engines there: {near}")
+
+
+def _computes(device: Path) -> bool:
+    kind = _text(device / "class")[:6]
+    return kind in _COMPUTES or (kind == _SHOWS and _text(device / "vendor") == _NVIDIA)
+
+
 def _text(path: Path) -> str:
     try:
         return path.read_text().strip()
@@ -100,3 +143,88 @@ def _cgroup(proc: Path, cgroups: Path) -> Finding:
         advice = "give the container L1 + 512 MiB or more, or lower [l1] capacity"
         return Finding("memory.cgroup", "warn", fact, advice)
     return Finding("memory.cgroup", "ok", fact)
+
+
+_DRIVER = Path("/proc/driver/nvidia/version")
+_DEVICES = Path("/dev")
+
+# The first driver for CUDA 13, and so for cuda-bindings 13 and code compiled by its NVRTC.
+_DRIVER_OF_CUDA_13 = 580
+
+
+def cuda(driver_file: Path = _DRIVER, devices: Path = _DEVICES) -> Iterator[Finding]:
+    named = _text(driver_file)
+    match = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", named)
+    driver = match[1] if match else named and "of an unknown version"
+    yield _torch(bool(driver))
+    if not driver:
+        yield Finding("cuda.driver", "ok", "no NVIDIA driver: CUDA cannot be used on this machine")
+        return
+    yield Finding("cuda.driver", "ok", f"NVIDIA driver {driver}")
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        advice = "start the container with the NVIDIA runtime, or install the driver's libraries"
+        yield Finding("cuda.library", "warn", "there is a driver, but libcuda.so.1 cannot be loaded", advice)
+    else:
+        yield Finding("cuda.library", "ok", "libcuda.so.1 can be loaded")
+    found = sorted(devices.glob("nvidia[0-9]*"))
+    closed = [each.name for each in found if not os.access(each, os.R_OK | os.W_OK)]
+    if closed or not found:
+        fact = f"this user may not open {', '.join(closed)}" if closed else "there is a driver, but no device"
+        advice = "give the process the devices: --gpus all, or the group of /dev/nvidia*"
+        yield Finding("cuda.devices", "warn", fact, advice)
+    else:
+        yield Finding("cuda.devices", "ok", f"{len(found)}: {', '.join(each.name for each in found)}")
+    yield from _packages(_major(driver) or _DRIVER_OF_CUDA_13)
+
+
+def _packages(driver: int) -> Iterator[Finding]:
+    """The packages of cuda_ipc's extras; `driver` is the driver's major version."""
+    old = driver < _DRIVER_OF_CUDA_13
+    command = install_command("cuda12" if old else "cuda13", distribution="kvframework-cuda")
+    advice = f"for the transport cuda_ipc: {command}"
+    bindings = _version("cuda-bindings")
+    if not bindings:
+        fact = "cuda-bindings is not installed: only cpu_gather can reach the memory of GPUs"
+        yield Finding("cuda.bindings", "warn", fact, advice)
+    elif old and _major(bindings) >= 13:
+        fact = f"cuda-bindings {bindings} needs a driver from {_DRIVER_OF_CUDA_13} on"
+        yield Finding("cuda.bindings", "warn", fact, advice)
+    else:
+        yield Finding("cuda.bindings", "ok", f"cuda-bindings {bindings}")
+    name = "nvidia-cuda-nvrtc-cu12" if _major(bindings) == 12 or (old and not bindings) else "nvidia-cuda-nvrtc"
+    nvrtc = _version(name)
+    if nvrtc:
+        yield Finding("cuda.nvrtc", "ok", f"{name} {nvrtc}")
+    else:
+        yield Finding("cuda.nvrtc", "warn", f"{name} is not installed: no kernel copies small fragments", advice)
+
+
+def _version(name: str) -> str:
+    """The version of a distribution; empty if it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _major(version: str) -> int:
+    """The major version; 0 for a text that is no version."""
+    first = version.partition(".")[0]
+    return int(first) if first.isdigit() else 0
+
+
+def _torch(driver: bool) -> Finding:
+    try:
+        found = metadata.distribution("torch")
+    except metadata.PackageNotFoundError:
+        advice = f"cpu_gather needs it in engines: {install_command('torch')}"
+        return Finding("torch.version", "ok", "torch is not installed; the server needs none", advice)
+    text = _text(Path(str(found.locate_file("torch/version.py"))))
+    match = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
+    if driver and match is None:
+        fact = f"torch {found.version} is built without CUDA, and there is an NVIDIA driver"
+        return Finding("torch.version", "warn", fact, "install a torch that is built for CUDA where engines run")
+    built = f"for CUDA {match[1]}" if match else "without CUDA"
+    return Finding("torch.version", "ok", f"torch {found.version}, {built}")

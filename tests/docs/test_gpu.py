@@ -9,8 +9,10 @@ import pytest
 
 from kvf_cuda_ipc import kvf_transports
 from kvframework.config import Config, load_config
+from kvframework.doctor.machine import nodes
 from kvframework.errors import ConfigFieldError, KVFrameworkError
 from kvframework.registry import PluginRegistry, check_config, describe_options
+from tests.core.doctor.sysfs import sysfs
 from tests.docs.shown import blocks
 from tests.docs.test_operations import PATTERNS
 
@@ -51,8 +53,10 @@ def test_every_log_line_can_be_said(line: str) -> None:
     assert any(pattern.fullmatch(line) for pattern in PATTERNS), line
 
 
-def test_every_check_and_error_code_it_names_exists() -> None:
-    assert set(re.findall(r"`((?:numa|pinned)\.\w+)`", PAGE)) == {"pinned.numa"}
+def test_every_check_and_error_code_it_names_exists(tmp_path: Path) -> None:
+    machine = sysfs(tmp_path, "0-1", cpus={0: "0", 1: "1"})
+    checks = {each.id for each in nodes(machine)} | {"pinned.numa"}
+    assert set(re.findall(r"`((?:numa|pinned)\.\w+)`", PAGE)) <= checks
     assert set(re.findall(r"\[((?:device|plugin)\.\w+)\](?!\()", PAGE)) <= KVFrameworkError._by_code.keys()
 
 

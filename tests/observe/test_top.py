@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
+import termios
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,12 +13,14 @@ import pytest
 from rich.cells import cell_len
 
 from tests.core.cli.command import COMMAND, environment, run, run_process
+from tests.support.processes import send
 from tests.support.server_process import ServerProcess
 from tests.support.terminal import Terminal
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for
 
 MODELS = ("Qwen3-32B", "gpt-oss-[red]120b", ":bomb: \u4e16\u754c " * 3)
+CANONICAL = termios.ICANON | termios.ECHO
 SLOW_S = 120.0
 TOP = ("top", "--interval", "0.1", "--timeout", "60", "--endpoint")
 
@@ -55,23 +58,29 @@ def top(endpoint: str, *arguments: str, columns: int = 80, lines: int = 24, **va
 
 def names(picture: list[str]) -> list[str]:
     """The first word of each row of a table."""
-    head = next(at for at, line in enumerate(picture) if re.match("(model|tenant|namespace|engine|tier|prefix) ", line))
+    head = next(at for at, line in enumerate(picture) if re.search("[▼▲]", line))
     return [line.split()[0] for line in picture[head + 1 : -1] if line.strip()]
 
 
-def test_keys_switch_views_and_quit(server: ServerProcess, engines: list[WireClient]) -> None:
+def test_keys_switch_views_sort_and_quit(server: ServerProcess, engines: list[WireClient]) -> None:
     with top(server.endpoint) as screen:
         picture = screen.shows(r"hit rate +\S+ +100.0%")
         assert any(line.startswith("tokens saved") and "/s" in line for line in picture)
         screen.type("2")
-        assert names(screen.shows("model .* L1 "))[:2] == [":bomb:", "gpt-oss-[red]120b"]
+        assert names(screen.shows("model .* L1▼"))[:2] == [":bomb:", "gpt-oss-[red]…"]
+        screen.type("r")
+        assert names(screen.shows("L1▲"))[0] == "Qwen3-32B"
         screen.type("\x1a")  # a Ctrl-Z is no key
         screen.type("\x1b[D")
-        for view, head in (("3", "tenant "), ("4", "namespace "), ("5", "engine "), ("6", "tier "), ("7", "prefix ")):
+        assert names(screen.shows("model▼"))[-1] == "Qwen3-32B"
+        screen.type("\x1bOD")
+        screen.shows(r"hit ever▼")  # the last column, which had no room before
+        for view, head in (("3", "tenant "), ("4", "namespace "), ("5", "engine "), ("6", "tier▼"), ("7", "prefix ")):
             screen.type(view)
             screen.shows(f"\n{head}")
-        screen.type("\t2\t")
-        screen.shows("\ntenant ")
+        assert names(screen.picture())[0] in screen.shows(r"lookups▼")[4]
+        screen.type("\t\x1b[Z")
+        screen.shows("\nprefix ")
         assert not screen.is_as_before()
         screen.type("q")
         assert screen.ended() == 0
@@ -149,6 +158,37 @@ def test_it_ends_when_its_terminal_hangs_up(server: ServerProcess, ignored: tupl
         assert screen.ended() == 0
 
 
+def test_one_begun_in_the_background_waits_for_its_turn(server: ServerProcess) -> None:
+    shell = ["bash", "--norc", "--noprofile", "--noediting", "-i"]
+    with Terminal(shell, environment(TERM="xterm", PS1="ready> ", HISTFILE="")) as screen:
+        screen.wrote("ready> ")
+        command = [*COMMAND, *TOP, server.endpoint]
+        screen.type(f"{' '.join(command)} & wait %1\n")
+        screen.wrote("Stopped")
+        assert screen.modes()[3] & CANONICAL == CANONICAL
+        screen.type("fg\n")
+        screen.shows("hit rate")
+        since = len(screen.shown)
+        screen.type("q")
+        screen.wrote("ready> ", since)
+        screen.type("exit\n")
+        assert screen.ended() == 0
+
+
+def test_one_stopped_from_outside_draws_again(server: ServerProcess) -> None:
+    with top(server.endpoint) as screen:
+        screen.shows("hit rate")
+        send(screen.process.pid, signal.SIGSTOP)
+        # As a shell does that has the terminal meanwhile.
+        modes = screen.modes()
+        modes[3] |= CANONICAL
+        screen.set_modes(modes)
+        screen.process.send_signal(signal.SIGCONT)
+        wait_until(lambda: not screen.modes()[3] & CANONICAL, SLOW_S, "keys without an Enter")
+        screen.type("q")
+        assert screen.ended() == 0
+
+
 @pytest.mark.usefixtures("engines")
 def test_without_a_terminal_one_picture_is_text(server: ServerProcess) -> None:
     done = run_process(*TOP, server.endpoint, "--view", "models")
@@ -156,7 +196,7 @@ def test_without_a_terminal_one_picture_is_text(server: ServerProcess) -> None:
     assert "\x1b" not in done.stdout
     lines = done.stdout.splitlines()
     assert re.match(r"\d\d:\d\d:\d\d  up \d+ (s|min)  rates of \d+ s  0 problems  kvframework ", lines[0])
-    assert re.split(" +", lines[2])[:3] == ["model", "L1", "hit"]
+    assert re.split(" +", lines[2])[:3] == ["model", "L1▼", "hit"]
     assert lines[3].startswith(MODELS[2])
     assert {line.split()[0] for line in lines[3:6]} == {":bomb:", "gpt-oss-[red]120b", "Qwen3-32B"}
 
@@ -166,7 +206,7 @@ def test_so_many_pictures_as_were_asked_for(server: ServerProcess) -> None:
     assert done.returncode == 0
     assert done.stdout.count("hit rate") == 3
     done = run_process(*TOP, server.endpoint, "--once", "--view", "tiers", PYTHONIOENCODING="latin-1")
-    assert done.stdout.splitlines()[2].startswith("tier  circuit ")
+    assert "tier?" in done.stdout
     assert run(*TOP, server.endpoint, "--once").stdout.count("hit rate") == 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,13 +14,14 @@ from rich.cells import cell_len
 
 from kvf_observe.top.command import View
 from kvf_observe.top.minute import APART_S, SPAN_S, Minute, Window
-from kvf_observe.top.picture import Shown, frame, picture
-from kvf_observe.top.screen import QUIT, typed
-from kvf_observe.top.views import NAMES, OTHER, TABLES, ordered
+from kvf_observe.top.picture import GAP, Shown, fitting, frame, picture
+from kvf_observe.top.screen import keys_of
+from kvf_observe.top.views import NAMES, OTHER, TABLES, Sorting, State, ordered, pressed
 from tests.observe.documents import document
 
 HOSTILE = "a\x1b[2J\nvery \N{RIGHT-TO-LEFT OVERRIDE}[bold]bad[/] \u4e16\u754c :bomb: name"
 FIELDS = ("bytes", "objects", "lookups", "asked_tokens", "hit_tokens", "stored_objects", "evicted_objects")
+KEYS = [*"123456789qr<>,.? x", "tab", "backtab", "left", "right", ""]
 BUSY: dict[str, Any] = {
     "server__uptime_s": 9000.0,
     "lookups__by_model": {"m": {"lookups": 9, "asked_tokens": 1000, "l1_tokens": 300, "l2_tokens": 200}},
@@ -103,16 +105,19 @@ def test_what_ended_is_no_sudden_use_of_others(before: dict[str, int], more: dic
     assert sum(float(row[heads.index("asked/s")] or 0) for row in rows) == pytest.approx(sum(more.values()) / 10)
 
 
-@pytest.mark.parametrize("seconds", [0.0, 60.0])
-@pytest.mark.parametrize("name", NAMES[1:])
-def test_rows_are_in_the_order_of_their_column(name: str, seconds: float) -> None:
+@given(st.sampled_from(NAMES[1:]), st.data())
+def test_rows_are_in_the_order_of_their_column(name: str, data: st.DataObject) -> None:
     table = TABLES[name]
-    window = shown(seconds=seconds).window
     assert table is not None
+    sorting = Sorting(data.draw(st.integers(0, len(table.columns) - 1)), data.draw(st.booleans()))
+    window = shown(seconds=data.draw(st.sampled_from([0.0, 60.0]))).window
     assert window is not None
-    rows = ordered(table, window)
-    values: list[Any] = [str(row[0]).casefold() if table.by == 0 else -float(row[table.by] or 0) for row in rows]
-    assert values == sorted(values)
+    rows = ordered(table, window, sorting)
+    values: list[Any] = [row[sorting.column] for row in rows]
+    known = [value.casefold() if isinstance(value, str) else value for value in values if value is not None]
+    down = (table.columns[sorting.column].form is not None) != sorting.reverse
+    assert known == sorted(known, reverse=down)
+    assert all(value is None for value in values[len(known) :])
     assert sorted(map(repr, rows)) == sorted(map(repr, table.rows(window)))
 
 
@@ -132,31 +137,47 @@ def test_a_prefix_of_which_the_past_is_unknown_has_no_rate() -> None:
     assert first[2:5] == (30, 3.0, 50.0), "since the server's start"
 
 
-# The keys.
+# The state.
+
+
+@given(st.lists(st.sampled_from(KEYS), max_size=12))
+def test_any_keys_lead_to_a_state_that_can_be_drawn(keys: Sequence[str]) -> None:
+    state = State()
+    for key in keys:
+        before, state = state, pressed(state, key)
+        assert state.ended == (before.ended or key == "q")
+        assert state.view in NAMES
+        assert (state.table is None) == (state.sorting is None)
+        if state.table is not None and state.sorting is not None:
+            assert 0 <= state.sorting.column < len(state.table.columns)
+    assert len(picture(state, shown(), 80, 24)) == 24
 
 
 def test_the_views_are_those_of_the_option() -> None:
     assert tuple(each.value for each in View) == NAMES
 
 
-@pytest.mark.parametrize(
-    ("received", "view"),
-    [
-        (b"2", "models"),
-        (b"9x\x00\xff0", "tiers"),
-        (b"\t", "prefixes"),
-        (b"\t\t", "overview"),
-        (b"\x1b[1;5D\x1b[24~\x1bOC\x1b[Z", "tiers"),
-        (b"3q2", QUIT),
-    ],
-)
-def test_keys_switch_views(received: bytes, view: str) -> None:
-    assert typed("tiers", received) == view
+# The keys.
 
 
-@given(st.sampled_from(NAMES), st.binary(max_size=40))
-def test_any_bytes_are_keys_or_nothing(view: str, received: bytes) -> None:
-    assert typed(view, received) in (*NAMES, QUIT)
+def test_keys_are_letters_and_names() -> None:
+    typed = {
+        "q": "q",
+        "\x1bOC": "right",
+        "\x1b[Z": "backtab",
+        "\t": "tab",
+        "7": "7",
+        "\x1b[1;5D": "left",
+        "\x1b[24~": "",
+    }
+    assert keys_of("".join(typed).encode()) == list(typed.values())
+
+
+@given(st.binary(max_size=40))
+def test_any_bytes_are_keys_or_nothing(typed: bytes) -> None:
+    for key in keys_of(typed):
+        pressed(State(view="models"), key)
+    assert keys_of(b"\x00\xff\x1b[" + b"0" * 99 + b"\x00q")[-1] == "q"
 
 
 # The lines.
@@ -164,15 +185,33 @@ def test_any_bytes_are_keys_or_nothing(view: str, received: bytes) -> None:
 
 @given(st.sampled_from(NAMES), st.integers(1, 200), st.integers(1, 60), st.data())
 def test_a_picture_is_as_large_as_its_screen(view: str, width: int, height: int, data: st.DataObject) -> None:
+    state = State(view=view)
+    for key in data.draw(st.lists(st.sampled_from(["left", "right", "r"]), max_size=6)):
+        state = pressed(state, key)
     seen = data.draw(st.sampled_from([shown(), shown(seconds=0), shown()._replace(silent_since=1.7e9, error=HOSTILE)]))
-    lines = picture(view, seen, width, height)
+    lines = picture(state, seen, width, height)
     assert len(lines) == height
     assert max(cell_len(line.plain) for line in lines) <= width
     assert all(line.plain.isprintable() for line in lines)
 
 
+@given(st.lists(st.tuples(st.integers(1, 30), st.booleans()), min_size=1, max_size=14), st.integers(1, 200), st.data())
+def test_the_column_that_is_sorted_by_is_in_sight(
+    columns: list[tuple[int, bool]], width: int, data: st.DataObject
+) -> None:
+    widths, texts = [cells for cells, _ in columns], [True, *(text for _, text in columns[1:])]
+    must = data.draw(st.integers(0, len(columns) - 1))
+    chosen, made = fitting(widths, texts, width, must)
+    assert {0, must} <= set(chosen)
+    assert all(made[at] == widths[at] for at in chosen if not texts[at]), "numbers are whole"
+    whole = sum(made[at] for at in chosen) + GAP * (len(chosen) - 1)
+    assert whole <= width or len(chosen) <= 2
+    if sum(widths) + GAP * (len(widths) - 1) <= width:
+        assert (chosen, made) == (list(range(len(widths))), widths)
+
+
 def test_the_overview_says_what_is_wrong_and_what_to_do() -> None:
-    text = "\n".join(line.plain for line in frame(NAMES[0], shown(), 200))
+    text = "\n".join(line.plain for line in frame(State(), shown(), 200))
     assert "l2.0: a\\x1b[2J; very \\u202e[bold]bad[/]" in text
     assert "see docs/operations.md#tier-down" in text
     assert "see docs/operations.md#arena-not-resident" in text
@@ -189,4 +228,4 @@ def test_what_a_server_of_another_release_does_not_say_is_not_needed() -> None:
         bare["l2"][0].pop(name)
     window = Window(bare, bare, 10.0)
     for view in NAMES:
-        assert len(picture(view, shown()._replace(window=window), 80, 24)) == 24
+        assert len(picture(State(view=view), shown()._replace(window=window), 80, 24)) == 24

@@ -24,7 +24,7 @@ from kvf_pinned.nodes import ANYWHERE, Choice, accelerator_nodes, choose, memory
 from kvf_pinned.options import Numa, PinnedOptions
 from kvframework.api.memory import MemoryContext
 from kvframework.api.plugin import ByteSize, Finding
-from tests.core.defaults.sysfs import CONSOLE, CONSUMER_GPU, GPU, NETWORK, OTHER_ACCELERATOR, sysfs
+from tests.core.doctor.sysfs import CONSOLE, CONSUMER_GPU, GPU, NETWORK, OTHER_ACCELERATOR, sysfs
 from tests.support.waiting import wait_until
 
 NUMA_MAPS = Path("/proc/self/numa_maps")

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from kvf_pinned.nodes import accelerator_nodes
+from kvframework.api.installing import install_command
 from kvframework.api.plugin import Finding
 from kvframework.config import check_directory, default_endpoint
 from kvframework.doctor import machine as checks
 from kvframework.doctor.checkup import examine, run_check, socket_findings
 from kvframework.errors import EndpointError
 from kvframework.preflight import RunningServer
+from tests.core.doctor.sysfs import CONSOLE, CONSUMER_GPU, GPU, NETWORK, OTHER_ACCELERATOR, sysfs
 
 
 def by_id(found: Iterator[Finding]) -> dict[str, Finding]:
@@ -25,7 +31,7 @@ def by_id(found: Iterator[Finding]) -> dict[str, Finding]:
 # the check itself
 
 
-def test_a_check_that_raises_is_a_finding() -> None:
+def test_a_check_that_raises_or_hangs_is_a_finding() -> None:
     def raising() -> Iterator[Finding]:
         yield Finding("a.b", "ok", "seen")
         raise OSError("no such thing")
@@ -34,6 +40,17 @@ def test_a_check_that_raises_is_a_finding() -> None:
     assert first.fact == "seen"
     assert (second.id, second.level) == ("disk.check", "fail")
     assert "no such thing" in second.fact
+    (late,) = run_check("disk", lambda: time.sleep(60) or [], timeout_s=0.05)  # type: ignore[func-returns-value]
+    assert "did not end within 0.05 s" in late.fact
+
+
+def test_a_check_that_hangs_does_not_keep_the_command() -> None:
+    program = (
+        "import time; from kvframework.doctor.checkup import run_check\n"
+        "print(run_check('disk', lambda: time.sleep(600), timeout_s=0.05)[0].id)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=True)
+    assert done.stdout == "disk.check\n"
 
 
 # sockets
@@ -152,7 +169,124 @@ def test_the_tightest_cgroup_counts(tmp_path: Path, version: int) -> None:
 # the rest
 
 
+def test_numa_nodes_are_told_in_order(tmp_path: Path) -> None:
+    machine = sysfs(tmp_path, "0,2,10", cpus={10: "10-11", 2: "2-3", 0: ""})
+    found = by_id(checks.nodes(machine))
+    assert found["numa.nodes"].fact == "3: node0 has the CPUs none; node2 has the CPUs 2-3; node10 has the CPUs 10-11"
+    assert found["numa.accelerators"].fact == "there are no accelerators on the PCI bus"
+    assert by_id(checks.nodes(tmp_path / "none")).keys() == {"numa.nodes"}
+
+
+def test_the_node_of_the_accelerators_is_told(tmp_path: Path) -> None:
+    cpus = {0: "0-7", 1: "8-15"}
+    one = sysfs(tmp_path / "one", "0-1", (CONSOLE, 0), (GPU, 1), (NETWORK, 0), (CONSUMER_GPU, 1), cpus=cpus)
+    found = by_id(checks.nodes(one))["numa.accelerators"]
+    assert found.fact == "0000:01:00.0, 0000:03:00.0 on node1"
+    assert found.advice.endswith("numactl --cpunodebind=1 kvframework serve")
+    several = sysfs(tmp_path / "several", "0-1", (GPU, 1), (OTHER_ACCELERATOR, 0), cpus=cpus)
+    found = by_id(checks.nodes(several))["numa.accelerators"]
+    assert (found.fact, found.advice) == ("0000:01:00.0 on node0; 0000:00:00.0 on node1", "")
+    unknown = sysfs(tmp_path / "unknown", "0-1", (GPU, -1), cpus=cpus)
+    found = by_id(checks.nodes(unknown))["numa.accelerators"]
+    assert (found.fact, found.advice) == ("0000:00:00.0 on no known node", "")
+
+
+def test_doctor_and_arena_mean_the_same_devices(tmp_path: Path) -> None:
+    kinds = (GPU, CONSUMER_GPU, OTHER_ACCELERATOR, CONSOLE, NETWORK, ("0x038000", "0x10de"))
+    devices = [(kind, node) for node, kind in enumerate(kinds)]
+    machine = sysfs(tmp_path, "0-5", *devices, cpus=dict.fromkeys(range(6), ""))
+    found = by_id(checks.nodes(machine))["numa.accelerators"].fact
+    assert {int(node) for node in re.findall(r"node(\d)", found)} == accelerator_nodes(machine) == {0, 1, 2}
+
+
+def test_a_driver_without_its_library_or_devices_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    version = tmp_path / "version"
+    assert by_id(checks.cuda(version, tmp_path))["cuda.driver"].fact.startswith("no NVIDIA driver")
+    version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 23\nGCC version: 12.3.0\n")
+
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(checks.ctypes, "CDLL", missing)
+    found = by_id(checks.cuda(version, tmp_path))
+    assert found["cuda.driver"].fact == "NVIDIA driver 570.86.15"
+    assert (found["cuda.library"].level, found["cuda.devices"].level) == ("warn", "warn")
+    monkeypatch.setattr(checks.ctypes, "CDLL", str)
+    (tmp_path / "nvidia0").touch()
+    (tmp_path / "nvidiactl").touch()
+    found = by_id(checks.cuda(version, tmp_path))
+    assert found["cuda.library"].level == "ok"
+    assert found["cuda.devices"].fact == "1: nvidia0"
+
+
+@pytest.mark.parametrize(
+    ("driver", "installed", "bindings", "nvrtc", "extra"),
+    [
+        ("580.65.06", {"cuda-bindings": "13.1", "nvidia-cuda-nvrtc": "13.0"}, "ok", "ok", ""),
+        ("570.86.15", {"cuda-bindings": "12.9", "nvidia-cuda-nvrtc-cu12": "12.9"}, "ok", "ok", ""),
+        ("580.65.06", {"cuda-bindings": "12.9", "nvidia-cuda-nvrtc-cu12": "12.9"}, "ok", "ok", ""),
+        ("580.65.06", {"cuda-bindings": "13.1", "nvidia-cuda-nvrtc-cu12": "12.9"}, "ok", "warn", "cuda13"),
+        ("570.86.15", {"cuda-bindings": "13.1", "nvidia-cuda-nvrtc": "13.0"}, "warn", "ok", "cuda12"),
+        ("580.65.06", {}, "warn", "warn", "cuda13"),
+        ("570.86.15", {"nvidia-cuda-nvrtc": "13.0"}, "warn", "warn", "cuda12"),
+        ("unreadable", {"cuda-bindings": "13.1"}, "ok", "warn", "cuda13"),
+    ],
+)
+def test_what_cuda_ipc_needs_is_told_where_there_is_a_driver(
+    driver: str,
+    installed: dict[str, str],
+    bindings: str,
+    nvrtc: str,
+    extra: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def version(name: str) -> str:
+        if name not in installed:
+            raise checks.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(checks.metadata, "version", version)
+    file = tmp_path / "version"
+    assert not {"cuda.bindings", "cuda.nvrtc"} & by_id(checks.cuda(file, tmp_path)).keys(), "there is no driver"
+    file.write_text(driver)
+    found = by_id(checks.cuda(file, tmp_path))
+    assert (found["cuda.bindings"].level, found["cuda.nvrtc"].level) == (bindings, nvrtc)
+    advice = {found[name].advice for name in ("cuda.bindings", "cuda.nvrtc") if found[name].level == "warn"}
+    assert advice == (
+        {f"for the transport cuda_ipc: {install_command(extra, distribution='kvframework-cuda')}"} if extra else set()
+    )
+
+
+def test_torch_is_told_without_its_import(tmp_path: Path) -> None:
+    """In a process of its own, where a torch for CUDA is installed that must not be imported."""
+    info = tmp_path / "torch-9.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.1\n")
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('imported')")
+    version = tmp_path / "torch" / "version.py"
+    program = (
+        "import sys; from kvframework.doctor.machine import cuda; from pathlib import Path\n"
+        f"print(next(cuda(Path({str(tmp_path / 'driver')!r}))).fact); assert 'torch' not in sys.modules"
+    )
+
+    def told() -> str:
+        environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=240, check=True
+        )
+        return done.stdout.strip()
+
+    version.write_text("__version__ = '9.1'\ncuda: Optional[str] = '12.8'\n")
+    assert told() == "torch 9.1, for CUDA 12.8"
+    version.write_text("__version__ = '9.1'\ncuda: Optional[str] = None\n")
+    assert told() == "torch 9.1, without CUDA"
+    (tmp_path / "driver").write_text("570.86.15")
+    assert told() == "torch 9.1 is built without CUDA, and there is an NVIDIA driver"
+
+
 def test_a_build_without_the_lock_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "python.gil" not in by_id(checks.python())
+    assert by_id(checks.python())["python.gil"].level == "ok"
     monkeypatch.setattr(checks.sysconfig, "get_config_var", lambda _: 1)
     assert by_id(checks.python())["python.gil"].level == "warn"

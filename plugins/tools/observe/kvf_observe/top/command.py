@@ -46,7 +46,7 @@ def top(
 ) -> None:
     """Watch a running server: who uses it, what it finds, and how its tiers do, with rates over the last minute.
 
-    Keys switch the views; the screen goes on through restarts of the server. Without a terminal one
+    Keys switch the views and sort them; the screen goes on through restarts of the server. Without a terminal one
     picture is printed; a first picture without a known past takes an interval, for its rates.
     """
     if once and frames is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from rich.cells import cell_len
@@ -15,36 +15,72 @@ from kvf_observe.health import check_of
 from kvf_observe.poller import Document, Observed
 from kvf_observe.readings import found_tokens, l1_bytes
 from kvf_observe.top.minute import Minute, Window, reach
-from kvf_observe.top.views import NAMES, TABLES, TIERS, Column, Table, ordered, percent, share, size
+from kvf_observe.top.views import KEYS, NAMES, TIERS, Sorting, State, Table, ordered, percent, share, size
 from kvframework.api.console import counted, short_count, short_duration
 from kvframework.api.process import one_line
 
-KEYS = "q quit   1-7, Tab views"
-GAP = "  "
-# Texts are cut down to as many cells.
-LONGEST_TEXT = 40
+# The head of the column that is sorted by needs one more.
+GAP = 1
+# Texts are cut down to as many cells where the columns do not all fit.
+LEAST_TEXT = 12
 
 
-def table_lines(table: Table, window: Window) -> Iterator[Text]:
+def table_lines(table: Table, window: Window, width: int, sorting: Sorting) -> Iterator[Text]:
     """A table: its head, and its rows."""
-    rows = ordered(table, window)
-    cells = [[column.head for column in table.columns]]
-    cells += [[column.shown(value) for column, value in zip(table.columns, row, strict=True)] for row in rows]
-    widths = [min(max(map(cell_len, column)), LONGEST_TEXT) for column in zip(*cells, strict=True)]
-    yield Text()
-    for number, texts in enumerate(cells):
-        style = "bold" if not number else "red" if table.failing(rows[number - 1]) else ""
-        shown = (_cell(*each) for each in zip(table.columns, texts, widths, strict=True))
-        yield Text(GAP, style).join(shown)
+    rows = ordered(table, window, sorting)
+    cells = [[column.shown(value) for column, value in zip(table.columns, row, strict=True)] for row in rows]
+    heads = [column.head for column in table.columns]
+    heads[sorting.column] += "▲" if sorting.reverse else "▼"
+    widths = [max(map(cell_len, column)) for column in zip(heads, *cells, strict=True)]
+    for at, column in enumerate(table.columns):
+        # The size of a column does not follow its sorting.
+        widths[at] = max(widths[at], len(column.head) + 1)
+    chosen, widths = fitting(widths, [column.form is None for column in table.columns], width, sorting.column)
+    texts = {at for at, column in enumerate(table.columns) if column.form is None}
+    hidden = len(widths) - len(chosen)
+    yield Text(f"{counted(hidden, 'more columns')}, for lack of room" if hidden else "", style="dim")
+    yield _line(
+        [(heads[at], "bold reverse" if at == sorting.column else "bold") for at in chosen], chosen, widths, texts
+    )
     if not rows:
         yield Text("nothing yet", style="dim")
+    for row, shown in zip(rows, cells, strict=True):
+        style = "red" if table.failing(row) else ""
+        yield _line([(shown[at], style) for at in chosen], chosen, widths, texts)
 
 
-def _cell(column: Column, text: str, width: int) -> Text:
-    cell = Text(text)
-    cell.truncate(width, overflow="ellipsis")
-    room = " " * (width - cell.cell_len)
-    return Text.assemble(cell, room) if column.form is None else Text.assemble(room, cell)
+def fitting(widths: Sequence[int], texts: Sequence[bool], width: int, must: int) -> tuple[list[int], list[int]]:
+    """The places of the columns that fit into `width`, and how wide each column is: the first column, the one that
+    must be seen, and the others from the left. Texts give way first."""
+    made = list(widths)
+    if sum(made) + GAP * (len(made) - 1) > width:
+        made = [min(cells, LEAST_TEXT) if text else cells for cells, text in zip(widths, texts, strict=True)]
+    chosen = {0, must}
+    left = width - made[0] - (made[must] + GAP if must else 0)
+    for at in range(1, len(made)):
+        if at in chosen:
+            continue
+        if made[at] + GAP > left:
+            break
+        chosen.add(at)
+        left -= made[at] + GAP
+    for at in sorted(chosen):
+        if texts[at]:  # what is left goes to the texts
+            more = max(min(widths[at] - made[at], left), 0)
+            made[at] += more
+            left -= more
+    return sorted(chosen), made
+
+
+def _line(cells: Sequence[tuple[str, str]], chosen: Sequence[int], widths: Sequence[int], texts: set[int]) -> Text:
+    line = Text()
+    for number, ((text, style), at) in enumerate(zip(cells, chosen, strict=True)):
+        cell = Text(text, style=style)
+        cell.truncate(widths[at], overflow="ellipsis")
+        room = " " * (widths[at] - cell.cell_len)
+        line.append(" " * GAP if number else "")
+        line = Text.assemble(line, cell, room) if at in texts else Text.assemble(line, room, cell)
+    return line
 
 
 PROBLEMS = 4
@@ -63,7 +99,7 @@ def overview(window: Window, width: int) -> Iterator[Text]:
     instances, sessions = (len(reach(window.now, *path) or ()) for path in (("instances",), ("messaging", "sessions")))
     yield Text(f"{counted(instances, 'instances')} of engines, {counted(sessions, 'connected clients')}")
     if reach(window.now, "l2"):
-        yield from table_lines(TIERS, window)
+        yield from table_lines(TIERS, window, width, TIERS.sorting)
 
 
 def _problems(document: Document, width: int) -> Iterator[Text]:
@@ -142,18 +178,18 @@ class Shown(NamedTuple):
     error: str = ""
 
 
-def picture(view: str, shown: Shown, width: int, height: int) -> list[Text]:
+def picture(state: State, shown: Shown, width: int, height: int) -> list[Text]:
     """The lines of a screen: the last one names the keys."""
-    lines = [*_head(shown, width), _tabs(view, width)]
+    lines = [*_head(shown, width), _tabs(state, width)]
     room = max(height - len(lines) - 1, 0)
-    body = list(_body(view, shown, width))[:room]
+    body = list(_body(state, shown, width))[:room]
     lines += [*body, *(Text() for _ in range(room - len(body)))]
     return [_cut(line, width) for line in [*lines[: height - 1], Text(KEYS, style="dim")]]
 
 
-def frame(view: str, shown: Shown, width: int) -> list[Text]:
+def frame(state: State, shown: Shown, width: int) -> list[Text]:
     """The lines of a picture that no screen bounds below."""
-    return [_cut(line, width) for line in (*_head(shown, width), *_body(view, shown, width))]
+    return [_cut(line, width) for line in (*_head(shown, width), *_body(state, shown, width))]
 
 
 def _head(shown: Shown, width: int) -> list[Text]:
@@ -183,21 +219,23 @@ def _head(shown: Shown, width: int) -> list[Text]:
     return lines
 
 
-def _tabs(view: str, width: int) -> Text:
+def _tabs(state: State, width: int) -> Text:
     tabs = Text()
     for number, name in enumerate(NAMES, start=1):
         tabs.append(f"{number} ", "dim")
-        tabs.append(name, "reverse bold" if name == view else "")
+        tabs.append(name, "reverse bold" if name == state.view else "")
         tabs.append("  " if number < len(NAMES) else "")
     if tabs.cell_len > width:
-        return Text.assemble((f"{NAMES.index(view) + 1} of {len(NAMES)} ", "dim"), (view, "reverse bold"))
+        return Text.assemble((f"{NAMES.index(state.view) + 1} of {len(NAMES)} ", "dim"), (state.view, "reverse bold"))
     return tabs
 
 
-def _body(view: str, shown: Shown, width: int) -> Iterator[Text]:
-    table = TABLES[view]
+def _body(state: State, shown: Shown, width: int) -> Iterator[Text]:
     if shown.window is not None:
-        yield from overview(shown.window, width) if table is None else table_lines(table, shown.window)
+        if state.table is None or state.sorting is None:
+            yield from overview(shown.window, width)
+        else:
+            yield from table_lines(state.table, shown.window, width, state.sorting)
 
 
 def _cut(line: Text, width: int) -> Text:

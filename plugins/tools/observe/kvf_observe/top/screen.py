@@ -14,25 +14,19 @@ from collections import deque
 from kvf_observe.poller import Observed, Poller
 from kvf_observe.top.picture import Moments, Shown, frame, picture
 from kvf_observe.top.terminal import HungUp, Terminal
-from kvf_observe.top.views import NAMES
+from kvf_observe.top.views import State, pressed
 from kvframework.api.console import print_view, stdout
 from kvframework.client import StatusSource
 
-# What a terminal sends for a key without a letter: CSI or SS3, numbers and a last byte.
-_OTHER_KEY = re.compile(rb"\x1b[\[O][0-?]*[@-~]")
-QUIT = "q"
+# What a terminal sends for a key: CSI or SS3, numbers and a last byte, or a letter.
+_KEY = re.compile(rb"\x1b[\[O][0-?]*([@-~])|([\t -~])")
+_NAMES = {"C": "right", "D": "left", "Z": "backtab"}
 
 
-def typed(view: str, received: bytes) -> str:
-    """Return the view after the keys, `QUIT` after a q. Keys without a meaning change nothing."""
-    for key in _OTHER_KEY.sub(b"", received).decode("ascii", "ignore"):
-        if key == QUIT:
-            return QUIT
-        if key.isdecimal() and 1 <= int(key) <= len(NAMES):
-            view = NAMES[int(key) - 1]
-        elif key == "\t":
-            view = NAMES[(NAMES.index(view) + 1) % len(NAMES)]
-    return view
+def keys_of(received: bytes) -> list[str]:
+    """The keys that were typed: letters as they are, others by name."""
+    found = [(last.decode(), letter.decode()) for last, letter in _KEY.findall(received)]
+    return [_NAMES.get(last, "") if last else letter.replace("\t", "tab") for last, letter in found]
 
 
 _KEYBOARD = 0
@@ -52,11 +46,11 @@ def watch(source: StatusSource, interval: float, view: str) -> None:
 class _Screen:
     def __init__(self, source: StatusSource, interval: float, view: str) -> None:
         self._moments = Moments(source.endpoint, time.time())
-        self._view = view
+        self._state = State(view=view)
         self._terminal = Terminal()
         self._polled: deque[Observed] = deque()
         self._poller = Poller(source, self._hear, every_s=interval)
-        # Signals and polls wake the waiting thread. It stays open: a late poll may write.
+        # Signals, by their numbers, and polls, by a 0, wake the waiting thread. It stays open: a late poll may write.
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
 
@@ -64,7 +58,7 @@ class _Screen:
         self._take_signals()
         self._terminal.enter()
         self._poller.start()
-        while self._view != QUIT:
+        while not self._state.ended:
             self._draw()
             self._wait()
 
@@ -76,7 +70,8 @@ class _Screen:
 
     def _take_signals(self) -> None:
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
-        signal.signal(signal.SIGWINCH, _note)
+        for number in (signal.SIGWINCH, signal.SIGCONT):
+            signal.signal(number, _note)
         signal.signal(signal.SIGTSTP, signal.SIG_IGN)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             if signal.getsignal(number) != signal.SIG_IGN:
@@ -91,20 +86,21 @@ class _Screen:
 
     def _draw(self) -> None:
         width, height = self._terminal.size()
-        self._terminal.draw(picture(self._view, self._moments.latest, width, height))
+        self._terminal.draw(picture(self._state, self._moments.latest, width, height))
 
     def _wait(self) -> None:
         readable, _, _ = select.select([_KEYBOARD, self._woken], [], [])
-        if self._woken in readable:
-            os.read(self._woken, 4096)
+        if self._woken in readable and signal.SIGCONT in os.read(self._woken, 4096):
+            self._terminal.enter()  # a shell may have changed it
         while self._polled:
             self._moments.take(self._polled.popleft())
         if _KEYBOARD in readable:
-            self._view = typed(self._view, self._terminal.read())
+            for key in keys_of(self._terminal.read()):
+                self._state = pressed(self._state, key)
 
 
 def _note(_number: int, _frame: object) -> None:
-    """The wake-up descriptor has it."""
+    """The wake-up descriptor has its number."""
 
 
 # Wider than any table: what nobody's screen cuts off.
@@ -116,17 +112,18 @@ def print_frames(source: StatusSource, interval: float, view: str, number: int) 
     first one passes an interval if no rate is known without. Ends early by Ctrl-C or SIGTERM. Owns `source`."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     moments, poller = Moments(source.endpoint, time.time()), Poller(source, lambda _: None)
+    state = State(view=view)
     try:
         shown = moments.take(poller.poll())
         if shown.window is not None and not shown.window.seconds:
             time.sleep(interval)
             shown = moments.take(poller.poll())
-        _print(view, shown)
+        _print(state, shown)
         for _ in range(number - 1):
             time.sleep(interval)
             shown = moments.take(poller.poll())
             stdout.print()
-            _print(view, shown)
+            _print(state, shown)
         return shown.silent_since is None
     except KeyboardInterrupt:
         return True
@@ -134,8 +131,8 @@ def print_frames(source: StatusSource, interval: float, view: str, number: int) 
         source.close()
 
 
-def _print(view: str, shown: Shown) -> None:
+def _print(state: State, shown: Shown) -> None:
     width = stdout.width if stdout.is_terminal else _PIPE_WIDTH
-    for line in frame(view, shown, width):
+    for line in frame(state, shown, width):
         line.rstrip()
         print_view(line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import termios
 import tty
@@ -28,7 +29,7 @@ class HungUp(Exception):
 
 
 class Terminal:
-    """The state of the terminal is that of before again after `leave`. Methods raise `HungUp`, but `leave`."""
+    """The state of the terminal is that of before between `leave` and `enter`. Methods raise `HungUp`, but `leave`."""
 
     def __init__(self) -> None:
         self._before = termios.tcgetattr(_KEYBOARD)
@@ -36,18 +37,19 @@ class Terminal:
         self._live: Live | None = None
 
     def enter(self) -> None:
-        """Take the terminal."""
+        """Take the terminal, also one that a shell has changed meanwhile."""
         with _hang_up_noticed():
-            tty.setcbreak(_KEYBOARD, termios.TCSANOW)  # keys come one by one, unseen
-            self._live = Live(
-                Text(),
-                console=self._console,
-                screen=True,
-                auto_refresh=False,
-                redirect_stdout=False,
-                redirect_stderr=False,
-            )
-            self._live.start()
+            _without_an_enter()
+            if self._live is None:
+                self._live = Live(
+                    Text(),
+                    console=self._console,
+                    screen=True,
+                    auto_refresh=False,
+                    redirect_stdout=False,
+                    redirect_stderr=False,
+                )
+                self._live.start()
 
     def leave(self) -> None:
         """Give it back, if it still exists, and is not another job's."""
@@ -86,6 +88,17 @@ class Terminal:
         if not typed:
             raise HungUp
         return typed
+
+
+def _without_an_enter() -> None:
+    """Have keys come one by one, unseen. A process in the background is stopped by this until it gets to the front."""
+    while True:
+        try:
+            tty.setcbreak(_KEYBOARD, termios.TCSANOW)
+            return
+        except termios.error as error:
+            if error.args[0] != errno.EINTR:  # by the signal that goes on with it
+                raise
 
 
 @contextlib.contextmanager

@@ -1,8 +1,9 @@
-"""The views of `kvframework top`: the columns of each table, and its rows out of a window. Pure."""
+"""The views of `kvframework top`: the columns of each table, its rows out of a window, and what keys do to it. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from kvf_observe.readings import tiers
@@ -31,20 +32,34 @@ class Column(NamedTuple):
         return str(value) if self.form is None else self.form(float(value))
 
 
+class Sorting(NamedTuple):
+    """By which column, and whether from the other end: texts begin with their first, numbers with the largest."""
+
+    column: int
+    reverse: bool = False
+
+
 class Table(NamedTuple):
-    """A view that is one table. The first column names the row, the rows are in the order of the column `by`, and
-    `failing` ones are red."""
+    """A view that is one table. The first column names the row; `failing` rows are red."""
 
     columns: tuple[Column, ...]
     rows: Callable[[Window], Iterator[Row]]
-    by: int
+    sorting: Sorting
     failing: Callable[[Row], bool] = lambda _: False
 
 
-def ordered(table: Table, window: Window) -> list[Row]:
-    """The rows in their order: names from their first, numbers from the largest; equals are in the order of names."""
+def ordered(table: Table, window: Window, sorting: Sorting) -> list[Row]:
+    """The rows in the order of a column; what is not known comes last, and equals by their first column."""
+    at = sorting.column
+    down = (table.columns[at].form is not None) != sorting.reverse
     rows = sorted(table.rows(window), key=lambda row: str(row[0]).casefold())
-    return rows if table.by == 0 else sorted(rows, key=lambda row: -float(row[table.by] or 0))
+    known = [row for row in rows if row[at] is not None]
+    known.sort(key=lambda row: _key(row[at]), reverse=down)
+    return known + [row for row in rows if row[at] is None]
+
+
+def _key(value: Value) -> Any:
+    return value.casefold() if isinstance(value, str) else value
 
 
 def share(part: float, whole: float) -> float | None:
@@ -96,7 +111,7 @@ def _use(kind: str, noun: str) -> Table:
                 share(reach(row, "hit_tokens"), reach(row, "asked_tokens")),
             )
 
-    return Table((Column(noun), *_USE), rows, 1)
+    return Table((Column(noun), *_USE), rows, Sorting(1))
 
 
 def with_the_ended(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,7 +198,7 @@ TIERS = Table(
         Column("capacity", size),
     ),
     _tiers,
-    0,
+    Sorting(0),
     failing=lambda row: row[1] != CLOSED,
 )
 PREFIXES = Table(
@@ -198,9 +213,9 @@ PREFIXES = Table(
         Column("error", short_count),
     ),
     _prefixes,
-    2,
+    Sorting(2),
 )
-# By name, in the order of their keys; the overview is no single table.
+# By name, in the order of the keys; the overview is no single table.
 TABLES: dict[str, Table | None] = {
     "overview": None,
     "models": _use("models", "model"),
@@ -211,3 +226,43 @@ TABLES: dict[str, Table | None] = {
     "prefixes": PREFIXES,
 }
 NAMES: Sequence[str] = tuple(TABLES)
+
+KEYS = "q quit   1-7, Tab views   < > sort by another column   r from the other end"
+_LEFT, _RIGHT = ("left", "<", ","), ("right", ">", ".")
+
+
+@dataclass(frozen=True)
+class State:
+    """The view that is looked at, how each view is sorted if not as at first, and whether that was enough."""
+
+    view: str = NAMES[0]
+    sortings: dict[str, Sorting] = field(default_factory=dict)
+    ended: bool = False
+
+    @property
+    def table(self) -> Table | None:
+        return TABLES[self.view]
+
+    @property
+    def sorting(self) -> Sorting | None:
+        return self.sortings.get(self.view, self.table.sorting) if self.table else None
+
+
+def pressed(state: State, key: str) -> State:
+    """The state after a key. Keys without a meaning change nothing."""
+    table, sorting = state.table, state.sorting
+    if key == "q":
+        return replace(state, ended=True)
+    if key.isdecimal() and 1 <= int(key) <= len(NAMES):
+        return replace(state, view=NAMES[int(key) - 1])
+    if key in ("tab", "backtab"):
+        step = 1 if key == "tab" else -1
+        return replace(state, view=NAMES[(NAMES.index(state.view) + step) % len(NAMES)])
+    if table is None or sorting is None:
+        return state
+    if key in _LEFT or key in _RIGHT:
+        step = -1 if key in _LEFT else 1
+        sorting = Sorting((sorting.column + step) % len(table.columns))
+    elif key == "r":
+        sorting = sorting._replace(reverse=not sorting.reverse)
+    return replace(state, sortings=state.sortings | {state.view: sorting})
