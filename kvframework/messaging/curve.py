@@ -89,11 +89,9 @@ class AdmittedClients:
 
 
 class ZapHandler:
-    """What libzmq asks at every CURVE handshake: admits the clients whose keys are listed. A handshake waits for the
-    answer, and delays no other client. Must be made before the socket that it guards, and closed after it.
-
-    Not `zmq.auth`: its authenticators need a thread or an asyncio loop, and read the directory of clients once.
-    """
+    """What libzmq asks at every CURVE handshake: admits the clients whose keys are listed. Must be made before the
+    socket that it guards, and closed after it. Not `zmq.auth`, which needs a thread or an asyncio loop, and reads the
+    directory of clients once."""
 
     def __init__(self, context: zmq.Context[Any], admitted: AdmittedClients, counters: dict[str, int]) -> None:
         self._admitted = admitted
@@ -204,7 +202,6 @@ def read_secret(path: Path) -> bytes:
 
 def write_pair(secret_path: Path, public_path: Path) -> None:
     """Make a new pair: the secret file is for its owner only. Raises `CurveKeyError`; never replaces a file."""
-    _need_curve()
     public, secret = zmq.curve_keypair()
     _write(secret_path, f"{_SECRET} {secret.decode()}\n", 0o600)
     _write(public_path, f"{_PUBLIC} {public.decode()}\n", 0o644)
@@ -220,13 +217,7 @@ def _check_not_writable(directory: Path) -> None:
         )
 
 
-def _need_curve() -> None:
-    if not zmq.has("curve"):
-        raise CurveKeyError("this build of ZeroMQ has no CURVE", hint="install the pyzmq wheel")
-
-
 def _read(path: Path, kind: str) -> bytes:
-    _need_curve()
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(fd, "rb") as file:

@@ -1,7 +1,5 @@
-"""Input and output of messages at a ZMQ socket: never blocking; small frames are copied, big buffers are not;
-and the one socket that several threads of a client use.
-
-Used by the thread that owns the socket; `outgoing` may run in any thread.
+"""Input and output of messages at a ZMQ socket, by the thread that owns it: never blocking; small frames are copied,
+big buffers are not. And the one socket that several threads of a client use.
 """
 
 from __future__ import annotations
@@ -56,11 +54,9 @@ def over_tcp(socket: Socket, host: str) -> None:
 
 
 def outgoing(frames: Sequence[Buffer]) -> list[Any]:
-    """Return the frames of one message (without a routing id), ready to send: big buffers are wrapped without a copy.
-
-    The caller keeps the buffers unchanged until they are sent. Raises `MessageTooLarge` for a message that the peer
-    would refuse, `InvalidPayload` for a buffer that is not contiguous.
-    """
+    """Return the frames of one message (without a routing id), ready to send: big buffers are wrapped without a copy,
+    and stay unchanged until they are sent. Raises `MessageTooLarge` for a message that the peer would refuse,
+    `InvalidPayload` for a buffer that is not contiguous. Any thread."""
     if len(frames[2]) > MAX_PAYLOAD_BYTES:
         raise MessageTooLarge(f"the payload has {len(frames[2])} bytes", available=f"at most {MAX_PAYLOAD_BYTES}")
     ready: list[Any] = list(frames[:HEAD_FRAMES])
@@ -116,13 +112,11 @@ def milliseconds(until: float) -> int:
 
 
 class SharedDealer:
-    """A DEALER that several threads use, which owns its socket and closes it. Each thread sends for itself, and one at
-    a time, the leader, waits for messages. Thread-safe.
+    """A DEALER that several threads use, which owns its socket. Each thread sends for itself, and one at a time, the
+    leader, waits for messages: a wake-up by another thread costs as much as the round trip to the server.
 
-    A thread that waits for an answer receives it by itself, unless another one already waits: a wake-up by another
-    thread costs as much as the round trip to the server. ZMQ's sockets are not thread-safe, so a lock guards every use,
-    and the leader waits on the socket's descriptor. It is edge-triggered, and a send may consume the notice of a
-    message that has come in: then the leader is interrupted.
+    ZMQ's sockets are not thread-safe, so a lock guards every use, and the leader waits on the socket's descriptor. It
+    is edge-triggered, and a send may consume the notice of a message that has come in: then the leader is interrupted.
     """
 
     def __init__(self, dealer: Socket) -> None:
@@ -146,8 +140,8 @@ class SharedDealer:
             self.interrupt()
 
     def receive(self, most: int) -> list[list[Buffer]]:
-        """Return the messages that have arrived, at most `most`. Never blocks. A thread that is not the leader
-        interrupts afterwards, because the leader would still wait for the messages taken from it."""
+        """Return the messages that have arrived, at most `most`. Never blocks. A thread that is not the leader, which
+        would still wait for them, interrupts afterwards."""
         messages: list[list[Buffer]] = []
         with self._lock:
             while not self._closed and len(messages) < most:

@@ -33,7 +33,6 @@ from kvframework.config import (
 from kvframework.errors import (
     DeadlineExceeded,
     KVFrameworkError,
-    MalformedFrames,
     OutOfResources,
     ProtocolError,
     ServerFull,
@@ -73,14 +72,13 @@ _BULK_PING_S = 3600.0
 
 
 class Connection:
-    """A connection that reconnects by itself. `start()`, then requests from any thread, then `close()`.
+    """A connection that reconnects by itself, also where this process lacks descriptors or threads for one. `start()`,
+    then requests from any thread, then `close()`.
 
     `on_up(reply, arena_fd)` is called after every successful HELLO, in the supervisor thread; it owns `arena_fd`. Until
     it returns only `urgent` requests are sent. If it raises, the connection is dropped and tried again. `on_down()`
     follows every `on_up` that returned. `reports` go to the server. A forked child cannot use its parent's connection
     and does not disturb it.
-
-    While this process has too few descriptors or threads left for a connection, there is none, and it is tried again.
     """
 
     def __init__(
@@ -168,7 +166,7 @@ class Connection:
         """Return a descriptor that, while it is open, keeps the server from taking this process for dead (None over
         TCP). The caller closes it. Must be called from within `on_up`."""
         link = self._link
-        return link.liveness_fd() if link is not None else None
+        return link.liveness.duplicate() if link is not None and link.liveness is not None else None
 
     def ask(
         self,
@@ -204,23 +202,23 @@ class Connection:
         `ServerGone`: at once if the connection is down, or suspect and the request not `urgent`, unless the server has
         been silent for less than `silence_s`. Callbacks, and `on_late` with a response that arrives after the timeout,
         run in the thread that receives: the I/O thread, or a caller's that waits. `on_late` must release what the
-        response grants, since nothing else can. `cancel()` sends CANCEL; the future then resolves with the server's
-        answer to the request. Big buffers are sent without a copy: they must stay unchanged until an answer.
+        response grants. `cancel()` sends CANCEL; the future then resolves with the server's answer to the request. Big
+        buffers are sent without a copy: they must stay unchanged until an answer.
 
         `bulk` sends it over the session's second socket, for big frames, and blocks for a handshake when there is none
-        yet. After a timeout on it all its requests in flight fail, and only those. A future of it that has failed does
-        not release the buffers: ZMQ may still read them, so never write to them again.
+        yet. After a timeout there all its requests in flight fail. ZMQ may still read the buffers of a failed one, so
+        never write to them again.
         """
         try:
-            spec = self._spec(name, buffers)
+            spec = self._spec(name)
             link = self._bulk_link() if bulk else self._usable(urgent, silence_s)
         except KVFrameworkError as error:
             return Future.failed(error.with_traceback(None))
         return link.begin(spec, payload, buffers, timeout=timeout, turn=turn, on_late=on_late)
 
     def post(self, name: str, payload: Message) -> bool:
-        """Send a request of `ONE_WAY_REQUESTS` that the server does not answer: to one of 0.3 or later. False
-        if it could not be sent. Never blocks."""
+        """Send one of `ONE_WAY_REQUESTS` to a server of 0.3 or later, which does not answer it. False if it could not
+        be sent. Never blocks."""
         try:
             return self._usable(urgent=True).post(self._spec(name), payload)
         except ServerGone:
@@ -235,15 +233,13 @@ class Connection:
         return True
 
     def released_nothing_since(self, began: float) -> bool:
-        """Whether no END_SESSION of this session can have released what was pinned from `began` on, of the monotonic
-        clock."""
+        """Whether no END_SESSION can have released what was pinned from `began` on, of the monotonic clock."""
         link = self._link
         return link is not None and link.released_at < began
 
     def cancel(self, future: Future[Answer]) -> Future[Answer]:
-        """Send CANCEL for a request made here, even one whose deadline has passed. The returned future resolves to
-        `CancelReply` once the server no longer touches anything for the request, or fails with `ServerGone` if the
-        connection of the request has ended."""
+        """Send CANCEL for a request made here, even a late one. The returned future resolves to `CancelReply` once the
+        server no longer touches anything for it, or fails with `ServerGone` if its connection has ended."""
         if not isinstance(future, Request):  # it never left this process
             return Future.resolved(Answer(CancelReply(found=False)))
         if os.getpid() != self._pid:
@@ -252,8 +248,7 @@ class Connection:
 
     def close(self) -> None:
         """End the connection: pending futures fail with `ServerGone`, `on_down` is called if it was up, both threads
-        are joined (not by themselves, and only for a bounded time, since a resolver may hang). Idempotent; does nothing
-        in a forked child."""
+        are joined (not by themselves, and for `_CLOSE_S` at most). Idempotent; does nothing in a forked child."""
         if os.getpid() != self._pid:
             return
         self._closing.set()
@@ -301,12 +296,10 @@ class Connection:
             raise ServerGone(f"the connection is {state}", where=self._endpoint)
         return link
 
-    def _spec(self, name: str, buffers: Sequence[Buffer] = ()) -> RequestSpec:
+    def _spec(self, name: str) -> RequestSpec:
         spec = self._table.get(name)
         if spec is None:
             raise UnknownRequest(f"there is no request {name!r}")
-        if len(buffers) > spec.buffers:
-            raise MalformedFrames(f"{len(buffers)} buffers", where=name, available=f"at most {spec.buffers}")
         return spec
 
     def _supervise(self) -> None:
@@ -382,8 +375,8 @@ class Connection:
             self._changed.notify_all()
 
     def _note(self, error: Exception) -> float:
-        """Record the error of an attempt; return the longest pause before the next one, in seconds. Log it: loudly,
-        unless there is just no server; again after a while, since a cache without hits is easily overlooked."""
+        """Record and log the error of an attempt, the same one again after a while, since a cache without hits is
+        easily overlooked. Return the longest pause before the next attempt, in seconds."""
         error, now = as_out_of_resources(error) or error, time.monotonic()
         if not self._closing.is_set() and (str(error) != str(self.last_error) or now >= self._log_again_at):
             self._log_again_at = now + LOG_AGAIN_S

@@ -212,7 +212,7 @@ class Link:
         self._reports = reports or Reports()
         self._reports.begin()
         self._dealer = SharedDealer(dealer)
-        self._liveness = liveness
+        self.liveness = liveness
         self._clock = time.monotonic
         self._ids = itertools.count(int.from_bytes(os.urandom(7), "little") + 1)
         # Guards _closed and the way into _outbox. Reentrant: a signal's handler may close.
@@ -233,7 +233,7 @@ class Link:
         return not self._closed
 
     def start(self) -> None:
-        """Start the I/O thread, which owns the sockets from now on. Raises `RuntimeError` if the process gets none; the
+        """Start the I/O thread, which owns the sockets from now on. Raises `RuntimeError` without a thread; the
         liveness socket is still the caller's then."""
         try:
             self._thread.start()
@@ -303,19 +303,16 @@ class Link:
             self._leave(entered)
         return True
 
-    def liveness_fd(self) -> int | None:
-        return self._liveness.duplicate() if self._liveness is not None else None
-
     def say_goodbye(self, why: KVFrameworkError | None = None) -> None:
-        """Report to the server what it could not notice otherwise: losses, the end, and the reason if this client
-        cannot use the server. Waits for a moment."""
+        """Report losses to the server, the end if it would not notice, and `why` this client cannot use it. Waits for a
+        moment."""
         ping = self._reports.ping()
         with contextlib.suppress(KVFrameworkError):
             if ping != Ping():
                 self.begin(_PING, ping, timeout=_GOODBYE_S).result(2 * _GOODBYE_S)
                 self._reports.answered(ping)
         with contextlib.suppress(KVFrameworkError):
-            if self._liveness is None or why is not None:
+            if self.liveness is None or why is not None:
                 goodbye = Goodbye(why.code, why.fact) if why is not None else Goodbye()
                 self.begin(_GOODBYE, goodbye, timeout=_GOODBYE_S).result(2 * _GOODBYE_S)
 
@@ -531,8 +528,8 @@ class Link:
     def _poller(self) -> zmq.Poller:
         poller = zmq.Poller()
         poller.register(self._wakeup.fd, zmq.POLLIN)
-        if self._liveness is not None:
-            poller.register(self._liveness.fd, zmq.POLLIN)
+        if self.liveness is not None:
+            poller.register(self.liveness.fd, zmq.POLLIN)
         return poller
 
     def _round(self, idle: zmq.Poller, leading: zmq.Poller) -> None:
@@ -550,7 +547,7 @@ class Link:
         if self._wakeup.fd in ready:
             self._wakeup.drain()
         self._send_outbox()
-        if self._liveness is not None and self._liveness.fd in ready:
+        if self.liveness is not None and self.liveness.fd in ready:
             self._receive()  # messages that the server sent before its end
             self._stop(ServerGone("the server has ended"))
             return
@@ -566,7 +563,7 @@ class Link:
         self.watch.log(now)
         silence = self.watch.unanswered_s(now)
         if silence:
-            if self._liveness is None and silence >= self._gone_s:
+            if self.liveness is None and silence >= self._gone_s:
                 self._stop(ServerGone(f"the server has answered no PING for {silence:.0f} s"))
                 return
             self.watch.doubt(now - silence, now)
@@ -595,8 +592,8 @@ class Link:
         for item in unanswered:
             item.resolve(self.gone())
         self._dealer.close()
-        if self._liveness is not None:
-            self._liveness.close()
+        if self.liveness is not None:
+            self.liveness.close()
         self._wakeup.close()
         self.ended.set()
         self.watch.changed()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
@@ -45,9 +46,8 @@ MAX_BYTES_IN_FLIGHT = 2 * MAX_BUFFER_BYTES
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A request, which came at `received`, and its progress. `answered` and `done` differ: after a deadline or its
-    session's end a call counts as answered while its work continues; it is done, and a CANCEL of it is answered, once
-    that work has ended."""
+    """A request, which came at `received`, and its progress. After a deadline or its session's end it is `answered`
+    while its work continues; it is `done`, and a CANCEL of it is answered, once that has ended."""
 
     session: ClientSession
     identity: bytes
@@ -100,8 +100,8 @@ def outcome_of(future: Future[Message]) -> HandlerResult | BaseException:
 
 
 class InFlight:
-    """Runs handlers and answers for them. `wake`, called from other threads than the serving one, makes the serving
-    loop call `collect()`; `took(name, received)` counts an answer."""
+    """Runs handlers and answers for them. `wake`, called from other threads, makes the serving loop call `collect()`;
+    `took(name, received)` counts an answer."""
 
     def __init__(
         self,
@@ -110,7 +110,6 @@ class InFlight:
         *,
         workers: int,
         wake: Callable[[], None],
-        clock: Callable[[], float],
         counters: dict[str, int],
         took: Callable[[str, float], None],
     ) -> None:
@@ -120,7 +119,6 @@ class InFlight:
         self._cancel_other = handlers.get("CANCEL")
         self._routers = routers
         self._wake = wake
-        self._clock = clock
         self._counters = counters
         self._took = took
         self._calls: dict[CallKey, Call] = {}
@@ -173,7 +171,7 @@ class InFlight:
         self._run_queues()
 
     def collect(self) -> None:
-        """Process the results that other threads and resolved futures have left since the last call."""
+        """Process what other threads and resolved futures have left since the last call."""
         self._serving_thread = threading.get_ident()
         for _ in range(len(self._results)):
             call, result = self._results.popleft()
@@ -208,10 +206,9 @@ class InFlight:
                 self._answer(call, error)
 
     def close(self) -> None:
-        """Refuse further work. Does not wait for handlers in worker threads."""
-        for name, handler in self._handlers.items():
-            if handler.pooled:
-                self._pool_of(name).shutdown(wait=False, cancel_futures=True)
+        """Cancel what has not begun. Does not wait for handlers in worker threads."""
+        for pool in self._pools.values():
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _start(self, call: Call) -> None:
         call.started = True
@@ -219,12 +216,10 @@ class InFlight:
             self._settle(call, call.run())
             return
         self._track(call)
-        call.job = self._pool_of(call.handler.spec.name).submit(lambda: self._hand_over(call, call.run()))
-
-    def _pool_of(self, name: str) -> ThreadPoolExecutor:
+        name = call.handler.spec.name
         if name not in self._pools:
             self._pools[name] = ThreadPoolExecutor(self._workers, thread_name_prefix="kvf-worker")
-        return self._pools[name]
+        call.job = self._pools[name].submit(lambda: self._hand_over(call, call.run()))
 
     def _hand_over(self, call: Call, result: HandlerResult | BaseException) -> None:
         self._results.append((call, result))
@@ -257,7 +252,7 @@ class InFlight:
         self._calls[call.key] = call
         call.session.in_flight += 1
         call.session.bytes_in_flight += call.nbytes
-        self._deadlines.set(call.key, self._clock() + call.handler.spec.deadline_s)
+        self._deadlines.set(call.key, time.monotonic() + call.handler.spec.deadline_s)
 
     def _finish(self, call: Call) -> None:
         if self._calls.pop(call.key, None) is not None:

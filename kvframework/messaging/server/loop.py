@@ -55,13 +55,12 @@ class Served:
     """The callbacks behind a message server. Called on the serving thread, except for pooled handlers.
 
     `handlers` has one by the name of every request but HELLO and GOODBYE; that of CANCEL, if any, serves targets that
-    are no message in flight. `welcome(hello, session, version, returns)` makes HELLO's reply;
-    its `session`, `version` and `liveness` are filled in by messaging; `returns` means that the client has used an
-    earlier server. `arena_for(session id)` returns a descriptor of the arena for a client of this node, which is closed
-    once it is sent, and raises `OSError`; None: there is no arena. `on_session_end(session)` is called exactly once for
-    every session, unless very many end with the server; its exceptions and those of `on_tick()` are logged. `on_time()`
-    is called when the time `next_at()`, on `time.monotonic()`, has come; `MessageServer.wake` makes the loop ask for it
-    again.
+    are no message in flight. `welcome(hello, session, version, returns)` makes HELLO's reply, but for `session`,
+    `version` and `liveness`; `returns`: the client has used an earlier server. `arena_for(session id)` returns a
+    descriptor of the arena, which is closed once it is sent, and raises `OSError`; None: there is no arena.
+    `on_session_end(session)` is called exactly once for every session, unless very many end with the server; its
+    exceptions and those of `on_tick()` are logged. `on_time()` is called when the time `next_at()`, of
+    `time.monotonic()`, has come; `MessageServer.wake` makes the loop ask for it again.
     """
 
     handlers: Mapping[str, Handler[Any]]
@@ -79,7 +78,7 @@ class MessageServer:
     `tcp`, unless it is "". `bind()`, then `serve_forever()`, until `stop()`.
 
     Over TCP only the clients that `curve` admits are served; None: any client, unencrypted. `on_tick()` is called every
-    `tick_s`. `admit_readers` is the gate's. `counters`, `refusals` and `durations` may be read from any thread.
+    `tick_s`. `admit_readers` is the gate's. `counters` and what has no other note may be used from any thread.
     """
 
     # From `bind` on.
@@ -127,22 +126,20 @@ class MessageServer:
 
     @property
     def sessions(self) -> list[ClientSession]:
-        """A snapshot; may be taken from any thread."""
+        """A snapshot."""
         return self._table.sessions()
 
     def configure(self, *, session_timeout_s: float) -> None:
-        """Change the longest silence of a client without a liveness socket. May be called from any thread."""
+        """Change the longest silence of a client without a liveness socket."""
         self._table.timeout_s = session_timeout_s
 
     def descriptors(self) -> dict[str, object]:
-        """Return the gate's view for the status document. May be called from any thread; empty while nothing is
-        bound."""
+        """Return the gate's view for the status document; empty while nothing is bound."""
         gate = self._gate
         return gate.status() if gate is not None else {}
 
     def durations(self) -> dict[str, Any]:
-        """Return how long requests took, from the receipt to the answer, errors too: a histogram for each type, see
-        `Histogram.octaves`. May be called from any thread."""
+        """Return how long requests took, from the receipt to the answer, errors too, by type: `Histogram.octaves`."""
         return {name: histogram.octaves() for name, histogram in self._durations.items()}
 
     def bind(self) -> None:
@@ -151,16 +148,14 @@ class MessageServer:
             self._files.acquire()
             self._resources.callback(self._files.release)
         try:
-            self._open(self._resources)
+            self._open()
         except (OSError, zmq.ZMQError) as error:
             self._resources.close()
             raise EndpointError(f"cannot listen: {error}", where=" and ".join(self._endpoints)) from error
 
     def serve_forever(self) -> None:
         """Serve until `stop()`, then end every session and close everything. Blocks: the caller becomes the serving
-        thread. Binds if `bind` was not called. No message and no handler can end it."""
-        if self._gate is None:
-            self.bind()
+        thread. No message and no handler can end it."""
         try:
             while not self._stopping:
                 self._guarded_round()
@@ -172,28 +167,28 @@ class MessageServer:
 
     def stop(self, grace_s: float = 2.0) -> None:
         """Make `serve_forever` return: new requests are refused with `ShuttingDown`, those in flight get `grace_s`
-        seconds. Returns at once; may be called from any thread, from a handler and from a signal handler."""
+        seconds. Returns at once; also for a signal's handler."""
         self._grace_s = grace_s
         self._stopping = True
         self._wakeup.signal()
 
     def wake(self) -> None:
-        """Make the loop begin its next round now. May be called from any thread."""
+        """Make the loop begin its next round now."""
         self._wakeup.signal()
 
     def abandon(self) -> None:
-        """Remove the endpoint's files and nothing else, for a process that ends at once. Safe from any thread."""
+        """Remove the endpoint's files and nothing else, for a process that ends at once."""
         if self._files is not None:
             self._files.release()
 
     def close(self) -> None:
-        """Release the resources of `bind()`, for a server that never served. Idempotent; not while `serve_forever`
-        runs."""
+        """Release the resources of `bind()`, for a server that never served. Idempotent; not while it serves."""
         self._gate = None
         self._resources.close()
         self._wakeup.close()
 
-    def _open(self, resources: contextlib.ExitStack) -> None:
+    def _open(self) -> None:
+        resources = self._resources
         self._poller.register(self._wakeup.fd, zmq.POLLIN)
         self._liveness = None
         if self._files is not None:
@@ -201,7 +196,6 @@ class MessageServer:
                 self._files.liveness,
                 arena_for=self._served.arena_for,
                 find=self._table.by_token,
-                clock=self._clock,
                 counters=self.counters,
                 admit_uids=self._admit_uids,
             )
@@ -227,7 +221,6 @@ class MessageServer:
             self._routers,
             workers=self._workers,
             wake=self._wakeup.signal,
-            clock=self._clock,
             counters=self.counters,
             took=self._took,
         )
@@ -361,7 +354,7 @@ class MessageServer:
             self._calls.submit(session, identity, envelope, received)
 
     def _took(self, name: str, received: float) -> None:
-        """Count one answer, an error too. Types of no request, which strangers may send, are not counted."""
+        """Count one answer, an error too, unless a stranger named a request that does not exist."""
         histogram = self._durations.get(name)
         if histogram is not None:
             histogram.add(self._clock() - received)
@@ -410,7 +403,7 @@ class MessageServer:
             goodbye = Goodbye(error.code, error.fact)
         if goodbye.reason:
             self.counters["server_refused"] += 1
-            self.refusals.server(session, goodbye.code, goodbye.reason)
+            self.refusals.of(session, "server", goodbye.code, goodbye.reason)
 
     def _end(self, session: ClientSession) -> None:
         """End a session: cancel its calls in flight, then call `on_session_end`, exactly once per session."""

@@ -10,6 +10,7 @@ import os
 import secrets
 import select
 import socket
+import time
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -168,12 +169,10 @@ def printable(name: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in name)
 
 
-# The server half of the liveness socket: it passes the arena's descriptor, and its end means the client's death.
-#
-# A client connects, sends its 16-byte session token and gets one byte, with the arena's descriptor if there is one.
-# After that neither side sends anything. A child forked from C, without Python's hooks, keeps a copy of its parent's
-# socket open. So the connected process is also watched by a pidfd: it ends with the last thread of the process, and no
-# forked child has the arena mapped (client/arena_mapping.py), so nothing writes there afterwards.
+# The server's half of the liveness socket, whose end means the client's death. A client connects, sends its 16-byte
+# session token and gets one byte, with the arena's descriptor if there is one; then neither side sends anything. A
+# child forked from C keeps a copy of its parent's socket open, so the process is also watched by a pidfd: that ends
+# with its last thread, and no forked child has the arena mapped (client/arena_mapping.py), so nothing writes there.
 
 MAX_HALF_OPEN = 256
 HALF_OPEN_SHARE = 1 / 16  # of the limit of descriptors
@@ -186,9 +185,9 @@ _ACCEPTS_PER_ROUND = 16
 
 
 def peer_process(sock: socket.socket) -> int | None:
-    """Return a pidfd, owned by the caller, of the process that has connected a Unix socket; it is readable once all its
-    threads have ended. None if it cannot be had: before Linux 6.5, where only the process id is known (which may be
-    that of another by now), for a process of another pid namespace. Raises `ProcessLookupError` if it has ended."""
+    """Return a pidfd, owned by the caller, of the process that has connected a Unix socket: readable once all its
+    threads have ended. None for a process of another pid namespace before Linux 6.5, where only its id is known. Raises
+    `ProcessLookupError` if it has ended."""
     with contextlib.suppress(OSError):
         return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     pid, _ = peer_of(sock)
@@ -211,14 +210,12 @@ class LivenessServer:
         *,
         arena_for: Callable[[int], int] | None,
         find: Callable[[bytes], ClientSession | None],
-        clock: Callable[[], float],
         counters: dict[str, int],
         admit_uids: Collection[int] = (),
     ) -> None:
         self._admitted = {os.geteuid(), *admit_uids}
         self._arena_for = arena_for
         self._find = find
-        self._clock = clock
         self._counters = counters
         # Connections that have not sent their token, by descriptor, with their deadlines.
         self._half_open: dict[int, tuple[socket.socket, float]] = {}
@@ -233,10 +230,10 @@ class LivenessServer:
             with socket_umask(shared=bool(admit_uids)):
                 self._listener.bind(path)
             self._listener.listen(BACKLOG)
+            self._listen()
         except OSError:
             self.close()
             raise
-        self._listen()
 
     def fileno(self) -> int:
         """Return a descriptor that is readable whenever `serve()` has work."""
@@ -317,7 +314,7 @@ class LivenessServer:
         while len(self._half_open) >= min(MAX_HALF_OPEN, descriptor_limit() * HALF_OPEN_SHARE):
             self._refuse(next(iter(self._half_open.values()))[0])
         sock.setblocking(False)
-        self._half_open[sock.fileno()] = (sock, self._clock() + HALF_OPEN_S)
+        self._half_open[sock.fileno()] = (sock, time.monotonic() + HALF_OPEN_S)
         self._epoll.register(sock.fileno(), select.EPOLLIN)
         return True
 
@@ -409,31 +406,21 @@ class Refusals:
     def request(self, session: ClientSession | None, name: str, error: KVFrameworkError) -> None:
         """Record a message of a session, or of an unknown peer, that could not be parsed or served."""
         if session is None:
-            self._add(name, error.code, _reason(error))
+            self._add(name, error.code, _reason(error), "?", 0, "", "")
         else:
-            self._of(session, name, error.code, _reason(error))
+            self.of(session, name, error.code, _reason(error))
 
-    def server(self, session: ClientSession, code: str, reason: str) -> None:
-        """Record that a client left because it cannot use this server."""
-        self._of(session, "server", code, reason)
+    def of(self, session: ClientSession, what: str, code: str, reason: str) -> None:
+        """Record what a client was refused, or that it cannot use this "server"."""
+        self._add(what, code, reason, session.name, session.pid, str(session.version), session.client_version)
 
     def report(self) -> list[dict[str, object]]:
         """For the status document, the latest first."""
         now, latest = self._clock(), reversed(list(self._kept.values()))
         return [{**msgspec.structs.asdict(refused), "ago_s": round(now - last, 1)} for refused, last in latest]
 
-    def _of(self, session: ClientSession, what: str, code: str, reason: str) -> None:
-        self._add(what, code, reason, session.name, session.pid, str(session.version), session.client_version)
-
     def _add(
-        self,
-        what: str,
-        code: str,
-        reason: str,
-        client: str = "?",
-        pid: int = 0,
-        versions: str = "",
-        client_version: str = "",
+        self, what: str, code: str, reason: str, client: str, pid: int, versions: str, client_version: str
     ) -> None:
         now = self._clock()
         client, what, code = printable(client[:_MAX_NAME]), printable(what), printable(code[:_MAX_NAME])

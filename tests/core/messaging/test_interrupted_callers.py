@@ -71,42 +71,36 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def test_a_half_sent_message_ends_the_link_for_all_and_it_comes_back(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("step", ["half a message", "lead", "follow", "receive"])
+def test_a_handler_that_raises_ends_the_link_for_all_and_it_comes_back(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
     with connected(lab.endpoint, ping_every_s=60) as connection:
-        other = Waiter(connection)
-        wait_until(lambda: lab.work.open, what="the other's request")
-        send = frames_io.send
+        dealer, send = link_of(connection)._dealer, frames_io.send
+        lead, other = dealer.lead, None
 
         def half(socket: frames_io.Socket, frames: Any) -> None:
             socket.send(frames[0], frames_io._MORE)
             monkeypatch.setattr(frames_io, "send", send)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(frames_io, "send", half)
-        with pytest.raises(KeyboardInterrupt):
-            connection.ask("test.ECHO", Text("a"), timeout=60)
-        assert isinstance(other.ended(), ServerGone)
-        assert connection.wait_up(20)
-        assert connection.ask("test.ECHO", Text("on"), timeout=60) == Text("on")
+        def led() -> bool:
+            """It has become the leader and does not know it yet."""
+            lead()
+            monkeypatch.setattr(dealer, "lead", lead)
+            raise KeyboardInterrupt
 
-
-@pytest.mark.parametrize("step", ["lead", "follow", "receive"])
-def test_who_is_interrupted_while_it_receives_for_all(lab: Lab, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
-    with connected(lab.endpoint, ping_every_s=60) as connection:
-        dealer = link_of(connection)._dealer
-        if step == "lead":  # it has become the leader and does not know it yet
-            lead = dealer.lead
-
-            def led() -> bool:
-                lead()
-                monkeypatch.setattr(dealer, "lead", lead)
-                raise KeyboardInterrupt
-
+        if step == "half a message":
+            other = Waiter(connection)
+            wait_until(lambda: lab.work.open, what="the other's request")
+            monkeypatch.setattr(frames_io, "send", half)
+        elif step == "lead":
             monkeypatch.setattr(dealer, "lead", led)
         else:
             planted(dealer, step, interrupt, monkeypatch)
         with pytest.raises(KeyboardInterrupt):
             connection.ask("test.ECHO", Text("a"), timeout=60)
+        assert other is None or isinstance(other.ended(), ServerGone)
         wait_until(lambda: connection.state == "up" and link_of(connection)._dealer is not dealer, what="a new link")
         assert connection.ask("test.ECHO", Text("on"), timeout=60) == Text("on")
 

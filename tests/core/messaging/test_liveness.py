@@ -113,7 +113,7 @@ def test_who_is_heard_beside_an_end_is_not_taken_for_who_ended(tmp_path: Path) -
     sessions = {name * 16: ClientSession(1, 7, "c", 0.0) for name in (b"a", b"b")}
     counters = dict.fromkeys(["liveness_refused"], 0)
     path = str(tmp_path / "live")
-    server = LivenessServer(path, arena_for=None, find=sessions.get, clock=time.monotonic, counters=counters)
+    server = LivenessServer(path, arena_for=None, find=sessions.get, counters=counters)
     command = f"import socket; s = socket.socket(1); s.connect({path!r}); s.send(b'a' * 16); input()"
     hole = os.open(os.devnull, os.O_RDONLY)  # so that the process's descriptor comes before its socket's
     with subprocess.Popen([sys.executable, "-S", "-c", command], stdin=subprocess.PIPE) as process:
@@ -211,6 +211,7 @@ def test_a_server_that_never_serves_leaves_nothing(endpoint: str) -> None:
     server.close()
     server.close()
     assert os.listdir(os.path.dirname(ipc_path(endpoint))) == []
+    server = make_server(endpoint, Work(b"boot"))
     server.bind()
     server.stop()
     server.serve_forever()

@@ -77,7 +77,7 @@ def test_texts_are_cut(caplog: pytest.LogCaptureFixture) -> None:
     session = ClientSession(1, 7, "n" * 128, 0.0)
     world.hello("c" * 100_000)
     world.now += 2
-    world.refusals.server(session, "x" * 100_000, "y" * 100_000)
+    world.refusals.of(session, "server", "x" * 100_000, "y" * 100_000)
     world.now += 2
     world.refusals.request(session, "LOOKUP2", UnknownRequest("z" * 100_000))
     assert len(caplog.text) < 3000
