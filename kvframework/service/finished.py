@@ -105,13 +105,12 @@ _ENTRY_BYTES = 512
 
 
 class Recording:
-    """The ring, `most_bytes` of it at most. `on` while somebody reads it, who has what is not behind the number of its
-    last question."""
+    """The ring, `most_bytes` of it at most, and its readers. `on` while there is one."""
 
     def __init__(self, clock: Callable[[], float], most_bytes: int) -> None:
         self.on = False
         # All LOOKUPs so far, counted by the one thread that also calls `add`, whether it is on or not: so a reader that
-        # comes back late sees how many it lacks.
+        # was forgotten and comes back sees how many it lacks.
         self.count = 0
         self._clock = clock
         self._most_bytes = most_bytes
@@ -120,8 +119,8 @@ class Recording:
         self._bytes = 0
         # The last number, of a LOOKUP or of one that could not be kept.
         self._last = 0
-        # Until when its readers may be silent.
-        self._until = 0.0
+        # By session: until when it may be silent, and the last number that it has.
+        self._readers: dict[int, tuple[float, int]] = {}
 
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
         return [Handler(REQUESTS["TRACE"], self._trace, pooled=True)]
@@ -167,10 +166,16 @@ class Recording:
         self._most_bytes = most_bytes
 
     def expire(self) -> None:
-        """End the recording once its reader is silent."""
-        if self.on and self._clock() > self._until:
-            with self._lock:
-                self._end()
+        if not self.on:
+            return
+        now = self._clock()
+        with self._lock:
+            for session_id in [each for each, (until, _) in self._readers.items() if until < now]:
+                self._end(session_id)
+
+    def end_session(self, session_id: int) -> None:
+        with self._lock:
+            self._end(session_id)
 
     def _trace(self, client: ClientInfo, payload: m.Trace, _buffers: Sequence[memoryview]) -> m.TraceReply:
         check_own_user(client, "record a trace")
@@ -187,19 +192,23 @@ class Recording:
             after = self._last if payload.after < 0 else min(payload.after, self._last)
             if not self.on:
                 log.info("a trace of the lookups is recorded, for %s (process %d)", client.name, client.pid)
-            self.on, self._until = True, now + READER_S
-            while self._ring and next(iter(self._ring)) <= after:
+            self.on = True
+            self._readers[client.session_id] = now + READER_S, after
+            acknowledged = min(number for _, number in self._readers.values())
+            while self._ring and next(iter(self._ring)) <= acknowledged:
                 self._forget_oldest()
-            handed, last, more = self._oldest(now if payload.done else now - UNDECIDED_S)
+            handed, last, more = self._after(after, now if payload.done else now - UNDECIDED_S)
             if payload.done and not more:
-                self._end()
+                self._end(client.session_id)
         return m.TraceReply(tuple(handed), last, more)
 
-    def _oldest(self, undecided_since: float) -> tuple[list[m.TracedLookup], int, bool]:
-        """Return the oldest entries, the number up to which that is everything, and whether there is more."""
+    def _after(self, after: int, undecided_since: float) -> tuple[list[m.TracedLookup], int, bool]:
+        """Return the entries behind a number, the number up to which that is everything, and whether there is more."""
         handed: list[m.TracedLookup] = []
         nbytes = 0
         for entry in self._ring.values():
+            if entry.number <= after:
+                continue
             if entry.hit_tokens < 0 and entry.began > undecided_since:
                 return handed, entry.number - 1, False
             if len(handed) == m.MAX_TRACED or nbytes > MAX_REPLY_BYTES:
@@ -211,7 +220,9 @@ class Recording:
     def _forget_oldest(self) -> None:
         self._bytes -= _ENTRY_BYTES + len(self._ring.popitem(last=False)[1].digests)
 
-    def _end(self) -> None:
+    def _end(self, session_id: int) -> None:
+        if self._readers.pop(session_id, None) is None or self._readers:
+            return
         self.on = False
         self._ring.clear()
         self._bytes = 0

@@ -170,6 +170,7 @@ class Lookups:
         self.use.end_session(session_id)
         self.miss_facts.end_session(session_id)
         self.pricing.end_session(session_id)
+        self.recording.end_session(session_id)
 
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
         return [

@@ -65,16 +65,17 @@ def test_it_keeps_nothing_until_somebody_records() -> None:
     assert reply.last == 2
 
 
-def test_what_the_reader_has_is_forgotten_and_a_second_one_is_told() -> None:
+def test_what_a_reader_has_is_forgotten_once_every_reader_has_it() -> None:
     world = _World()
     world.ask(session=1)
+    world.ask(session=2)
     for _ in range(3):
         world.look_up()
-    for _ in range(2):  # an answer that was lost
-        assert [each.number for each in world.ask(0, session=1).records] == [1, 2, 3]
-    assert [each.number for each in world.ask(2, session=1).records] == [3]
-    assert [each.number for each in world.ask(0, session=2).records] == [3]
+    assert [each.number for each in world.ask(0, session=1).records] == [1, 2, 3]
     assert world.ask(3, session=1).records == ()
+    assert [each.number for each in world.ask(1, session=2).records] == [2, 3]
+    assert [each.number for each in world.ask(1, session=2).records] == [2, 3]  # an answer that was lost
+    world.ask(3, session=2)
     assert not world.ring._ring
     assert world.ring._bytes == 0
 
@@ -138,21 +139,26 @@ def test_an_answer_is_bounded_and_says_that_there_is_more() -> None:
     assert (len(reply.records), reply.more) == (2, True)
 
 
-def test_a_reader_that_is_silent_ends_the_recording() -> None:
+def test_a_reader_that_is_silent_or_gone_ends_the_recording() -> None:
     world = _World()
     world.ask(session=1)
+    world.ask(session=2)
     world.look_up()
     world.now += READER_S - 1
     world.ask(0, session=2)
     world.now += 2
     world.ring.expire()
     assert world.ring.on
-    world.now += READER_S
-    world.ring.expire()
+    world.ring.end_session(2)
     assert not world.ring.on
     assert not world.ring._ring
     assert world.ring._bytes == 0
     assert not world.look_up()
+    world.ask(session=3)
+    world.now += READER_S + 1
+    world.ring.expire()
+    assert not world.ring.on
+    world.ring.end_session(3)
 
 
 def test_a_number_of_a_server_before() -> None:
