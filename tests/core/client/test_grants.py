@@ -19,7 +19,7 @@ from kvframework.api.transport import LoadPlan
 from kvframework.client import LookupResult, RequestHashes, WorkerAdapter
 from kvframework.client.hashing import content_name
 from kvframework.client.transfers import PIECES_S, SPARE_S
-from kvframework.errors import BadBlockIds, BadLayout, BadRange, DeadlineExceeded
+from kvframework.errors import BadBlockIds, BadLayout, BadRange, DeadlineExceeded, LeaseUnknown
 from kvframework.service.engine_driven import MAX_OF_ASKER
 from kvframework.wire import messages as m
 from kvframework.wire.transfer_blocks import unpack_offsets
@@ -279,7 +279,8 @@ def test_grants_that_no_load_ends_lapse() -> None:
         lapsed = asking(worker, key, 7).grants[0].lease
         wait_until(lambda: server.status()["l1"]["pins"] == 0, what="the end of the grant")
         assert asking(worker, key, 7).grants, "which forgets it"
-        assert not worker.call("COMMIT_RETRIEVE", m.Commit(lapsed)).held
+        with pytest.raises(LeaseUnknown):
+            worker.call("COMMIT_RETRIEVE", m.Commit(lapsed))
 
 
 def test_an_instance_that_is_registered_anew_passes_over_what_was_granted_before(engine: Engine) -> None:
