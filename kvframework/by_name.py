@@ -28,13 +28,17 @@ class NamedCall(msgspec.Struct, frozen=True, array_like=True):
     @classmethod
     def of(cls, function: Callable[..., object], options: msgspec.Struct, *, where: str) -> NamedCall:
         """Raises `PluginBroken`, with `where`, for a function or options that another process could not make."""
+        kind = type(options).__qualname__
+        if not isinstance(options, msgspec.Struct):
+            hint = "derive them from kvframework.api.plugin.Options"
+            raise PluginBroken(f"options of type {kind}", where=where, available="a struct", hint=hint)
         names = _name(function, where), _name(type(options), where)
         try:
             call = cls(*names, msgspec.msgpack.encode(options, enc_hook=plain))
             call._unpacked(type(options))
         except (msgspec.MsgspecError, NotImplementedError, TypeError) as error:
-            fact = f"{type(options).__qualname__} cannot be sent to another process: {error}"
-            hint = "derive it from kvframework.api.plugin.Options, with fields of types that msgspec knows, or ByteSize"
+            fact = f"{kind} cannot be sent to another process: {error}"
+            hint = "give its fields types that msgspec knows, or ByteSize"
             raise PluginBroken(fact, where=where, hint=hint) from error
         return call
 
