@@ -55,7 +55,7 @@ class Pricing:
         compute_s = [speed.prefill_s(start + chunks * tokens, asked.key.end) for chunks in cuts]
         wait_s = max(speed.queued_s - (now - asked.began), 0.0)
         priced = cut(cuts, list(_load_s(grid, source, cuts)), compute_s, wait_s)
-        if priced.chunks < found and [store for store in set(source.values()) if store.speed.probes(now)]:
+        if priced.chunks < found and [store for store in set(source.values()) if _probes(store, now)]:
             priced = priced._replace(chunks=min(priced.chunks + max(PROBE_CHUNKS, stride), found))
         asked.priced = priced
 
@@ -86,7 +86,14 @@ def _load_s(grid: KeyGrid, source: Mapping[int, L2Store], cuts: Sequence[int]) -
                 nbytes[store] += sizes[index % rows] * store.scale
                 objects[store] += 1
         end = chunks
-        yield max(
-            store.speed.load_s(size, max(objects[store] / BATCH_OBJECTS, size / BATCH_BYTES, 1.0))
-            for store, size in nbytes.items()
-        )
+        yield max(_seconds(store, size, objects[store]) for store, size in nbytes.items())
+
+
+def _seconds(store: L2Store, nbytes: float, objects: int) -> float:
+    with store.pricing:
+        return store.speed.load_s(nbytes, max(objects / BATCH_OBJECTS, nbytes / BATCH_BYTES, 1.0))
+
+
+def _probes(store: L2Store, now: float) -> bool:
+    with store.pricing:
+        return store.speed.probes(now)
