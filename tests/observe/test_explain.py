@@ -8,7 +8,6 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import msgspec
 import pytest
@@ -16,13 +15,11 @@ from rich.console import Console
 
 from kvf_observe.explain import ANSWERS, clock, headline, print_explained, sentences, why
 from kvframework.api.listener import Finished
-from kvframework.api.requests import Handler
-from kvframework.errors import UnknownRequest
 from kvframework.status import REASONS
 from kvframework.wire import messages as m
 from kvframework.wire.transfer_blocks import pack_indices
 from tests.core.cli.command import run
-from tests.core.server.in_process import serving
+from tests.core.server.in_process import serving, serving_without
 from tests.support.wire_client import WireClient, key_for
 
 TOKENS = list(range(1024))
@@ -138,15 +135,8 @@ def test_without_a_server(tmp_path: Path) -> None:
 
 
 def test_an_older_server() -> None:
-    def refuse(*_: object) -> None:
-        raise UnknownRequest("there is no request 'RECENT'")
-
-    with serving() as server:
-        handlers = server._messages._served.handlers
-        assert isinstance(handlers, dict)
-        old = Handler(handlers["RECENT"].spec, refuse)  # type: ignore[arg-type]
-        with mock.patch.dict(server._messages._calls._handlers, {"RECENT": old}):  # type: ignore[union-attr]
-            done = run("explain", "--endpoint", server.endpoint)
+    with serving_without("RECENT") as server:
+        done = run("explain", "--endpoint", server.endpoint)
     assert done.returncode == 2
     assert "this server is older" in done.stderr
 

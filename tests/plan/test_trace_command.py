@@ -23,12 +23,10 @@ from kvf_hashers import Sha256
 from kvf_plan.cli.amounts import parsed_duration
 from kvf_plan.cli.trace.recording import Recorder
 from kvf_plan.trace.reading import open_trace
-from kvframework.api.requests import Handler
-from kvframework.errors import UnknownRequest
 from kvframework.service import finished as ring
 from kvframework.wire import messages as m
 from tests.core.cli.command import COMMAND, environment, run
-from tests.core.server.in_process import serving
+from tests.core.server.in_process import serving, serving_without
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for
@@ -266,15 +264,8 @@ def test_a_server_that_records_none(tmp_path: Path) -> None:
 
 
 def test_an_older_server(tmp_path: Path) -> None:
-    def refuse(*_: object) -> None:
-        raise UnknownRequest("there is no request 'TRACE'")
-
-    with serving() as server:
-        handlers = server._messages._served.handlers
-        assert isinstance(handlers, dict)
-        old = Handler(handlers["TRACE"].spec, refuse)  # type: ignore[arg-type]
-        with mock.patch.dict(server._messages._calls._handlers, {"TRACE": old}):
-            done = run("trace", "record", "-o", str(tmp_path / "t.jsonl"), "--endpoint", server.endpoint)
+    with serving_without("TRACE") as server:
+        done = run("trace", "record", "-o", str(tmp_path / "t.jsonl"), "--endpoint", server.endpoint)
     assert done.returncode == 2
     assert "this server is older: it records no traces" in done.stderr
 

@@ -7,8 +7,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
+from kvframework.api.requests import Handler
 from kvframework.config import load_config
+from kvframework.errors import UnknownRequest
 from kvframework.registry.registry import PluginRegistry
 from kvframework.server import Server
 from tests.support.waiting import wait_until
@@ -39,3 +42,18 @@ def serving(
             server.stop()
             thread.join(10)
             assert not thread.is_alive()
+
+
+@contextmanager
+def serving_without(request: str, *settings: str) -> Iterator[Server]:
+    """A server that does not know a request, as one of an earlier release."""
+
+    def refuse(*_: object) -> None:
+        raise UnknownRequest(f"there is no request {request!r}")
+
+    with serving(*settings) as server:
+        handlers = server._messages._served.handlers
+        assert isinstance(handlers, dict)
+        old = Handler(handlers[request].spec, refuse)  # type: ignore[arg-type]
+        with mock.patch.dict(server._messages._calls._handlers, {request: old}):
+            yield server
