@@ -2,6 +2,7 @@
 parts."""
 
 from kvframework.api.transport import LoadGrant
+from kvframework.client.arena_mapping import MappedArena
 from kvframework.client.hashing import RequestHashes
 from kvframework.client.identity import (
     WEIGHT_SUFFIXES,
@@ -30,6 +31,14 @@ from kvframework.client.integration import (
     harmless,
     watch_calls,
 )
+from kvframework.client.opaque import (
+    ArenaTicket,
+    OpaqueInstance,
+    OpaqueObjects,
+    Prompt,
+    granted_objects,
+    map_arena,
+)
 from kvframework.client.scheduler import LookupResult, SchedulerAdapter
 from kvframework.client.shards import ModelPart
 from kvframework.client.status_source import StatusSource, quiet_connection, server_endpoint
@@ -37,9 +46,11 @@ from kvframework.client.transfers import KVClient
 from kvframework.client.worker import WorkerAdapter
 from kvframework.messaging.curve import CurveKeys, LoadedKeys
 from kvframework.pricing import EngineSpeed, PrefillMeter
+from kvframework.wire.messages import KeyGroup, LookupReply
 
 __all__ = [
     "WEIGHT_SUFFIXES",
+    "ArenaTicket",
     "Attachment",
     "CanonicalInstance",
     "CurveKeys",
@@ -50,13 +61,19 @@ __all__ = [
     "FileDigest",
     "FileState",
     "KVClient",
+    "KeyGroup",
     "KvIdentity",
     "LoadGrant",
     "LoadedKeys",
+    "LookupReply",
     "LookupResult",
+    "MappedArena",
     "ModelFacts",
     "ModelPart",
+    "OpaqueInstance",
+    "OpaqueObjects",
     "PrefillMeter",
+    "Prompt",
     "RequestHashes",
     "SchedulerAdapter",
     "Seconds",
@@ -68,7 +85,9 @@ __all__ = [
     "digest_files",
     "engine_options",
     "fingerprint",
+    "granted_objects",
     "harmless",
+    "map_arena",
     "model_files",
     "model_identity",
     "named_identity",

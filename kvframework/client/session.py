@@ -151,6 +151,12 @@ class ServerSession:
         return self._arena is not None
 
     @property
+    def arena(self) -> MappedArena | None:
+        """The server's arena as it is mapped in this process now. `view` is its bytes, and `is_served` whether the
+        session for which it was mapped goes on: what was read before is whole only if it does."""
+        return self._arena
+
+    @property
     def plugins(self) -> PluginRegistry:
         """The plugins of this process; without `plugins` in the constructor they are discovered at the first use, which
         reads files."""

@@ -195,18 +195,41 @@ class KVClient(ServerSession, EngineLink):
             return Future.failed(ServerGone("the server's arena is not mapped in this process"))
         left_out = transfer.first_chunks
         payload = m.Prepare(transfer.key, transfer.registration.instance_id, left_out if any(left_out) else ())
-        sent = self._begin("PREPARE_STORE", payload, on_late=only(m.StorePlan, lambda late: self._abort(late.lease)))
+
+        def check(reply: m.StorePlan) -> None:
+            check_ranges(transfer, reply.ranges, arena.view.nbytes)
+            check_held(transfer, reply.ranges, reply.outcome)
+
+        return self._prepared(arena, "PREPARE_STORE", payload, check, transfer.content)
+
+    def prepare_store_keys(
+        self, payload: m.PrepareKeys, check: Callable[[Sequence[ArenaRange]], None]
+    ) -> Future[StorePlan]:
+        """Reserve places for keys by group; `check` raises `ProtocolError` for ranges that are not theirs."""
+        arena = self._arena
+        if arena is None:
+            return Future.failed(ServerGone("the server's arena is not mapped in this process"))
+        return self._prepared(arena, "PREPARE_STORE_KEYS", payload, lambda reply: check(reply.ranges), None)
+
+    def _prepared(
+        self,
+        arena: MappedArena,
+        name: str,
+        payload: Message,
+        check: Callable[[m.StorePlan], None],
+        content: ChunkContent | None,
+    ) -> Future[StorePlan]:
+        sent = self._begin(name, payload, on_late=only(m.StorePlan, lambda late: self._abort(late.lease)))
 
         def plan_of(answer: Answer) -> StorePlan:
             reply = as_response(answer.payload, m.StorePlan)
             try:
                 self._check_same(arena)
-                check_ranges(transfer, reply.ranges, arena.view.nbytes)
-                check_held(transfer, reply.ranges, reply.outcome)
+                check(reply)
             except KVFrameworkError:
                 self._abort(reply.lease)
                 raise
-            commit = m.Commit(reply.lease, transfer.content)
+            commit = m.Commit(reply.lease, content)
             return StorePlan(
                 arena.view,
                 reply.ranges,

@@ -232,6 +232,7 @@ class EngineDrivenTransfers:
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
         return [
             Handler(REQUESTS["PREPARE_STORE"], self._prepare_store),
+            Handler(REQUESTS["PREPARE_STORE_KEYS"], self._prepare_store_keys),
             Handler(REQUESTS["COMMIT_STORE"], self._commit_store),
             Handler(REQUESTS["ABORT"], self._abort),
             Handler(REQUESTS["PREPARE_RETRIEVE"], self._prepare_retrieve),
@@ -242,11 +243,19 @@ class EngineDrivenTransfers:
         if not client.local:
             # Such a client could only commit bytes that it has not written.
             raise TransportMismatch("this client does not map the arena", available="STORE_CPU_CHUNKS")
-        begun = self._transfers.begun("STORE", client, payload.key, "engine")
         grid = self._transfers.engine_driven(client, payload.instance_id, payload.key)
-        wanted = grid.stored(payload.first_chunks)
+        return self._reserve(client, payload.key, grid, grid.stored(payload.first_chunks))
+
+    def _prepare_store_keys(self, client: ClientInfo, payload: m.PrepareKeys, _buffers: object) -> m.StorePlan:
+        if not client.local:
+            raise TransportMismatch("this client does not map the arena", available="a client on the server's node")
+        grid = self._transfers.engine_driven(client, payload.instance_id, payload.key, payload.groups)
+        return self._reserve(client, payload.key, grid, range(len(grid.flat)))
+
+    def _reserve(self, client: ClientInfo, key: CacheKey, grid: KeyGrid, wanted: Sequence[int]) -> m.StorePlan:
+        begun = self._transfers.begun("STORE", client, key, "engine")
         owner, lease_s, share = client.session_id, self.config.store_lease_s, self._share_of(client)
-        plan = self._transfers.reserve(begun, payload.key, grid, wanted, owner=owner, lease_s=lease_s, share=share)
+        plan = self._transfers.reserve(begun, key, grid, wanted, owner=owner, lease_s=lease_s, share=share)
         self._transfers.keep(plan)
         return m.StorePlan(plan.lease, plan.ranges, plan.outcome, lease_s if plan.lease else 0.0)
 

@@ -115,6 +115,18 @@ class KeyGrid:
         """Return each key with the bytes of its object."""
         return list(zip(self.flat, cycle([group.nbytes for group in self.row_groups]), strict=False))
 
+    def place(self, index: int) -> tuple[int, int]:
+        """Return (chunk, row) of an object of `flat`."""
+        return divmod(index, len(self.prefixes))
+
+    def at(self, index: int) -> int:
+        """Return the chunk of the request in which an object of `flat` is, counted from its start."""
+        return index // len(self.prefixes)
+
+    def nbytes_of(self, index: int) -> int:
+        """Return the bytes of an object of `flat`."""
+        return self.desc.groups[index % len(self.desc.groups)].nbytes
+
     def by_row(self) -> dict[tuple[int, int], list[PackedKey]]:
         """Return the keys by (rank, layer group), each in the order of chunks."""
         rows = product(self.ranks, range(len(self.desc.groups)))
@@ -342,9 +354,9 @@ def check_key(key: CacheKey) -> None:
 
 def prompt_part(key: CacheKey, grid: KeyGrid, wanted: Sequence[int]) -> PromptPart:
     """Return where in the prompt the objects with these indices are, for the eviction policy."""
-    rows, tokens = len(grid.prefixes), grid.desc.chunk_tokens
+    tokens = grid.desc.chunk_tokens
     first = key.start // tokens
-    return PromptPart([first + index // rows for index in wanted], tokens, key.retain)
+    return PromptPart([first + grid.at(index) for index in wanted], tokens, key.retain)
 
 
 def found_part(key: CacheKey, grid: KeyGrid, hit: int) -> PromptPart:

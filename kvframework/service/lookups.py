@@ -22,7 +22,8 @@ from kvframework.messaging.polling import Deadlines
 from kvframework.service.counts import Use
 from kvframework.service.engine_driven import Grants
 from kvframework.service.finished import Recording
-from kvframework.service.keys import KeyResolver, check_key, found_part, prompt_part
+from kvframework.service.key_sets import key_set
+from kvframework.service.keys import KeyGrid, KeyResolver, check_key, found_part, prompt_part
 from kvframework.service.miss_reasons import MissFacts
 from kvframework.service.pricing import Pricing
 from kvframework.service.records import PendingLookup, RequestLog
@@ -175,6 +176,7 @@ class Lookups:
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
         return [
             Handler(REQUESTS["LOOKUP"], self._lookup),
+            Handler(REQUESTS["LOOKUP_KEYS"], self._lookup_keys),
             Handler(REQUESTS["QUERY_PREFETCH_STATUS"], self._query),
             Handler(REQUESTS["FREE_LOOKUP_LOCKS"], self._free),
             Handler(REQUESTS["END_SESSION"], self._end_session),
@@ -206,7 +208,14 @@ class Lookups:
             with contextlib.suppress(LeaseUnknown):
                 self.tickets.free(wait.ticket, wait.owner)
 
-    def _lookup(self, client: ClientInfo, payload: m.Lookup, _buffers: object) -> m.LookupReply | Future[Message]:
+    def _lookup_keys(
+        self, client: ClientInfo, payload: m.LookupKeys, buffers: object
+    ) -> m.LookupReply | Future[Message]:
+        return self._lookup(client, payload, buffers, payload.groups)
+
+    def _lookup(
+        self, client: ClientInfo, payload: m.Lookup, _buffers: object, groups: Sequence[m.KeyGroup] = ()
+    ) -> m.LookupReply | Future[Message]:
         key = payload.key
         if payload.free:
             self.free(client, payload.free)
@@ -214,7 +223,7 @@ class Lookups:
         self._counters["lookups"] += 1
         self._counters["asked_tokens"] += key.end - key.start
         record = self._storage.records.get(key.namespace)
-        asked = PendingLookup(client, key, self._clock(), payload.speed, payload.grant)
+        asked = PendingLookup(client, key, self._clock(), payload.speed, payload.grant, groups)
         if payload.speed is not None:
             self.pricing.asked(client, payload.speed)
         owner, request_id = client.session_id, key.request_id
@@ -311,7 +320,11 @@ class Lookups:
                 where="key",
                 available=f"model {record.model_name!r}, world size {record.world_size} in this namespace",
             )
-        asked.grid = grid = self._resolver.resolve(key, record.desc)
+        if asked.groups:
+            grid: KeyGrid = key_set(self._resolver, key, record.desc, asked.groups)
+        else:
+            grid = self._resolver.resolve(key, record.desc)
+        asked.grid = grid
 
         def load(on_done: Callable[[], None], on_change: Callable[[], None]) -> PrefetchTask | None:
             # Without windows the first object that lacks ends every longer hit.

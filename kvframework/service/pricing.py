@@ -76,14 +76,13 @@ class Pricing:
 
 def _load_s(grid: KeyGrid, source: Mapping[int, L2Store], cuts: Sequence[int]) -> Iterator[float]:
     """Yield for each of `cuts` the seconds until the slowest tier has loaded what it has of a hit of so many chunks."""
-    sizes = [group.nbytes for group in grid.row_groups]
-    rows, end = len(sizes), 0
+    rows, end = len(grid.prefixes), 0
     nbytes, objects = dict.fromkeys(source.values(), 0.0), dict.fromkeys(source.values(), 0)
     for chunks in cuts:
         for index in grid.needed(chunks) if grid.has_windows else range(end * rows, chunks * rows):
             store = source.get(index)
             if store is not None:
-                nbytes[store] += sizes[index % rows] * store.scale
+                nbytes[store] += grid.nbytes_of(index) * store.scale
                 objects[store] += 1
         end = chunks
         yield max(_seconds(store, size, objects[store]) for store, size in nbytes.items())

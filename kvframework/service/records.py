@@ -26,12 +26,14 @@ from kvframework.errors import BadRange, TransportMismatch
 from kvframework.pricing import EngineSpeed, Priced
 from kvframework.record_ring import RecordRing
 from kvframework.service.contexts import Contexts, RegisteredContext, own_context
+from kvframework.service.key_sets import key_set
 from kvframework.service.keys import KeyGrid, KeyResolver, check_key, found_part, prompt_part
 from kvframework.storage.l1.entries import StoredObject
 from kvframework.storage.l1.eviction_statistics import FindRow
 from kvframework.storage.l1.leases import Reservation
 from kvframework.storage.l2.loading import LoadTask
 from kvframework.storage.manager import StorageManager
+from kvframework.wire.messages import KeyGroup
 
 log = logging.getLogger(__name__)
 
@@ -177,6 +179,7 @@ class PendingLookup:
     began: float
     speed: EngineSpeed | None = None
     grant: Sequence[int] = ()
+    groups: Sequence[KeyGroup] = ()
     grid: KeyGrid | None = None
     # Present at the begin.
     l1_tokens: int = 0
@@ -248,14 +251,18 @@ class Transfers:
         self._why_missed = why_missed
         self._under_way: dict[str, Transfer] = {}
 
-    def grid(self, context: RegisteredContext, key: CacheKey) -> KeyGrid:
-        """Return the objects that the key names: of one rank, or of the shards that the instance holds. Raises
-        `NamespaceMismatch` unless it names what was registered, and the errors of `resolve`."""
+    def grid(self, context: RegisteredContext, key: CacheKey, groups: Sequence[KeyGroup] = ()) -> KeyGrid:
+        """Return the objects that the key names: of one rank, or of the shards that the instance holds, or those of
+        `groups`. Raises `NamespaceMismatch` unless it names what was registered, and the errors of `resolve`."""
         check_key(key)
         context.check(key)
+        if groups:
+            return key_set(self._resolver, key, context.rank_desc(self._chunk_size), groups)
         return self._resolver.resolve(key, context.rank_desc(self._chunk_size), context.held)
 
-    def engine_driven(self, client: ClientInfo, instance_id: int, key: CacheKey) -> KeyGrid:
+    def engine_driven(
+        self, client: ClientInfo, instance_id: int, key: CacheKey, groups: Sequence[KeyGroup] = ()
+    ) -> KeyGrid:
         """Resolve like `grid`, for an instance whose engine moves the bytes. Raises `TransportMismatch` if the server
         does."""
         context = own_context(self.contexts, instance_id, client)
@@ -264,7 +271,7 @@ class Transfers:
                 f"instance {context.instance_id} uses {context.transport}, which the server drives",
                 available="STORE and RETRIEVE",
             )
-        return self.grid(context, key)
+        return self.grid(context, key, groups)
 
     def reserve(
         self,
@@ -293,16 +300,11 @@ class Transfers:
 
     def reserved(self, begun: RequestRecord, key: CacheKey, grid: KeyGrid, result: Reservation) -> Plan:
         """Return the plan of a STORE with these places, of objects of `grid.flat`; one without any ends here."""
-        groups = grid.row_groups
-        count = len(groups)
         outcome = "partial" if result.dropped else "stored"
         if result.lease is None:
             outcome = "dropped" if result.dropped else "present"
-        ranges = tuple(
-            ArenaRange(index // count, index % count, offset, groups[index % count].nbytes)
-            for index, offset in result.placed
-        )
-        added = len({place.chunk for place in ranges}) * grid.desc.chunk_tokens
+        ranges = tuple(ArenaRange(*grid.place(index), offset, grid.nbytes_of(index)) for index, offset in result.placed)
+        added = len({grid.at(index) for index, _ in result.placed}) * grid.desc.chunk_tokens
         transfer = self._transfer(begun, key, grid, outcome, ranges, added)
         plan = StoreOutcome(0, result.present, result.in_flight, result.dropped)
         if result.lease is None:
@@ -324,9 +326,8 @@ class Transfers:
         self._table.count(retrieves=1, retrieve_misses=lease is None)
         if lease is None:
             return Plan("", reason=self._missed(begun, key, grid))
-        count = len(grid.row_groups)
         ranges = tuple(
-            ArenaRange(index // count, index % count, stored.offset, stored.length)
+            ArenaRange(*grid.place(index), stored.offset, stored.length)
             for index, stored in zip(grid.needed(grid.chunks), lease.objects, strict=True)
         )
         return Plan(lease.id, ranges, transfer=self._transfer(begun, key, grid, "hit", ranges))

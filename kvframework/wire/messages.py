@@ -312,6 +312,36 @@ class Lookup(Message, frozen=True):
     grant: Annotated[tuple[InstanceId, ...], msgspec.Meta(max_length=MAX_GRANTS)] = ()
 
 
+class KeyGroup(Message, frozen=True):
+    """Keys of one layer group, of consecutive chunks of `tokens` tokens from chunk `first` of the prompt on: packed
+    digests. `window`: how many tokens before its end a hit needs of this group, 0 for all. An `aligned` group lets a
+    hit end only where one of its chunks ends."""
+
+    digests: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
+    tokens: Positive
+    first: Annotated[int, msgspec.Meta(ge=0)] = 0
+    window: Annotated[int, msgspec.Meta(ge=0)] = 0
+    aligned: bool = False
+
+
+KeyGroups = Annotated[tuple[KeyGroup, ...], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)]
+
+
+class LookupKeys(Lookup, frozen=True, kw_only=True):
+    """A LOOKUP of an engine that names its objects itself: `groups` in place of the key's content, in the order of the
+    registration. The objects of a grant are counted group by group."""
+
+    groups: KeyGroups
+
+
+class PrepareKeys(Message, frozen=True):
+    """PREPARE_STORE for the objects of `groups`. In the plan's ranges `chunk` counts from the first of its group."""
+
+    key: CacheKey
+    instance_id: InstanceId
+    groups: KeyGroups
+
+
 class Grant(Message, frozen=True):
     """The objects of one instance that a LOOKUP has found, pinned under a `lease` of the session that registered the
     instance: it reads them, then sends COMMIT_RETRIEVE. `offsets` are their places in the arena, packed little-endian

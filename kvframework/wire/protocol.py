@@ -38,6 +38,8 @@ _SPECS = (
     RequestSpec("STORE_CPU_CHUNKS", m.StoreCpuChunks, m.ChunksStored, deadline_s=30.0, buffers=MAX_BUFFERS),
     RequestSpec("RETRIEVE_CPU_CHUNKS", m.RetrieveCpuChunks, m.ChunksSent),
     RequestSpec("LOOKUP", m.Lookup, m.LookupReply),
+    RequestSpec("LOOKUP_KEYS", m.LookupKeys, m.LookupReply),
+    RequestSpec("PREPARE_STORE_KEYS", m.PrepareKeys, m.StorePlan),
     RequestSpec("QUERY_PREFETCH_STATUS", m.PrefetchQuery, m.LookupReply),
     RequestSpec("FREE_LOOKUP_LOCKS", m.TicketRef, m.Freed),
     RequestSpec("END_SESSION", m.EndSession, m.SessionEnded),
@@ -54,7 +56,7 @@ _SPECS = (
 # Those that may be sent without a wish for an answer: they only give back.
 ONE_WAY_REQUESTS = frozenset({"ABORT", "COMMIT_RETRIEVE", "FREE_LOOKUP_LOCKS", "END_SESSION"})
 # Those that need the room of what their client has given back.
-ROOM_REQUESTS = frozenset({"PREPARE_STORE", "STORE", "STORE_CPU_CHUNKS", "CLEAR"})
+ROOM_REQUESTS = frozenset({"PREPARE_STORE", "PREPARE_STORE_KEYS", "STORE", "STORE_CPU_CHUNKS", "CLEAR"})
 
 REQUESTS: dict[str, RequestSpec] = {spec.name: spec for spec in _SPECS}
 
@@ -160,10 +162,10 @@ TCP = ClientDeadlines(lookup_s=0.3, load_s=3.0, store_s=5.0, setup_s=10.0, hello
 # The kinds of requests; all others are setup. STORE_CPU_CHUNKS is the query for missing objects here, bytes take
 # `of_bulk`.
 KINDS = {
-    **dict.fromkeys(("LOOKUP", "QUERY_PREFETCH_STATUS"), "lookup_s"),
+    **dict.fromkeys(("LOOKUP", "LOOKUP_KEYS", "QUERY_PREFETCH_STATUS"), "lookup_s"),
     **dict.fromkeys(("FREE_LOOKUP_LOCKS", "END_SESSION", "ABORT"), "release_s"),
     **dict.fromkeys(("PREPARE_RETRIEVE", "COMMIT_RETRIEVE"), "load_s"),
-    **dict.fromkeys(("PREPARE_STORE", "COMMIT_STORE", "STORE_CPU_CHUNKS"), "store_s"),
+    **dict.fromkeys(("PREPARE_STORE", "PREPARE_STORE_KEYS", "COMMIT_STORE", "STORE_CPU_CHUNKS"), "store_s"),
     **dict.fromkeys(("STORE", "RETRIEVE"), "transfer_s"),
 }
 NOT_SCALED = ("lookup_tokens_per_s", "bulk_bytes_per_s", "transfer_s", "export_s", "ping_every_s")

@@ -72,7 +72,7 @@ class ServerDiesBeforeLoad(Watched):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._get_connector_metadata().plan.loads:
-            _kill_server()
+            kill_server()
         super().start_load_kv(forward_context, **kwargs)
 
 
@@ -83,7 +83,7 @@ class ServerDiesDuringLoad(Watched):
         loaded = KVClient._loaded
 
         def killed_first(client: KVClient, *arguments: Any) -> Future[LoadOutcome]:
-            _kill_server()
+            kill_server()
             return loaded(client, *arguments)
 
         KVClient._loaded = killed_first  # type: ignore[method-assign]
@@ -151,7 +151,7 @@ class RaisesEverywhere(Watched):
         self._worker = Broken(self._worker)  # type: ignore[assignment]
 
 
-def _kill_server() -> None:
+def kill_server() -> None:
     pid = int(os.environ[SERVER_PID])
     try:
         os.kill(pid, signal.SIGKILL)
@@ -192,4 +192,4 @@ class InSmallestPieces(InPieces):
 class ServerDiesBetweenPieces(InPieces):
     def left_something(self) -> None:
         super().left_something()
-        _kill_server()
+        kill_server()

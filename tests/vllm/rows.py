@@ -57,6 +57,8 @@ class Bench:
     options: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
     python: str = sys.executable
+    # The module of the connectors that `run` names.
+    connectors: str = "tests.vllm.faults"
     # An engine with a connector would else get another number of threads than one without.
     cores: str = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "0-1")
 
@@ -71,7 +73,7 @@ class Bench:
         on_wait: Callable[[], None] | None = None,
     ) -> list[Answer]:
         """A new engine process, one answer for each of `asks`."""
-        connector = f"tests.vllm.faults:{connector}"
+        connector = f"{self.connectors}:{connector}"
         transfer = kvframework_transfer(server.endpoint, self.options, connector) if server else {}
         pid = str(server.pid) if server and server.process else "0"
         order = Order(str(self.model), list(asks), transfer, self.engine)

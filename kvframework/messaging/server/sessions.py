@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 TOKEN_BYTES = 16
 MAX_SESSIONS = 4096
 MAX_IDENTITIES = 64
+MAX_PROCESSES = 64  # of one session
 # The timeout of silent clients without a liveness socket while the table is more than half full.
 PRESSED_S = 2.0
 _MAX_NAME, _MAX_REASON = 128, 512
@@ -44,8 +45,8 @@ TELL_NEXT_S = 1.0  # for any others
 
 @dataclass(eq=False)
 class ClientSession(ClientInfo):
-    """One connected client process. `local` is True while it holds a liveness socket; `token` is its secret name;
-    `version` is the negotiated protocol version. `remote` means a connection over TCP. `in_flight` and
+    """One client, of one process or several. `local` is True while one of them holds a liveness socket; `token` is its
+    secret name; `version` is the negotiated protocol version. `remote` means a connection over TCP. `in_flight` and
     `bytes_in_flight` are of its requests, and `ordered` are those that wait for their turn."""
 
     session_id: int
@@ -58,16 +59,20 @@ class ClientSession(ClientInfo):
     remote: bool = False
     token: bytes = field(default_factory=lambda: secrets.token_bytes(TOKEN_BYTES), repr=False)
     identities: set[bytes] = field(default_factory=set, repr=False)
-    liveness: socket.socket | None = field(default=None, repr=False)
-    process: int | None = field(default=None, repr=False)  # a pidfd, if it can be watched
     in_flight: int = 0
     bytes_in_flight: int = 0
     ordered: deque[Any] = field(default_factory=deque, repr=False)
+    # The liveness sockets of its processes, each with a pidfd, if the process can be watched.
+    processes: dict[socket.socket, int | None] = field(default_factory=dict, repr=False)
+
+    @property
+    def liveness(self) -> socket.socket | None:
+        """The liveness socket of the first of its processes that lives."""
+        return next(iter(self.processes), None)
 
     def liveness_fd(self) -> int | None:
-        if self.liveness is None or not self.local or self.liveness.fileno() < 0:
-            return None
-        return os.dup(self.liveness.fileno())
+        first = self.liveness
+        return None if first is None or not self.local or first.fileno() < 0 else os.dup(first.fileno())
 
 
 class SessionTable:
@@ -173,6 +178,9 @@ def printable(name: str) -> str:
 # session token and gets one byte, with the arena's descriptor if there is one; then neither side sends anything. A
 # child forked from C keeps a copy of its parent's socket open, so the process is also watched by a pidfd: that ends
 # with its last thread, and no forked child has the arena mapped (client/arena_mapping.py), so nothing writes there.
+#
+# A session may have several processes, which all send its token, as an engine's scheduler that holds the leases and its
+# workers that write under them: it ends with the last of them.
 
 MAX_HALF_OPEN = 256
 HALF_OPEN_SHARE = 1 / 16  # of the limit of descriptors
@@ -219,8 +227,8 @@ class LivenessServer:
         self._counters = counters
         # Connections that have not sent their token, by descriptor, with their deadlines.
         self._half_open: dict[int, tuple[socket.socket, float]] = {}
-        # Sessions by their socket's descriptor and by the pidfd of their process.
-        self._live: dict[int, ClientSession] = {}
+        # Sessions and their sockets, by the socket's descriptor and by the pidfd of its process.
+        self._live: dict[int, tuple[ClientSession, socket.socket]] = {}
         self._listening = False
         self._epoll = select.epoll()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -244,10 +252,12 @@ class LivenessServer:
         ready = [fd for fd, _ in self._epoll.poll(0, _EVENTS_PER_ROUND)]
         # Ends before tokens: a new connection may get the number of a socket that ends, which this round may still
         # name.
-        dead = list(dict.fromkeys(self._live[fd] for fd in ready if fd in self._live))
-        for session in dead:
-            self.drop(session)
-            session.local = False
+        dead = []
+        for session, sock in dict.fromkeys(self._live[fd] for fd in ready if fd in self._live):
+            self._drop(session, sock)
+            if not session.processes:
+                session.local = False
+                dead.append(session)
         for fd in ready:
             if fd in self._half_open:
                 self._hear(self._half_open[fd][0])
@@ -265,9 +275,13 @@ class LivenessServer:
             self._listen()
 
     def drop(self, session: ClientSession) -> None:
-        """Close the socket of a session that ends; its client sees that at once."""
-        sock, process = session.liveness, session.process
-        if sock is None or self._live.pop(sock.fileno(), None) is None:
+        """Close the sockets of a session that ends; its processes see that at once."""
+        for sock in list(session.processes):
+            self._drop(session, sock)
+
+    def _drop(self, session: ClientSession, sock: socket.socket) -> None:
+        process = session.processes.pop(sock)
+        if self._live.pop(sock.fileno(), None) is None:
             return
         if process is not None:
             del self._live[process]
@@ -276,11 +290,11 @@ class LivenessServer:
 
     def close(self) -> None:
         """Close every socket, which the clients take for the server's death. The caller removes the socket file."""
-        for fd, session in self._live.items():
-            if fd == session.process:
+        for fd, (_, sock) in self._live.items():
+            if fd != sock.fileno():
                 os.close(fd)
-            elif session.liveness is not None:
-                session.liveness.close()
+        for _, sock in self._live.values():
+            sock.close()
         for sock, _ in self._half_open.values():
             sock.close()
         self._live.clear()
@@ -326,27 +340,27 @@ class LivenessServer:
             return
         except OSError:
             session = None
-        if session is None or session.local:
+        if session is None or len(session.processes) >= MAX_PROCESSES or (session.processes and not session.local):
             self._refuse(sock)
             return
         process = None
         try:
             process = peer_process(sock)
             session.local = True  # before the client gets its answer
-            session.liveness, session.process = sock, process
+            session.processes[sock] = process
             self._answer(sock, session)
         except OSError as error:
             logger.warning("cannot answer on a liveness socket: %s", error)
-            session.local = False
-            session.liveness = session.process = None
+            session.processes.pop(sock, None)
+            session.local = bool(session.processes)
             if process is not None:
                 os.close(process)
             self._refuse(sock)
             return
         del self._half_open[sock.fileno()]
-        self._live[sock.fileno()] = session
+        self._live[sock.fileno()] = session, sock
         if process is not None:
-            self._live[process] = session
+            self._live[process] = session, sock
             self._epoll.register(process, select.EPOLLIN)
 
     def _answer(self, sock: socket.socket, session: ClientSession) -> None:

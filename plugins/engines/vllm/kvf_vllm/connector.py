@@ -128,7 +128,7 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._options = parse_options(transfer.kv_connector_extra_config)
-        _check_failure_policy(transfer)
+        check_failure_policy(transfer)
         check_parallel(vllm_config.parallel_config)
         self._groups = groups_of(kv_cache_config)
         if self._options.load == "sync" and only_between_steps(self._groups):
@@ -169,7 +169,7 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     def _start_scheduler(self) -> None:
         config, transfer = self._vllm_config, self._vllm_config.kv_transfer_config
-        self._client = _connect(self._options, "vllm scheduler")
+        self._client = connect(self._options, "vllm scheduler")
         self._scheduler = SchedulerSide(
             ServerLookups(self._client),
             self._groups,
@@ -232,7 +232,7 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self._named = Named(facts, identify(facts, **own), **own)
         updates = WeightUpdates(config, begins=self._weights_change, ends=self._weights_changed)
         updates.watch(resolve_obj_by_qualname(parallel.worker_cls))
-        self._client = _connect(self._options, f"vllm worker {parallel.rank}")
+        self._client = connect(self._options, f"vllm worker {parallel.rank}")
         self._instance = AttachedInstance(
             self._client,
             self._options,
@@ -251,7 +251,7 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             is_async=self._options.load == "async",
             stores=place.stores,
             block_size=0 if only_between_steps(self._groups) else self._groups[0].block_size,
-            adapters=_adapters(config.lora_config),
+            adapters=adapters_of(config.lora_config),
         )
         self._instance.attach(kv_caches)
         self._worker, self._updates = worker, updates
@@ -431,7 +431,7 @@ def _connectors(transfer: Any) -> list[Any]:
     return [transfer] if engine is None or engine is transfer else [transfer, engine]
 
 
-def _check_failure_policy(transfer: Any) -> None:
+def check_failure_policy(transfer: Any) -> None:
     """Raises `ConfigFieldError` if vLLM would fail a request whose KV is lost."""
     # Beside other connectors the engine's policy counts.
     for each in _connectors(transfer):
@@ -444,7 +444,7 @@ def _check_failure_policy(transfer: Any) -> None:
             )
 
 
-def _connect(options: VllmOptions, name: str) -> KVClient:
+def connect(options: VllmOptions, name: str) -> KVClient:
     return KVClient(
         options.endpoint or None,
         name=name,
@@ -453,7 +453,7 @@ def _connect(options: VllmOptions, name: str) -> KVClient:
     )
 
 
-def _adapters(lora_config: Any) -> LoadedAdapters | None:
+def adapters_of(lora_config: Any) -> LoadedAdapters | None:
     """The adapters of this engine, whose loads are watched from now on."""
     if lora_config is None:
         return None

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 
 NAME = "KvFrameworkConnector"
-MODULE = "kvf_vllm.connector"
+# The connectors and their modules.
+CONNECTORS = {NAME: "kvf_vllm.connector", "KvFrameworkOffloading": "kvf_vllm.offloading.connector"}
 
 log = logging.getLogger(__name__)
 
@@ -20,8 +21,9 @@ def register() -> None:
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-        if NAME not in KVConnectorFactory._registry:
-            KVConnectorFactory.register_connector(NAME, MODULE, NAME)
+        for name, module in CONNECTORS.items():
+            if name not in KVConnectorFactory._registry:
+                KVConnectorFactory.register_connector(name, module, name)
     # vLLM's caller does not catch: an exception would end an engine that may not even use the connector.
     except Exception as error:  # noqa: BLE001
         log.debug("%s is not registered with this vLLM: %r", NAME, error)

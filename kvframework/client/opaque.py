@@ -1,0 +1,236 @@
+"""Objects by size and group, without tensors: one registration for all processes of an engine that moves the bytes
+itself, lookups and stores of its own keys, and the arena for its other processes. Engine side."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvframework.api.futures import Future
+from kvframework.api.keys import DIGEST_BYTES, CacheKey, Retain, compute_namespace
+from kvframework.api.layout import MAX_OBJECT_BYTES, KVLayout, LayerGroup, LayoutProvider
+from kvframework.api.transport import ArenaRange, StorePlan
+from kvframework.client.arena_mapping import MappedArena
+from kvframework.client.transfers import KVClient
+from kvframework.errors import BadLayout, ProtocolError, ServerGone, VersionMismatch
+from kvframework.messaging.client.liveness import LivenessLink
+from kvframework.pricing import EngineSpeed
+from kvframework.wire import messages as m
+from kvframework.wire.messages import KeyGroup
+from kvframework.wire.transfer_blocks import unpack_indices, unpack_offsets
+
+log = logging.getLogger(__name__)
+
+# The bytes of one block of a declaration; larger objects are declared in parts.
+_MOST_BLOCK = 1 << 24
+
+
+@dataclass(frozen=True)
+class OpaqueObjects:
+    """What an engine keeps, and its name. `object_bytes` has the size of an object of each group, `unit_tokens` divides
+    the tokens of each group's chunk. `revision`, `quantization` and `packing` go into the namespace: every difference
+    between the bytes of two engines must show there."""
+
+    instance_id: int
+    model_name: str
+    object_bytes: Sequence[int]
+    unit_tokens: int
+    packing: str
+    revision: str = ""
+    quantization: str = ""
+    model_dtype: str = ""
+
+
+class Prompt(NamedTuple):
+    """What a lookup or a store is about: tokens `[start, end)` of a request, whole units."""
+
+    request_id: str
+    start: int
+    end: int
+    cache_salt: str = ""
+    trace: str = ""
+    retain: tuple[Retain, ...] = ()
+
+
+class ArenaTicket(NamedTuple):
+    """What another process of the engine needs to map the arena, see `map_arena`. It is as secret as the session."""
+
+    path: str
+    session: bytes
+    boot_id: bytes
+
+
+class OpaqueInstance:
+    """One registered instance, renewed after each restart of the server, until `close`. Thread-safe. While there is no
+    server, calls fail with `ServerGone`. Raises `BadLayout` for sizes that cannot be declared."""
+
+    def __init__(self, client: KVClient, objects: OpaqueObjects) -> None:
+        self._client = client
+        self._objects = objects
+        self._layout = _declared(objects)
+        self._namespace: bytes | None = None
+        self._boot: bytes | None = None
+        self._lock = threading.Lock()
+        client.when_up(self._register)
+        if client.usable and self._boot != client.boot_id:
+            self._register()
+
+    def close(self) -> None:
+        """End the registration, if the server is there. Never blocks."""
+        self._client.forget(self._register)
+        if self._namespace is not None:
+            self._client.send("UNREGISTER_KV_CACHE", m.Unregister(self._objects.instance_id))
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether calls are worth making now."""
+        return self._namespace is not None and self._client.usable and self._boot == self._client.boot_id
+
+    @property
+    def ticket(self) -> ArenaTicket | None:
+        """The ticket of the arena as it is mapped now; None without a server, or over TCP."""
+        hello, boot = self._client.hello if self.is_ready else None, self._client.boot_id
+        if hello is None or boot is None or not hello.liveness:
+            return None
+        return ArenaTicket(hello.liveness, hello.session, boot)
+
+    def lookup(
+        self, prompt: Prompt, groups: Sequence[KeyGroup], *, wait_s: float = 0.0, speed: EngineSpeed | None = None
+    ) -> Future[m.LookupReply]:
+        """Ask for the longest usable hit, pin it under a ticket, and load what L2 has of it. Once the answer is not
+        pending its one grant has the places in the arena, see `granted_objects`. Never blocks, never raises."""
+        key = self._key(prompt, None)
+        if key is None:
+            return Future.failed(ServerGone("not registered"))
+        freed = self._client.take_freed()
+        payload = m.LookupKeys(key, wait_s, speed, freed, (self._objects.instance_id,), groups=tuple(groups))
+        return self._client.begin("LOOKUP_KEYS", payload, m.LookupReply)
+
+    def ask_again(self, ticket: str, *, wait_s: float = 0.0) -> Future[m.LookupReply]:
+        """Ask for the state of a lookup that was pending. Never blocks, never raises."""
+        return self._client.begin("QUERY_PREFETCH_STATUS", m.PrefetchQuery(ticket, wait_s), m.LookupReply)
+
+    def release(self, *tickets: str) -> None:
+        """Give back tickets, and leases of grants that no load uses. Never blocks."""
+        self._client.free_soon(*[ticket for ticket in tickets if ticket])
+
+    def loaded(self, lease: str, took_s: float) -> None:
+        """End the pins of a grant whose load has ended. Never blocks."""
+        self._client.send("COMMIT_RETRIEVE", m.Commit(lease, took_s=took_s))
+
+    def prepare_store(self, prompt: Prompt, groups: Sequence[KeyGroup]) -> Future[StorePlan]:
+        """Reserve places for the objects that are absent; `chunk` of a range counts from its group's first key. Never
+        blocks, never raises."""
+        key = self._key(prompt, 0)
+        if key is None:
+            return Future.failed(ServerGone("not registered"))
+        payload = m.PrepareKeys(key, self._objects.instance_id, tuple(groups))
+        sizes = self._objects.object_bytes
+
+        def check(ranges: Sequence[ArenaRange]) -> None:
+            for place in ranges:
+                if not 0 <= place.group < len(sizes) or place.length != sizes[place.group]:
+                    raise ProtocolError(f"the server names {place}", available=f"objects of {list(sizes)} bytes")
+
+        return self._client.prepare_store_keys(payload, check)
+
+    def _key(self, prompt: Prompt, worker_id: int | None) -> CacheKey | None:
+        namespace = self._namespace
+        if namespace is None:
+            return None
+        return CacheKey(
+            self._objects.model_name,
+            1,
+            worker_id,
+            namespace,
+            prompt.start,
+            prompt.end,
+            prompt.request_id,
+            cache_salt=prompt.cache_salt,
+            trace=prompt.trace,
+            retain=prompt.retain,
+        )
+
+    def _register(self) -> None:
+        """Register at this server, also in the connection's thread."""
+        with self._lock:
+            client, objects, boot = self._client, self._objects, self._client.boot_id
+            if boot == self._boot:
+                return
+            hello = client.hello
+            provider = client.plugins.resolve("layout", self._layout.format, where="objects by size")
+            if not isinstance(provider, LayoutProvider):
+                raise BadLayout(f"{self._layout.format!r} is no layout")
+            plugin = provider.create(client.plugins.options(provider, {"packing": objects.packing}, where="layout"))
+            desc = plugin.object_desc(self._layout, hello.chunk_size)
+            transport = next((name for name in hello.transports if name == "cpu_gather"), hello.transports[-1])
+            namespace = compute_namespace(
+                model=objects.model_name,
+                desc=desc,
+                hasher_fingerprint=hello.hasher_fingerprint,
+                world_size=1,
+                revision=objects.revision,
+                quantization=objects.quantization,
+                packing=objects.packing,
+            )
+            payload = m.RegisterKvCache(
+                objects.instance_id,
+                objects.model_name,
+                1,
+                0,
+                namespace,
+                transport,
+                self._layout,
+                model_dtype=objects.model_dtype,
+            )
+            reply = client.request("REGISTER_KV_CACHE", payload, m.Registered, urgent=True)
+            if reply.desc != desc:
+                raise VersionMismatch(f"the server computes {reply.desc}", available=str(desc))
+            self._namespace, self._boot = namespace, boot
+
+
+def _declared(objects: OpaqueObjects) -> KVLayout:
+    groups, unit = [], objects.unit_tokens
+    for nbytes in objects.object_bytes:
+        if not 0 < nbytes <= MAX_OBJECT_BYTES:
+            raise BadLayout(f"objects of {nbytes} bytes", available=f"1 to {MAX_OBJECT_BYTES}")
+        parts = next(n for n in itertools.count(math.ceil(nbytes / _MOST_BLOCK)) if not nbytes % n)
+        block = LayerGroup(parts, unit, 1, nbytes // parts, "uint8", 1, ("block", "dim"), packing=objects.packing)
+        groups.append(block)
+    return KVLayout("opaque", tuple(groups), chunk_tokens=objects.unit_tokens)
+
+
+def granted_objects(reply: m.LookupReply, groups: Sequence[KeyGroup]) -> Iterator[tuple[int, int, int]]:
+    """Yield (group, index of the key in it, offset in the arena) of each object of the answer's grant. Raises
+    `ProtocolError` and `InvalidPayload`."""
+    if not reply.grants:
+        return
+    offsets = unpack_offsets(reply.grants[0].offsets, where="offsets")
+    positions = unpack_indices(reply.grants[0].objects, where="objects")
+    if len(offsets) != len(positions):
+        raise ProtocolError(f"the server grants {len(offsets)} places", available=f"{len(positions)} objects")
+    ends = list(itertools.accumulate(len(group.digests) // DIGEST_BYTES for group in groups))
+    group = 0
+    for position, offset in zip(positions, offsets, strict=True):
+        while position >= ends[group]:
+            group += 1
+        yield group, position - (ends[group - 1] if group else 0), offset
+
+
+def map_arena(ticket: ArenaTicket, timeout: float = 5.0) -> MappedArena:
+    """Map the arena in a further process of the session, which then lasts as long as any of its processes: what this
+    one writes under a lease of the session is never given to another meanwhile. Blocking. Raises `ServerGone`,
+    `EndpointError` and `OSError`."""
+    link, arena_fd = LivenessLink.connect(ticket.path, ticket.session, timeout)
+    if arena_fd is None:
+        link.close()
+        raise ServerGone("this server has no arena")
+    try:
+        return MappedArena(arena_fd, link.duplicate())
+    finally:
+        link.close()

@@ -1,0 +1,74 @@
+"""What the two sides of the connector send each other besides vLLM's own: where the objects of a job lie, how to map
+the arena, what a worker packs its blocks by, and which jobs have failed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+)
+from vllm.v1.kv_offload.base import LoadStoreSpec
+
+from kvf_vllm.step_messages import AdapterNews
+from kvframework.client import ArenaTicket
+
+# In place of an offset: this object is not to be copied.
+NOWHERE = -1
+
+
+@dataclass
+class ArenaPlaces(LoadStoreSpec):  # type: ignore[misc]
+    """The places of a job's objects in the arena, in the order of its keys: offsets in bytes, or `NOWHERE`. `number` is
+    the store's or load's own. A load is good as long as the arena of `boot_id` is served, until the time `until` of
+    the node's monotonic clock; a store that ends later is not published."""
+
+    number: int
+    offsets: list[int] = field(default_factory=list)
+    boot_id: bytes = b""
+    until: float = 0.0
+
+
+@dataclass
+class StepPlan(OffloadingConnectorMetadata):  # type: ignore[misc]
+    """vLLM's plan of a step, and the arena that its jobs are for."""
+
+    arena: ArenaTicket | None = None
+
+    @classmethod
+    def of(cls, plan: OffloadingConnectorMetadata, arena: ArenaTicket | None) -> StepPlan:
+        return cls(plan.load_jobs, plan.store_jobs, plan.jobs_to_flush, arena)
+
+
+@dataclass
+class StepReport(OffloadingWorkerMetadata):  # type: ignore[misc]
+    """vLLM's report of a worker, and of all once they are merged. `packings` are those of the workers, by rank, "" for
+    one that can take part no more; `ended` counts the workers that have ended each store, by its number, and `failed`
+    has the numbers of those that are not whole. `adapters` are the news of each worker's, `spoils_base` says whether
+    requests without one may have been computed by one."""
+
+    packings: dict[int, str] = field(default_factory=dict)
+    ended: Counter[int] = field(default_factory=Counter)
+    failed: set[int] = field(default_factory=set)
+    adapters: dict[int, dict[int, AdapterNews | None]] = field(default_factory=dict)
+    spoils_base: bool = False
+
+    @property
+    def says_anything(self) -> bool:
+        """Whether there is more in it than statistics."""
+        return self != StepReport(transfer_stats=self.transfer_stats)
+
+    def aggregate(self, other: Any) -> StepReport:
+        merged = super().aggregate(other)
+        return StepReport(
+            merged.completed_jobs,
+            merged.transfer_stats,
+            self.packings | other.packings,
+            self.ended + other.ended,
+            self.failed | other.failed,
+            self.adapters | other.adapters,
+            self.spoils_base or other.spoils_base,
+        )

@@ -1,0 +1,96 @@
+"""The specification of the offload for vLLM: the groups, the chunks, and how a chunk's object is laid out.
+
+An object is one chunk of one group, of all workers: a slot for each, one behind the other, and in a slot the blocks of
+each of the worker's tensors. So a hit is a hit of all workers, and vLLM's own address arithmetic fits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.v1.kv_offload.base import OffloadingManager, OffloadingSpec, OffloadingWorker
+
+from kvframework.errors import BadLayout, ConfigFieldError, TransportMismatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm.v1.kv_offload.base import CanonicalKVCaches
+
+# Smaller objects cost more than their bytes, see docs/benchmarks; and the longest chunk to get there.
+OBJECT_BYTES, MOST_TOKENS = 256 << 10, 256
+
+
+class ArenaSpec(OffloadingSpec):  # type: ignore[misc]
+    """See `OffloadingSpec`. `manager` and `worker` make this process's half. Raises `ConfigFieldError`, `BadLayout` and
+    `TransportMismatch` for an engine that cannot be served."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        *,
+        manager: Callable[[ArenaSpec], OffloadingManager],
+        worker: Callable[[ArenaSpec, CanonicalKVCaches], OffloadingWorker],
+    ) -> None:
+        parallel = vllm_config.parallel_config
+        if getattr(parallel, "nnodes_within_dp", 1) > 1:
+            raise TransportMismatch(
+                "the workers of this engine are on several nodes",
+                where="kvf_vllm",
+                available="one node for each engine, whose server's memory all of its workers map",
+            )
+        try:
+            config = build_offloading_config(vllm_config, kv_cache_config)
+        except (AssertionError, ValueError) as error:
+            raise ConfigFieldError(
+                str(error) or "vLLM's offloading does not take this engine",
+                where="kv_connector_extra_config",
+                hint="leave out block_size and blocks_per_chunk; hybrid models need --enable-prefix-caching",
+            ) from None
+        if config.canonical_layout:
+            raise ConfigFieldError(
+                "canonical_layout is not supported by this connector yet",
+                where="kv_connector_extra_config",
+                available='"canonical_layout": false',
+            )
+        if config.worker_kv_bytes_per_block <= 0:
+            raise BadLayout("vLLM does not tell how large a block of this model is", where="kvf_vllm")
+        self.slots = 1 if config.replicated_layout else config.parallel.world_size
+        extra = config.extra_config
+        if not ("blocks_per_chunk" in extra or "block_size" in extra):
+            blocks = _blocks_per_chunk(config, kv_cache_config, self.slots)
+            config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, blocks_per_chunk=blocks))
+        super().__init__(config)
+        self.replicated_layout = config.replicated_layout
+        # vLLM's default leaves out what was decoded, which the next turn of a conversation begins with.
+        self.offload_prompt_only = bool(extra.get("offload_prompt_only", False))
+        self.slot_bytes = config.worker_kv_bytes_per_block * self.blocks_per_chunk
+        self.object_bytes = self.slot_bytes * self.slots
+        self.tokens_per_chunk = tuple(tokens * self.blocks_per_chunk for tokens in self.tokens_per_block)
+        # The tokens of which every group's chunk is a multiple.
+        self.unit_tokens = math.gcd(*self.tokens_per_chunk)
+        self._make_manager, self._make_worker = manager, worker
+
+    @property
+    def slot_offset(self) -> int:
+        """Where this worker's slot begins in an object, in bytes."""
+        return 0 if self.slots == 1 else self.config.parallel.rank * self.slot_bytes
+
+    def get_manager(self) -> OffloadingManager:
+        return self._make_manager(self)
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        return self._make_worker(self, kv_caches)
+
+
+def _blocks_per_chunk(config: Any, kv_cache_config: Any, slots: int) -> int:
+    """Return how many blocks make an object of at least `OBJECT_BYTES`; 1 where states are kept, whose last blocks vLLM
+    shares only then."""
+    if any(hasattr(group.kv_cache_spec, "mamba_cache_mode") for group in kv_cache_config.kv_cache_groups):
+        return 1
+    wanted = -(-OBJECT_BYTES // (config.worker_kv_bytes_per_block * slots))
+    return int(max(min(wanted, MOST_TOKENS // max(group.tokens_per_block for group in config.groups)), 1))

@@ -1,0 +1,162 @@
+"""vLLM's own offloading over a real server, in vLLM itself: what one engine stores another loads, and greedy tokens are
+those of an engine without a cache, whatever fails."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.vllm import rows
+from tests.vllm.hybrid_models import FAMILIES
+from tests.vllm.hybrid_models import make as make_hybrid
+from tests.vllm.model import cached, make_adapter, prompt
+from tests.vllm.rows import Answer, Bench
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
+
+TOKENS, HIT = 1000, 896
+
+
+def bench_of(model: Path, directory: Path, tokens: int = TOKENS, **engine: object) -> Bench:
+    patient = {**rows.PATIENT, "kvframework.connect_timeout_s": 60.0}
+    return Bench(
+        model, directory, prompt(tokens, seed=3), 12, patient, dict(engine), connectors="tests.vllm.offload_faults"
+    )
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return bench_of(cached("tiny"), tmp_path_factory.mktemp("offloading"))
+
+
+@pytest.fixture(scope="module")
+def cold(bench: Bench) -> Answer:
+    return rows.cold(bench)
+
+
+def test_what_one_engine_stores_another_loads(bench: Bench, cold: Answer) -> None:
+    with rows.server_for() as server:
+        stored, again = bench.run(server, bench.ask(), bench.ask(reset=True))
+        local, rest = bench.run(server, bench.ask(300), bench.ask())
+        (other,) = bench.run(server, bench.ask(salt="pepper"))
+        wrong, hidden, out = bench.run(
+            server,
+            bench.ask(),
+            bench.ask(forget=True),
+            bench.ask(reset=True, params={"kvframework.load": False}),
+            connector="WrongKv",
+        )
+        leases = server.status()["l1"]
+    assert (stored.tokens, stored.cached) == (cold.tokens, 0)
+    assert (again.tokens, again.cached, again.computed) == (cold.tokens, HIT, TOKENS - HIT)
+    assert (local.cached, rest.tokens, rest.cached) == (256, cold.tokens, HIT)
+    assert (other.tokens, other.cached) == (cold.tokens, 0)
+    # The control: what was loaded counts.
+    assert wrong.cached == HIT
+    assert wrong.tokens != cold.tokens
+    assert (hidden.tokens, hidden.cached) == (cold.tokens, 0)
+    assert (out.tokens, out.cached) == (cold.tokens, 0)
+    assert (leases["pin_leases"], leases["write_leases"], leases["pins"]) == (0, 0, 0)
+
+
+def test_what_was_decoded_is_stored_too(bench: Bench) -> None:
+    with rows.server_for() as server:
+        (stored,) = bench.run(server, bench.ask(250))
+        turn = bench.ask(250)
+        turn.prompt = turn.prompt + stored.tokens + bench.prompt[-50:]
+        (second,) = bench.run(server, turn)
+    assert second.cached == 256
+
+
+def test_chunks_come_back_from_disk_after_a_restart(bench: Bench, cold: Answer) -> None:
+    loaded = rows.load_from_disk(bench)
+    assert (loaded.tokens, loaded.cached) == (cold.tokens, HIT)
+
+
+@pytest.mark.parametrize("connector", ["ServerDiesBeforeLoad", "ServerDiesDuringLoad"])
+def test_a_load_whose_server_dies_is_computed(bench: Bench, cold: Answer, connector: str) -> None:
+    answer = rows.server_dies(bench, connector)
+    assert (answer.tokens, answer.computed) == (cold.tokens, TOKENS)
+
+
+def test_a_broken_manager_costs_recompute(bench: Bench, cold: Answer) -> None:
+    with rows.server_for() as server:
+        bench.run(server, bench.ask())
+        (answer,) = bench.run(server, bench.ask(), connector="RaisesEverywhere")
+    assert (answer.tokens, answer.cached) == (cold.tokens, 0)
+
+
+def test_workers_of_one_engine_write_one_object_each_chunk(bench: Bench, cold: Answer, tmp_path: Path) -> None:
+    split = bench_of(bench.model, tmp_path, tensor_parallel_size=2, distributed_executor_backend="mp")
+    with rows.server_for() as server:
+        split.run(server, split.ask())
+        objects = server.status()["l1"]["objects"]
+        (loaded,) = split.run(server, split.ask())
+        (alone,) = bench.run(server, bench.ask())
+    assert (loaded.tokens, loaded.cached) == (cold.tokens, HIT)
+    # Eight blocks of 16 tokens of all workers are a chunk.
+    assert objects == HIT // 128
+    assert (alone.tokens, alone.cached) == (cold.tokens, 0)
+
+
+def test_an_adapter_is_loaded_by_what_it_holds(bench: Bench, tmp_path: Path) -> None:
+    lora = bench_of(bench.model, tmp_path, enable_lora=True, max_loras=2, max_lora_rank=8)
+    path = make_adapter(tmp_path / "adapter", bench.model, seed=1)
+    asked = lora.ask(adapters=[["one", 1, str(path)]])
+    (without,) = lora.run(None, asked)
+    with rows.server_for() as server:
+        (stored,) = lora.run(server, asked)
+        (loaded,) = lora.run(server, asked)
+        make_adapter(path, bench.model, seed=2)
+        (trained_again,) = lora.run(server, asked)
+    assert (stored.tokens, stored.cached) == (without.tokens, 0)
+    assert (loaded.tokens, loaded.cached) == (without.tokens, HIT)
+    assert trained_again.cached == 0
+    assert trained_again.tokens != without.tokens
+
+
+@pytest.mark.parametrize("size", ["window", "windows"])
+def test_windows_and_full_attention_are_loaded_as_far_as_a_hit_needs_them(size: str, tmp_path: Path) -> None:
+    bench = bench_of(cached(size), tmp_path, 1500)
+    cold = rows.cold(bench)
+    with rows.server_for() as server:
+        bench.run(server, bench.ask())
+        (loaded,) = bench.run(server, bench.ask())
+        (wrong,) = bench.run(server, bench.ask(), connector="WrongKv")
+    assert loaded.tokens == cold.tokens
+    assert loaded.cached >= 1024
+    assert wrong.tokens != cold.tokens
+
+
+def test_mla_on_a_cpu_is_neither_stored_nor_loaded(tmp_path: Path) -> None:
+    bench = bench_of(cached("mla"), tmp_path)
+    with rows.server_for() as server:
+        (first,) = bench.run(server, bench.ask())
+        (second,) = bench.run(server, bench.ask())
+        objects = server.status()["l1"]["objects"]
+    assert (second.tokens, second.cached, objects) == (first.tokens, 0, 0)
+    assert "nothing is loaded or stored" in first.log
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_states_are_loaded_with_the_keys_and_values(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(
+        "PYTHONPATH", str(Path(__file__).parent / "no_images") + os.pathsep + os.environ.get("PYTHONPATH", "")
+    )
+    cache = Path(os.environ.get("KVF_VLLM_MODELS", Path(tempfile.gettempdir()) / "kvf-vllm-models"))
+    told = FAMILIES[family]
+    tokens = told.chunks * told.chunk + 1
+    bench = bench_of(make_hybrid(cache / family, family), tmp_path, tokens, **told.engine)
+    cold = rows.cold(bench)
+    with rows.server_for() as server:
+        (stored,) = bench.run(server, bench.ask())
+        (loaded,) = bench.run(server, bench.ask())
+        (wrong,) = bench.run(server, bench.ask(), connector="WrongKv")
+    assert (stored.tokens, stored.cached) == (cold.tokens, 0)
+    assert (loaded.tokens, loaded.cached) == (cold.tokens, tokens - 1)
+    assert wrong.tokens != cold.tokens
