@@ -23,7 +23,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.kv_offload.base import OffloadingWorker
 
 import vllm
-from kvf_vllm.adapters import AdapterNames, LoadedAdapters, settings_of
+from kvf_vllm.adapters import AdapterNames, LoadedAdapters
 from kvf_vllm.connector import adapters_of, check_failure_policy, connect
 from kvf_vllm.facts import check_sleep, model_of, packing_of, why_unread
 from kvf_vllm.identity import identify
@@ -96,7 +96,6 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
             stores=bool(transfer.is_kv_producer) and not self._unread,
             adapters=AdapterNames(
                 config.parallel_config.world_size,
-                settings=settings_of(config.lora_config),
                 by_path=caches_adapters_by_path(vllm.__version__),
             ),
         )

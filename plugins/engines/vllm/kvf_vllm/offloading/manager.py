@@ -29,7 +29,7 @@ from vllm.v1.kv_offload.base import (
     make_offload_key,
 )
 
-from kvf_vllm.adapters import AdapterNames
+from kvf_vllm.adapters import NOT_LOADED, AdapterNames
 from kvf_vllm.offloading.messages import NOWHERE, ArenaPlaces
 from kvf_vllm.requests import Wish, salted, traceparent, wish_of
 from kvframework.api.futures import Future
@@ -168,8 +168,8 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
         is_late = now - tracked.first_asked >= self._deadline_s
         if self.instance is None or not self.instance.is_ready:
             return is_late or not self.is_expected
-        if tracked.request.lora_request is not None and not self._named(tracked):
-            return is_late or not (tracked.wish.load or tracked.wish.store)
+        if not self._named(tracked):
+            return True
         search, start = tracked.search, computed // self._unit * self._unit
         if search is not None and (search.start != start or (search.decided and search.lease and now > search.until)):
             self._release(tracked)
@@ -241,24 +241,23 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
             self._adapters.heard(worker, each)
         self._spoils_base |= spoils_base
 
-    def _named(self, tracked: Tracked, *, to_load: bool = True) -> bool:
-        """Whether the request's KV has a name: without an adapter, or with one whose content is known, and held by all
-        workers `to_load` or to publish. One that changes leaves the request out."""
+    def _named(self, tracked: Tracked) -> bool:
+        """Whether the request's KV has a name: without an adapter, or with one that all workers hold alike. One that
+        changes leaves the request out."""
         lora = tracked.request.lora_request
         if lora is None:
             return True
-        found = self._adapters.adapted(tracked.request.request_id, lora)
-        if found.use is None and not found.reason:
+        use = self._adapters.use_of(lora)
+        if use == NOT_LOADED:
             return False
-        content = found.use.content if found.use is not None else ""
-        if not content or tracked.adapter not in ("", content):
+        if isinstance(use, str) or tracked.adapter not in ("", use.content):
             self._release(tracked)
-            tracked.wish = Wish(False, False, reason=found.reason or "lora_changed")
+            tracked.wish = Wish(False, False, reason=use if isinstance(use, str) else "lora_changed")
             return False
         if not tracked.adapter:
-            tracked.adapter = content
-            tracked.salt = salted(tracked.salt, f"lora {content}")
-        return found.is_loaded or not to_load
+            tracked.adapter = use.content
+            tracked.salt = salted(tracked.salt, f"lora {use.content}")
+        return True
 
     # vLLM's own calls
 
@@ -301,7 +300,7 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
         if self.instance is None or not self.instance.is_ready:
             self.counts["no_server"] += 1
             return nothing
-        if (tracked.request.lora_request is None and self._spoils_base) or not self._named(tracked, to_load=False):
+        if (tracked.request.lora_request is None and self._spoils_base) or not self._named(tracked):
             return nothing
         chunks = self._chunks(keys, req_context)
         if not chunks:
@@ -329,7 +328,6 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
         if tracked is None:
             return
         self._release(tracked)
-        self._adapters.forget(req_context.req_id)
         tracked.finished = True
         if not tracked.loads:
             del self._tracked[req_context.req_id]
