@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 
+from kvf_vllm import transfer_config
 from vllm import LLM, SamplingParams
 
 
@@ -20,12 +21,7 @@ def main() -> None:
     arguments = parser.parse_args()
     llm = LLM(
         arguments.model,
-        kv_transfer_config={
-            "kv_connector": "KvFrameworkConnector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"kvframework.endpoint": arguments.endpoint} if arguments.endpoint else {},
-        },
+        kv_transfer_config=transfer_config({"kvframework.endpoint": arguments.endpoint}),
         disable_log_stats=False,
         **arguments.engine,
     )

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from kvf_vllm import transfer_config
+
 START_S = 600.0
 
 
@@ -72,12 +74,7 @@ def started(name: str, directory: str, *command: str) -> Iterator[subprocess.Pop
 @contextlib.contextmanager
 def engine(directory: str, model: str, endpoint: str, port: int, more: list[str]) -> Iterator[None]:
     """An OpenAI server; the block begins once it answers."""
-    connector = {
-        "kv_connector": "KvFrameworkConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"kvframework.endpoint": endpoint},
-    }
+    connector = transfer_config({"kvframework.endpoint": endpoint})
     command = ["-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1", "--port", str(port)]
     # Usage then reports the number of cached tokens.
     command += ["--kv-transfer-config", json.dumps(connector), "--enable-prompt-tokens-details", *more]

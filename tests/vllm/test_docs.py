@@ -6,8 +6,11 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
+from kvf_vllm import RECOMMENDED, transfer_config
 from kvf_vllm.options import SUPPORTED, VllmOptions, parse_options
-from kvf_vllm.registration import MODULE, NAME
+from kvf_vllm.registration import CONNECTORS
 from kvf_vllm.tally import COUNTERS, SECONDS
 from tests.support import doc_tables
 
@@ -26,14 +29,17 @@ def test_every_metric_is_documented() -> None:
     assert {name.strip("`"): text for name, text, *_ in doc_tables.rows(DOC, "Metrics")} == expected
 
 
-def test_the_engines_command_is_a_configuration_of_the_connector() -> None:
-    texts = re.findall(r"--kv-transfer-config '(.*?)'", DOC, re.DOTALL)
-    assert len(texts) == 2
+@pytest.mark.parametrize("page", ["README.md", "docs/engines/vllm.md", "docs/migration.md"])
+def test_the_engines_command_selects_the_recommended_connector(page: str) -> None:
+    texts = re.findall(r"--kv-transfer-config '(.*?)'", (ROOT / page).read_text(), re.DOTALL)
+    assert texts
     for config in map(json.loads, texts):
-        assert config["kv_connector"] == NAME
-        assert config["kv_load_failure_policy"] == "recompute"
         parse_options(config.get("kv_connector_extra_config", {}))
-    assert f'"kv_connector_module_path": "{MODULE}"' in DOC
+        assert transfer_config() | config == transfer_config()
+
+
+def test_the_recommended_connectors_module_is_named() -> None:
+    assert f'"kv_connector_module_path": "{CONNECTORS[RECOMMENDED]}"' in DOC
 
 
 def test_the_supported_release_is_named() -> None:
