@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from kvf_vllm.registration import MODULE, NAME, register
+from kvf_vllm.registration import CONNECTORS, register
 from kvframework.client import ErrorNotes, harmless
 from kvframework.errors import ServerGone
 
@@ -105,7 +105,7 @@ def test_without_vllm_or_with_another_one_nothing_is_registered_and_nothing_rais
     monkeypatch.setattr(sys.modules[path], "KVConnectorFactory", Factory, raising=False)
     register()
     register()
-    assert registered == [(NAME, MODULE, NAME)]
+    assert registered == [(name, module, name) for name, module in CONNECTORS.items()]
 
 
 def test_the_entry_point_imports_next_to_nothing() -> None:

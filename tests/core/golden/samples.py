@@ -55,8 +55,8 @@ def _value(kind: inspect.Type, name: str, numbers: Iterator[int], *, required_on
             return _value(types[0], name, numbers, required_only=required_only)
         case inspect.StructType(cls=struct):
             return _struct(struct, numbers, required_only=required_only)
-        case inspect.VarTupleType(item_type=item):
-            items = 0 if required_only else 2
+        case inspect.VarTupleType(item_type=item, min_length=fewest):
+            items = fewest or 0 if required_only else 2
             return [_value(item, f"{name}{at}", numbers, required_only=required_only) for at in range(items)]
         case inspect.BoolType():
             return True

@@ -95,15 +95,21 @@ def test_the_clients_of_a_node_may_come_all_at_once(endpoint: str) -> None:
             sock.connect(path)
 
 
-def test_a_session_has_one_liveness_socket_and_lives_as_long(lab: Lab) -> None:
+def test_a_session_lives_as_long_as_one_of_its_processes(lab: Lab) -> None:
     with RawClient(lab.endpoint) as raw:
         assert raw.welcome is not None
-        link, _ = LivenessLink.connect(raw.welcome.liveness, raw.welcome.session, 5)
+        links = [
+            LivenessLink.connect(raw.welcome.liveness, raw.welcome.session, 5)[0]
+            for _ in range(server_side.MAX_PROCESSES)
+        ]
         with pytest.raises(ServerGone, match="refused"):
             LivenessLink.connect(raw.welcome.liveness, raw.welcome.session, 5)
+        *first, last = links
+        for link in first:
+            link.close()
         assert raw.ask(5, "test.ECHO", Text("x"))[0] == "test.ECHO"
         assert not lab.work.ended
-        link.close()
+        last.close()
         wait_until(lambda: len(lab.work.ended) == 1)
         assert raw.ask(6, "test.ECHO", Text("x"))[1].code == "protocol.hello_required"
 
