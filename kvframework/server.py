@@ -34,8 +34,8 @@ from kvframework.logs.form import LogForm, change_logging, chosen_log
 from kvframework.messaging.curve import ServerKeys
 from kvframework.messaging.server.loop import MessageServer, Served
 from kvframework.record_ring import RecordRing
-from kvframework.registry.check import Creator, codec_tables, resolve_table, server_terms
 from kvframework.registry.registry import PluginRegistry
+from kvframework.registry.tables import Creator, codec_tables, resolve_table, server_terms
 from kvframework.running_config import RunningConfig
 from kvframework.service.lifecycle import CacheService
 from kvframework.service.listeners import Listeners, ServerContext

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from kvframework.api.driver import CopyBatch, Step
 from kvframework.api.layout import NO_BLOCK, LayerGroup, MemoryLayoutDesc
-from kvframework.api.plugin import dtype_bytes
+from kvframework.api.sizes import dtype_bytes
 from kvframework.api.transport import ArenaRange, GroupBlocks
 
 __all__ = ["CopyPlanner", "PlacedView"]

@@ -1,11 +1,11 @@
-"""Declarations of how KV lies in an engine's tensors and in one stored object, and the `Layout` contract.
+"""Declarations of how KV lies in an engine's tensors, and the `Layout` contract. Objects are those of
+`kvframework.api.chunks`.
 
 Pure declarations: nothing here imports torch at run time, so a server uses it without torch.
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Union
 
 from msgspec import Meta
 
-from kvframework.api.plugin import Message, O, Provider, dtype_bytes, hookimpl
+from kvframework.api.chunks import (
+    CANONICAL,
+    MAX_CHUNK_TOKENS,
+    MAX_DIMS,
+    MAX_GROUPS,
+    GroupDesc,
+    MemoryLayoutDesc,
+    chunk_tokens_for,
+)
+from kvframework.api.plugin import Message, O, Provider, hookimpl
+from kvframework.api.sizes import dtype_bytes
 from kvframework.errors import BadLayout, BadRange
 
 if TYPE_CHECKING:
@@ -39,13 +49,9 @@ __all__ = [
 
 AXES = ("layer", "plane", "block", "token", "head", "dim")
 MAX_OBJECT_BYTES = 1 << 30
-MAX_GROUPS = 64
-MAX_CHUNK_TOKENS = 1 << 24
 MAX_PACKING = 128
-# Bounds of decoded declarations.
-MAX_DIMS = 16
+# The bound of a decoded declaration.
 MAX_LAYERS = 4096
-CANONICAL = "canonical"
 OPAQUE = "opaque:"
 
 # In place of a block id: the engine has freed that block. Only a store of a windowed or state group may contain it,
@@ -127,50 +133,6 @@ class KVLayout(Message, frozen=True):
     def blocks_of(self, group: int) -> int:
         """The number of blocks of a layer group, 0 if unknown."""
         return self.groups[group].num_blocks or self.num_blocks
-
-
-class GroupDesc(Message, frozen=True):
-    """Shape and dtype of one object of one layer group.
-
-    `form` "canonical" means C-contiguous `[planes, layers, slots, hidden]`, the same for every layout of an engine.
-    "opaque:<packing>" means `[planes, layers, blocks, bytes of a block]`: each layer's raw blocks, consecutively, for
-    engines with the same packing. Any other name is opaque to all but the same layout plugin. `window` is in tokens, 0
-    for full attention, 1 for a state.
-    """
-
-    shape: Annotated[tuple[int, ...], Meta(max_length=MAX_DIMS)]
-    dtype: str
-    form: str = CANONICAL
-    window: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * dtype_bytes(self.dtype)
-
-
-class MemoryLayoutDesc(Message, frozen=True):
-    """The objects of one chunk, per layer group: shape and dtype. Found by namespace; stored in L2 beside them."""
-
-    chunk_tokens: int
-    groups: Annotated[tuple[GroupDesc, ...], Meta(max_length=MAX_GROUPS)]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one chunk of one rank, all layer groups."""
-        return sum(group.nbytes for group in self.groups)
-
-
-def chunk_tokens_for(block_sizes: Sequence[int], chunk_size: int) -> int:
-    """Returns the smallest number of tokens, at least `chunk_size`, that is whole blocks of every layer group. Raises
-    `BadLayout`."""
-    if not block_sizes or min(block_sizes) < 1 or chunk_size < 1:
-        raise BadLayout(f"block sizes {list(block_sizes)} with chunk size {chunk_size}: all must be positive")
-    unit = math.lcm(*block_sizes)
-    tokens = -(-chunk_size // unit) * unit
-    if tokens > MAX_CHUNK_TOKENS:
-        fact = f"a chunk of whole blocks of all of {list(block_sizes)} tokens has more than {MAX_CHUNK_TOKENS}"
-        raise BadLayout(fact, hint="choose block sizes that have a small common multiple")
-    return tokens
 
 
 def validate_layout(layout: KVLayout) -> None:

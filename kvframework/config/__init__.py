@@ -1,7 +1,8 @@
 """Configuration: one TOML file becomes frozen structs; every mistake is an error with its place."""
 
 from kvframework.api.endpoint import Endpoint, ObserveConfig, parse_endpoint
-from kvframework.api.toml import closest, convert, toml_value
+from kvframework.api.toml import toml_value
+from kvframework.api.toml_keys import closest, convert
 from kvframework.config.endpoint import (
     FULL_SUFFIX,
     LIVENESS_SUFFIX,

@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from kvframework.api.endpoint import ObserveConfig, collector_url, parse_endpoint, parse_listen
-from kvframework.api.toml import convert, unknown_key
+from kvframework.api.toml_keys import convert, unknown_key
 from kvframework.config.layers import DEFAULT_EVICTION, Layers, read_layers
 from kvframework.config.schema import (
     CodecName,
@@ -45,7 +45,7 @@ def load_config(
     """Reads `path`, else the file that `KVFRAMEWORK_CONFIG` names, else takes the embedded default.
 
     `overrides` are `table.key=value` texts, applied in order. Blocking. Raises `ConfigFileError`, `ConfigFieldError`
-    and `EndpointError`; plugins are neither imported nor called, see `kvframework.registry.check`.
+    and `EndpointError`; plugins are neither imported nor called, see `kvframework.registry.tables`.
     """
     return assemble(read_layers(path, overrides, environ))
 

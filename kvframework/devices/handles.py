@@ -15,7 +15,8 @@ import msgspec
 from kvframework.api.copy_plans import PlacedView
 from kvframework.api.driver import Allocation, Exported
 from kvframework.api.layout import CANONICAL, NO_BLOCK, OPAQUE, KVLayout, LayerGroup, MemoryLayoutDesc
-from kvframework.api.plugin import Message, dtype_bytes
+from kvframework.api.plugin import Message
+from kvframework.api.sizes import dtype_bytes
 from kvframework.errors import BadLayout, RequestError
 
 if TYPE_CHECKING:

@@ -1,6 +1,9 @@
 """Plugin machinery: static discovery, guarded loading, one registry. Used by server, client and CLI at startup."""
 
-from kvframework.registry.check import (
+from kvframework.registry.discovery import KINDS, EntryPointInfo, discover
+from kvframework.registry.plugin_check import AnyProvider
+from kvframework.registry.registry import PluginInfo, PluginRegistry
+from kvframework.registry.tables import (
     OptionInfo,
     check_config,
     check_table,
@@ -11,8 +14,6 @@ from kvframework.registry.check import (
     resolve_table,
     server_terms,
 )
-from kvframework.registry.discovery import KINDS, EntryPointInfo, discover
-from kvframework.registry.registry import AnyProvider, PluginInfo, PluginRegistry
 
 __all__ = [
     "KINDS",

@@ -1,15 +1,13 @@
-"""The kinds of plugins and their names; the plugins of installed distributions, from their metadata alone, and whether
-they fit this release. Imports no plugin."""
+"""The kinds of plugins and their names; the plugins of installed distributions, from their metadata alone. Imports no
+plugin."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 from importlib import metadata
-from operator import eq, ge, gt, le, lt, ne
 from typing import Any, NamedTuple
 
-import kvframework
 from kvframework.api.codec import MAX_CODEC_NAME, CodecProvider
 from kvframework.api.driver import DeviceTransportProvider
 from kvframework.api.eviction import EvictionProvider
@@ -21,7 +19,6 @@ from kvframework.api.plugin import API_VERSION, ENTRY_POINT_GROUP, Provider
 from kvframework.api.requests import RequestsProvider
 from kvframework.api.tier import TierProvider
 from kvframework.api.transport import TransportProvider
-from kvframework.errors import PluginBroken, PluginWrongApi
 
 
 class Kind(NamedTuple):
@@ -141,76 +138,3 @@ def _info(entry_point: metadata.EntryPoint, api_major: int) -> EntryPointInfo:
     distribution = entry_point.dist
     origin = (distribution.name, distribution.version) if distribution else ("unknown", "")
     return EntryPointInfo(kind, name, *origin, entry_point.value, api_major)
-
-
-_OURS = "kvframework"
-_OTHER_RELEASE = "install a release of the plugin for this kvframework, or another kvframework"
-# A requirement with a marker, such as that of an extra, is not judged, nor one of a distribution with a longer name.
-_REQUIREMENT = re.compile(rf"{_OURS}(?![\w.-])\s*(?:\[[^]]*\])?\s*\(?([^;()]*)\)?\s*", re.IGNORECASE)
-_COMPARE = {"==": eq, "!=": ne, ">=": ge, "~=": ge, "<=": le, ">": gt, "<": lt}
-_RELEASE = re.compile(r"\d+(?:\.\d+)*")
-_CLAUSE = re.compile(r"\s*(~=|==|!=|<=|>=|<|>)\s*v?(\d+(?:\.\d+)*)(\.\*)?(\S*)\s*")
-
-
-def check_major(major: int, title: str) -> None:
-    """Raises `PluginWrongApi` if an entry point is in the group of another major."""
-    if major != API_VERSION[0]:
-        raise _wrong_api(title, str(major))
-
-
-def check_requires(requires_api: object, title: str) -> None:
-    """Raises `PluginWrongApi` if a provider needs more than this version offers, `PluginBroken` for a malformed
-    version."""
-    if not isinstance(requires_api, str) or not (match := re.fullmatch(r"(\d+)\.(\d+)", requires_api)):
-        raise PluginBroken(f"{title}: requires_api is {requires_api!r}", available='a version such as "1.0"')
-    major, minor = int(match[1]), int(match[2])
-    if major != API_VERSION[0] or minor > API_VERSION[1]:
-        raise _wrong_api(title, requires_api)
-
-
-def _wrong_api(title: str, version: str) -> PluginWrongApi:
-    return PluginWrongApi(
-        f"{title} is written for plugin API version {version}",
-        available=f"plugin API {'.'.join(map(str, API_VERSION))}",
-        hint=_OTHER_RELEASE,
-    )
-
-
-def release_wanted(distribution: str) -> str:
-    """Return the range of kvframework's releases that an installed distribution asks for, if this release is not in
-    it, else "". Blocking: reads a metadata file."""
-    if distribution == _OURS:
-        return ""
-    try:
-        requirements = metadata.requires(distribution) or ()
-    except metadata.PackageNotFoundError:
-        return ""
-    ranges = [match[1].strip() for each in requirements if (match := _REQUIREMENT.fullmatch(each.strip()))]
-    return next((each for each in ranges if not _admits(each, kvframework.__version__)), "")
-
-
-def check_release(distribution: str, title: str) -> None:
-    """Raises `PluginWrongApi` for a plugin whose distribution asks for another release. pip installs none; a later
-    change of kvframework, or `--no-deps`, leads to it. Blocking."""
-    if wanted := release_wanted(distribution):
-        raise PluginWrongApi(
-            f"{title} needs {_OURS} {wanted}", available=f"{_OURS} {kvframework.__version__}", hint=_OTHER_RELEASE
-        )
-
-
-def _admits(wanted: str, present: str) -> bool:
-    """Whether a range has a version. A development version counts as its release; what is no plain clause admits all:
-    pip judges more exactly, at each installation."""
-    return all(_fits(match, present) for clause in wanted.split(",") if (match := _CLAUSE.fullmatch(clause)))
-
-
-def _fits(clause: re.Match[str], present: str) -> bool:
-    operator, text, wildcard, suffix = clause.groups()
-    want, have = ([int(each) for each in version.split(".")] for version in (text, _RELEASE.findall(present)[0]))
-    if operator == "~=" and have[: len(want) - 1] != want[:-1]:
-        return False
-    have = have[: len(want)] if wildcard else have
-    length = max(len(have), len(want))
-    have, want = (each + [0] * (length - len(each)) for each in (have, want))
-    # A suffix names a development version of a release, which counts as the release.
-    return (have == want and bool(suffix)) or _COMPARE[operator](have, want)

@@ -7,20 +7,15 @@ plugins are imported, and a plugin's mistake becomes a `PluginError`.
 from __future__ import annotations
 
 import builtins
-import dataclasses
-import threading
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from importlib import metadata
-from typing import Any
 
 import msgspec
 import pluggy
 
 from kvframework.api import hookspecs
-from kvframework.api.codec import MAX_CODEC_NAME
 from kvframework.api.installing import install_command
-from kvframework.api.plugin import API_VERSION, ENTRY_POINT_GROUP, PROJECT, Options, Provider
+from kvframework.api.plugin import API_VERSION, ENTRY_POINT_GROUP, PROJECT, Options
 from kvframework.config import closest, convert
 from kvframework.errors import (
     ConfigFieldError,
@@ -32,23 +27,22 @@ from kvframework.errors import (
     PluginWrongApi,
     PluginWrongKind,
 )
-from kvframework.overdue import named_at, timed
-from kvframework.registry.discovery import (
-    FIRST_PARTY,
-    KINDS,
-    EntryPointInfo,
+from kvframework.overdue import named_at
+from kvframework.registry.discovery import FIRST_PARTY, KINDS, EntryPointInfo, discover
+from kvframework.registry.plugin_check import (
+    AnyProvider,
+    adopt,
     check_major,
     check_release,
-    check_requires,
-    discover,
+    guarded,
+    hooks_of,
+    offered,
+    pick,
+    probed,
 )
-
-AnyProvider = Provider[Any]
 
 # The distribution of plugins that are registered as objects: who uses one can read its code.
 IN_PROCESS = "in-process"
-# Of pluggy's managers, which have none. No code of a plugin runs under it: that may never return.
-_registering = threading.Lock()
 _MORE = "`kvframework plugins check` says more"
 
 _STATUS: dict[type[PluginError], str] = {
@@ -212,7 +206,7 @@ class PluginRegistry:
         try:
             if plugin is None:
                 check_release(offer.distribution, title)
-                with _guarded(title, "the import"):
+                with guarded(title, "the import"):
                     plugin = metadata.EntryPoint(offer.title, offer.value, ENTRY_POINT_GROUP).load()
                 adopt(self.manager, plugin, title)
             return pick(self.manager, plugin, offer)
@@ -252,111 +246,3 @@ def _conflict(offers: list[EntryPointInfo]) -> PluginConflict:
         f"{len(offers)} distributions offer {offers[0].title}: {', '.join(offer.origin for offer in offers)}",
         hint="uninstall all but one of them",
     )
-
-
-@contextmanager
-def _guarded(title: str, step: str) -> Iterator[None]:
-    """Turns any exception of a plugin's code into `PluginBroken`; only an interrupt from the keyboard passes."""
-    try:
-        with timed(title, step):
-            yield
-    except (PluginError, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        cause = f"{type(error).__name__}: {error}".removesuffix(": ")
-        raise PluginBroken(f"{title}: {step} failed with {cause}") from error
-
-
-def adopt(manager: pluggy.PluginManager, plugin: object, title: str) -> None:
-    """Registers a plugin and checks its hooks, unless it is registered already: a module may have several entry
-    points. Raises `PluginBroken`, and the plugin is then not registered."""
-    with _guarded(title, "its registration"), _registering:
-        if manager.is_registered(plugin):
-            return
-        try:
-            manager.register(plugin, name=f"{title} at {id(plugin):#x}")
-            manager.check_pending()
-        except BaseException:
-            if manager.is_registered(plugin):
-                manager.unregister(plugin)
-            raise
-
-
-def hooks_of(manager: pluggy.PluginManager, plugin: object) -> set[str]:
-    return {caller.name for caller in manager.get_hookcallers(plugin) or ()}
-
-
-def offered(manager: pluggy.PluginManager, plugin: object, kind: str, title: str) -> list[AnyProvider]:
-    """Calls the hook of `kind` of one plugin only. Raises `PluginBroken` and `PluginWrongKind`."""
-    hook = KINDS[kind].hook
-    others = [other for other in manager.get_plugins() if other is not plugin]
-    with _guarded(title, hook):
-        results = manager.subset_hook_caller(hook, others)()
-    providers: list[AnyProvider] = []
-    for result in results:
-        if not isinstance(result, list | tuple):
-            raise PluginBroken(f"{title}: {hook} returned {type(result).__name__}", available="a list")
-        providers.extend(_checked(provider, kind, title) for provider in result)
-    return providers
-
-
-def pick(manager: pluggy.PluginManager, plugin: object, offer: EntryPointInfo) -> AnyProvider:
-    """The one provider that an entry point promises. Raises `PluginBroken`, `PluginWrongKind`, `PluginWrongApi`."""
-    title, hook, implemented = str(offer), KINDS[offer.kind].hook, hooks_of(manager, plugin)
-    if hook not in implemented:
-        error = PluginWrongKind if implemented else PluginBroken
-        raise error(
-            f"{title}: it does not implement {hook}",
-            available=", ".join(sorted(implemented)) or "no hook at all",
-            hint=f"mark {hook} with @kvframework.api.plugin.hookimpl, or rename the entry point",
-        )
-    providers = offered(manager, plugin, offer.kind, title)
-    matching = [provider for provider in providers if provider.name == offer.name]
-    if len(matching) != 1:
-        raise PluginBroken(
-            f"{title}: {hook} returned {len(matching)} providers named {offer.name!r}",
-            available=", ".join(sorted(provider.name for provider in providers)) or "no provider",
-            hint="an entry point is named <kind>.<name>, after its one provider",
-        )
-    check_requires(matching[0].requires_api, title)
-    return matching[0]
-
-
-def probed(provider: AnyProvider, title: str) -> str | None:
-    """The reason why the plugin cannot run here, or None. Raises `PluginBroken`."""
-    with _guarded(title, "its probe"):
-        reason = provider.probe()
-        if reason is not None and not isinstance(reason, str):
-            raise TypeError(f"expected None or a text, found {type(reason).__name__}")
-    return reason
-
-
-def _checked(provider: object, kind: str, title: str) -> AnyProvider:
-    hook, types = KINDS[kind]
-    expected = " or ".join(each.__name__ for each in types)
-    found = type(provider).__name__
-    if not isinstance(provider, Provider):
-        raise PluginBroken(f"{title}: {hook} returned a list with {found}", available=expected)
-    if not isinstance(provider, types):
-        raise PluginWrongKind(f"{title}: {hook} returned {found}", available=expected)
-    if not (isinstance(provider.options, type) and issubclass(provider.options, Options)):
-        raise PluginBroken(f"{title}: the options of {provider.name!r} are {provider.options!r}", available="Options")
-    with _guarded(title, f"reading the options of {provider.name!r}"):
-        msgspec.msgpack.Decoder(provider.options)  # its annotations may use undefined names
-    lacking = [
-        field.name
-        for field in dataclasses.fields(provider)
-        if field.name.startswith("create")
-        and field.default is dataclasses.MISSING
-        and not callable(getattr(provider, field.name, None))
-    ]
-    if not isinstance(provider.name, str) or not provider.name or lacking:
-        what = " and ".join(lacking) or "create"
-        raise PluginBroken(f"{title}: {hook} returned a {found} without a name or {what}()")
-    if kind == "codec" and not (provider.name.isascii() and len(provider.name) <= MAX_CODEC_NAME):
-        raise PluginBroken(
-            f"{title}: the name of codec {provider.name!r} does not fit into a value's header",
-            available=f"at most {MAX_CODEC_NAME} ASCII characters",
-            hint="choose a shorter name",
-        )
-    return provider

@@ -12,7 +12,7 @@ from kvframework.api import plugin
 from kvframework.api.tier import Tier, TierProvider
 from kvframework.config import load_config
 from kvframework.errors import PluginWrongApi
-from kvframework.registry import PluginRegistry, check_config, discovery
+from kvframework.registry import PluginRegistry, check_config, plugin_check
 from tests.core.registry.fake_distributions import info, install
 from tests.docs.shown import blocks
 
@@ -32,7 +32,7 @@ def my_store(site: Path, needs: str = "") -> None:
 
 
 def test_a_plugin_of_1_0_under_a_server_of_1_1_loads(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(discovery, "API_VERSION", (1, 1))
+    monkeypatch.setattr(plugin_check, "API_VERSION", (1, 1))
     my_store(site)
     assert isinstance(PluginRegistry().resolve("tier", "mystore"), TierProvider)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvframework.api.copy_plans import CopyPlanner
 from kvframework.api.driver import Allocation, Exported, Step
 from kvframework.api.layout import NO_BLOCK, KVLayout, LayerGroup, canonical_desc
-from kvframework.api.plugin import dtype_bytes
+from kvframework.api.sizes import dtype_bytes
 from kvframework.api.transport import ArenaRange, GroupBlocks
 from kvframework.devices.handles import ExportedAllocation, ExportedMemory, ExportedView, export_memory, read_handles
 from kvframework.errors import BadLayout, RequestError

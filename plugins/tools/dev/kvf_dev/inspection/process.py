@@ -41,9 +41,8 @@ from kvframework.errors import (
     PluginWrongKind,
 )
 from kvframework.registry import KINDS, AnyProvider, describe_options
-from kvframework.registry.check import declared_attributes
-from kvframework.registry.discovery import check_requires
-from kvframework.registry.registry import adopt, hooks_of, offered, probed
+from kvframework.registry.plugin_check import adopt, check_requires, hooks_of, offered, probed
+from kvframework.registry.tables import declared_attributes
 
 
 def main() -> None:

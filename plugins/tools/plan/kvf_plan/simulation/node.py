@@ -17,8 +17,8 @@ from kvframework.api.eviction import EvictionPolicy, EvictionProvider
 from kvframework.api.hasher import HasherProvider, KeyHasher
 from kvframework.api.memory import Memory
 from kvframework.api.requests import ClientInfo, Message
-from kvframework.registry.check import Creator, resolve_table
 from kvframework.registry.registry import PluginRegistry
+from kvframework.registry.tables import Creator, resolve_table
 from kvframework.service.lifecycle import CacheService
 from kvframework.service.registration import AttachedTransport
 from kvframework.storage.l2.sealed_tier import L2Store, Watermarks

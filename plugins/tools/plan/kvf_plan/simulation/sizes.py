@@ -13,8 +13,8 @@ from kvframework.api.memory import MemoryProvider
 from kvframework.api.plugin import ByteSize
 from kvframework.api.tier import TierProvider
 from kvframework.config import Config, L2Keys
-from kvframework.registry.check import resolve_table
 from kvframework.registry.registry import PluginRegistry
+from kvframework.registry.tables import resolve_table
 from kvframework.storage.l1.entries import rounded
 
 MAX_ENGINES = 1024
