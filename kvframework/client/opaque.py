@@ -7,6 +7,7 @@ import itertools
 import logging
 import math
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,9 +18,10 @@ from kvframework.api.layout import MAX_OBJECT_BYTES, KVLayout, LayerGroup, Layou
 from kvframework.api.transport import ArenaRange, StorePlan
 from kvframework.client.arena_mapping import MappedArena
 from kvframework.client.transfers import KVClient
-from kvframework.errors import BadLayout, ProtocolError, ServerGone, VersionMismatch
+from kvframework.errors import BadLayout, DeadlineExceeded, KVFrameworkError, ProtocolError, ServerGone, VersionMismatch
 from kvframework.messaging.client.liveness import LivenessLink
 from kvframework.pricing import EngineSpeed
+from kvframework.supervise.state import Backoff
 from kvframework.wire import messages as m
 from kvframework.wire.messages import KeyGroup
 from kvframework.wire.transfer_blocks import unpack_indices, unpack_offsets
@@ -66,22 +68,28 @@ class ArenaTicket(NamedTuple):
 
 
 class OpaqueInstance:
-    """One registered instance, renewed after each restart of the server, until `close`. Thread-safe. While there is no
-    server, calls fail with `ServerGone`. Raises `BadLayout` for sizes that cannot be declared."""
+    """One registered instance, renewed with each session of the client, until `close`; a thread registers it first.
+    Thread-safe. While it is not registered, calls fail with `ServerGone`. The constructor never blocks, and raises
+    `BadLayout` for sizes that cannot be declared."""
 
     def __init__(self, client: KVClient, objects: OpaqueObjects) -> None:
         self._client = client
         self._objects = objects
         self._layout = _declared(objects)
         self._namespace: bytes | None = None
-        self._boot: bytes | None = None
+        # That of the registration: it ends with it, also where the server lives on.
+        self._session = b""
         self._lock = threading.Lock()
+        self._closed = threading.Event()
         client.when_up(self._register)
-        if client.usable and self._boot != client.boot_id:
-            self._register()
+        # Whether the first registration is under way, at a server that is there.
+        self.is_registering = client.boot_id is not None
+        if self.is_registering:
+            threading.Thread(target=self._register_first, name="kvf-register", daemon=True).start()
 
     def close(self) -> None:
         """End the registration, if the server is there. Never blocks."""
+        self._closed.set()
         self._client.forget(self._register)
         if self._namespace is not None:
             self._client.send("UNREGISTER_KV_CACHE", m.Unregister(self._objects.instance_id))
@@ -89,7 +97,7 @@ class OpaqueInstance:
     @property
     def is_ready(self) -> bool:
         """Whether calls are worth making now."""
-        return self._namespace is not None and self._client.usable and self._boot == self._client.boot_id
+        return self._namespace is not None and self._client.usable and self._session == self._client.hello.session
 
     @property
     def ticket(self) -> ArenaTicket | None:
@@ -156,13 +164,30 @@ class OpaqueInstance:
             retain=prompt.retain,
         )
 
+    def _register_first(self) -> None:
+        """Register at a server that may be slow to answer. A new session registers by itself."""
+        backoff = Backoff(0.1, 5.0)
+        while not self._closed.is_set():
+            try:
+                self._register()
+            except ServerGone:
+                pass
+            except DeadlineExceeded as error:
+                log.warning("not registered yet: %s", error)
+                self.is_registering = False
+                self._closed.wait(backoff.delay(time.monotonic()))
+                continue
+            except KVFrameworkError as error:
+                log.error("nothing is stored or loaded at this server: %s", error)
+            break
+        self.is_registering = False
+
     def _register(self) -> None:
-        """Register at this server, also in the connection's thread."""
+        """Register in this session, also in the connection's thread."""
         with self._lock:
-            client, objects, boot = self._client, self._objects, self._client.boot_id
-            if boot == self._boot:
+            client, objects, hello = self._client, self._objects, self._client.hello
+            if hello.session == self._session:
                 return
-            hello = client.hello
             provider = client.plugins.resolve("layout", self._layout.format, where="objects by size")
             if not isinstance(provider, LayoutProvider):
                 raise BadLayout(f"{self._layout.format!r} is no layout")
@@ -191,7 +216,7 @@ class OpaqueInstance:
             reply = client.request("REGISTER_KV_CACHE", payload, m.Registered, urgent=True)
             if reply.desc != desc:
                 raise VersionMismatch(f"the server computes {reply.desc}", available=str(desc))
-            self._namespace, self._boot = namespace, boot
+            self._namespace, self._session = namespace, hello.session
 
 
 def _declared(objects: OpaqueObjects) -> KVLayout:

@@ -20,6 +20,9 @@ from kvframework.wire.messages import KeyGroup
 
 T = TypeVar("T")
 
+# Each place where a hit may end is looked at for each group, on the serving thread.
+MOST_ENDS = 1 << 19
+
 
 class KeySet(KeyGrid):
     """The objects of one request, one row a layer group; `flat` has them row by row. A chunk of the grid is
@@ -36,7 +39,7 @@ class KeySet(KeyGrid):
         main = next((row for row, group in enumerate(groups) if not group.window and self.rows[row]), 0)
         # What stands for the prompt in the counts: each unit of it has the digest of the chunk it is in.
         unit, tokens, first = desc.chunk_tokens, groups[main].tokens, groups[main].first
-        ends = range(start, min(end, (first + len(self.rows[main])) * tokens), unit)
+        ends = range(max(start, first * tokens), min(end, (first + len(self.rows[main])) * tokens), unit)
         super().__init__(desc, (0,), prefixes, [self.rows[main][at // tokens - first] for at in ends])
         self.has_windows = True
         self.start, self.end = start, end
@@ -110,6 +113,8 @@ class KeySet(KeyGrid):
     def _hit(self, rows: Sequence[Sequence[object]], most: int | None) -> int:
         """Return the longest usable hit in chunks of the grid, of the first `most`, given what exists of each row."""
         unit = self.desc.chunk_tokens
+        if any(group.first * group.tokens > self.start for group in self.groups):
+            return 0  # nobody has said what lies before these keys
         end = self.end if most is None else min(self.end, self.start + most * unit)
         step, runs = unit, []
         for row, group in zip(rows, self.groups, strict=True):
@@ -164,12 +169,27 @@ def check_groups(key: CacheKey, desc: MemoryLayoutDesc, groups: Sequence[KeyGrou
             where="key",
             available=f"multiples of {unit} tokens, and keys by group only",
         )
+    ends = (key.end - key.start) // unit
+    if ends * len(groups) > MOST_ENDS:
+        raise MessageTooLarge(
+            f"{ends} places where a hit may end, for {len(groups)} groups",
+            where="key",
+            available=f"a product of {MOST_ENDS}",
+            hint="ask for fewer tokens at once, or register chunks whose greatest common divisor is larger",
+        )
     for index, group in enumerate(groups):
         if len(group.digests) % DIGEST_BYTES or group.tokens % unit:
             raise BadRange(
                 f"{len(group.digests)} bytes of digests, chunks of {group.tokens} tokens",
                 where=f"groups[{index}]",
                 available=f"{DIGEST_BYTES} bytes each, chunks of whole {unit} tokens",
+            )
+        chunks = len(group.digests) // DIGEST_BYTES
+        if chunks and (group.first + chunks - 1) * group.tokens >= key.end:
+            raise BadRange(
+                f"{chunks} chunks of {group.tokens} tokens from chunk {group.first} on",
+                where=f"groups[{index}]",
+                available=f"chunks that begin before token {key.end}, the end of the key",
             )
 
 

@@ -56,6 +56,7 @@ def _usable_ends(row: Sequence[object], window: int) -> list[bool]:
 
 MAX_WORLD_SIZE = 4096
 MAX_OBJECTS = 1 << 15
+MAX_TOKENS = 1 << 32
 MAX_TEXT = 1024
 # Hashing more on the serving thread would delay other clients.
 MAX_RAW_TOKENS = 1 << 18
@@ -350,6 +351,8 @@ def check_key(key: CacheKey) -> None:
         raise BadRange(
             f"start {key.start}, end {key.end}", where="key", available="0 <= start < end", hint="ask for tokens"
         )
+    if key.end > MAX_TOKENS:
+        raise MessageTooLarge(f"the range ends at token {key.end}", where="key", available=f"at most {MAX_TOKENS}")
 
 
 def prompt_part(key: CacheKey, grid: KeyGrid, wanted: Sequence[int]) -> PromptPart:

@@ -395,7 +395,9 @@ class MessageServer:
                 self._end(session)
 
     def _goodbye(self, identity: bytes, session: ClientSession, envelope: Envelope) -> None:
-        self._end(session)
+        # Its other processes may still write: with several, each says by its liveness socket that it has ended.
+        if len(session.processes) <= 1:
+            self._end(session)
         self._routers.send(identity, envelope.request_id, "GOODBYE", Empty())
         try:
             goodbye = decode(envelope.payload, Goodbye, where="GOODBYE")

@@ -114,6 +114,9 @@ def soak(kind: Kind, talk: Talk, server: ServerProcess, directory: Path, seconds
         ]
 
         def all_registered() -> None:
+            # Some register with their first request.
+            for engine in engines:
+                engine.complete(talk.turn(0, 0), 1)
             wait_until(lambda: registered(server, engines), START_S, "the registrations")
 
         def conversing() -> Conversations:
