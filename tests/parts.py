@@ -105,7 +105,6 @@ PARTS: dict[str, tuple[str, ...]] = {
     "docs": (
         "core/devices/test_planted_bugs.py",
         "core/registry/test_hook_examples.py",
-        "core/registry/test_tier_example.py",
         "core/registry/test_transport_example.py",
         "dev/inspection",
         "dev/kits",

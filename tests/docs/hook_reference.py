@@ -81,7 +81,8 @@ def _hook(kind: str, name: str, providers: tuple[type[Provider[Any]], ...]) -> s
             "",
         ]
         parts.append(_fields(provider))
-    parts += ["", wrapped(f"{_joined(intro)}:"), "", "```python", textwrap.dedent(code).strip(), "```"]
+    if code:
+        parts += ["", wrapped(f"{_joined(intro)}:"), "", "```python", textwrap.dedent(code).strip(), "```"]
     return "\n".join(parts)
 
 

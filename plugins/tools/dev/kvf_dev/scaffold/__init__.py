@@ -18,11 +18,11 @@ from importlib import metadata, resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvf_dev.inspection.names import name_fault
 from kvframework import __version__
 from kvframework.api.installing import requirement, wheel_command
 from kvframework.errors import KVFrameworkError
 from kvframework.registry import KINDS, discover
-from kvframework.registry.discovery import name_fault
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
