@@ -83,6 +83,12 @@ class EndpointError(ConfigError, code="config.endpoint"):
     other server that it names; give `tcp://` CURVE keys."""
 
 
+class CurveKeyError(ConfigError, code="config.curve_key"):
+    """A CURVE key file cannot be used or made.
+
+    What to do: make keys with `kvframework keys new`, and keep the secret ones readable for their user only."""
+
+
 class PluginError(KVFrameworkError, code="plugin.error"):
     """A plugin cannot be used.
 

@@ -52,6 +52,7 @@ COLD_REASONS = (
 )
 # Records of finished requests that one answer holds at most.
 MAX_RECENT = 1024
+_ANSWERED = Counter("requests", "were answered with an error", trouble=True)
 # Families of metrics of several counters.
 _CALLS_FAILED = "tier_calls_failed_total"
 _EVENTS = "events_total"
@@ -528,6 +529,17 @@ def counted(document: Mapping[str, Any], kind: type[Part] = Status, at: str = ""
                 yield from _own(status, f"{place}.{transport}.counters.")
         elif isinstance(inner, type) and issubclass(inner, Part):
             yield from counted(value, inner, f"{place}.")
+
+
+def trouble(document: Mapping[str, Any]) -> Iterator[tuple[str, Counter, int]]:
+    """Yield the counters of failures that are not 0 by their place, with their values; answered errors last."""
+    for place, counter, amount in counted(document):
+        if counter.trouble and amount:
+            yield place, counter, amount
+    answered = document.get("messaging", {}).get("counters", {})
+    for name in sorted(answered):
+        if name.startswith("errors.") and answered[name]:  # followed by the error's code
+            yield f"messaging.counters.{name}", _ANSWERED, answered[name]
 
 
 def own_counters(status: object) -> dict[str, OwnCounter]:

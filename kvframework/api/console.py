@@ -4,17 +4,14 @@ console for results and one for errors."""
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
-import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
 
-from kvframework.api.command import EXIT_UNFORESEEN
 from kvframework.errors import KVFrameworkError
 from kvframework.logs.form import chosen_log, end_logging
 from kvframework.text import counted, described, short_count, short_duration, short_number
@@ -105,14 +102,3 @@ def print_rows(heads: Sequence[str], rows: Iterable[Sequence[str | Text]], *, wh
     for row in rows:
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     print_view(table)
-
-
-def confirm(question: str) -> None:
-    """Ask a question. Raises `typer.Exit` for any answer but yes, `KeyboardInterrupt` for a Ctrl-C."""
-    stderr.print(Text(f"{question} [y/N]: "), end="")
-    answer = sys.stdin.readline() if sys.stdin else ""
-    if answer.strip().lower() in ("y", "yes"):
-        return
-    # Behind a line of the terminal's own the next one begins by itself.
-    stderr.print("not done" if answer.endswith("\n") else "\nnot done, without an answer; --yes asks none")
-    raise typer.Exit(EXIT_UNFORESEEN)

@@ -30,6 +30,7 @@ __all__ = [
     "Retain",
     "retain_of",
     "sampled_parent",
+    "tenant_digest",
 ]
 
 DIGEST_BYTES = 32
@@ -96,6 +97,11 @@ PACKED_KEY_BYTES = NAMESPACE_BYTES + SALT_BYTES + 4 + 4 + DIGEST_BYTES
 def key_prefix(namespace: bytes, salt: bytes, rank: int, group: int) -> bytes:
     """Returns the bytes that all packed keys of one request, rank and group share; append a digest to get a key."""
     return namespace + salt + rank.to_bytes(4, "little") + group.to_bytes(4, "little")
+
+
+def tenant_digest(salt: str) -> str:
+    """Returns what the table of a tenant has in place of a salt, which is a secret: 32 hexadecimal digits."""
+    return hashlib.sha256(b"kvf/tenant/1\0" + salt.encode()).hexdigest()[:32]
 
 
 def salt_digest(cache_salt: str, layer_order: bytes = b"") -> bytes:

@@ -36,11 +36,7 @@ CORE = {
         "kvframework.cli.serve:hold_app",
         "Run the server of this node in a child process, and keep its L1 over the server's end.",
     ),
-    "status": ("kvframework.cli.status:app", "Show the state of a running server."),
-    "clear": ("kvframework.cli.clear:app", "Drop what a running server caches. Engines compute it again."),
     "config": ("kvframework.cli.config:app", "Check and show the configuration."),
-    "keys": ("kvframework.cli.keys:keys_app", "CURVE keys, for servers at tcp:// endpoints."),
-    "tenants": ("kvframework.cli.keys:tenants_app", "Tenants by name, with shares of L1."),
     "plugins": ("kvframework.cli.plugins:app", "List, describe and check plugins."),
     "doctor": (
         "kvframework.cli.doctor:app",
@@ -50,15 +46,19 @@ CORE = {
 # The distribution of each first-party command that has one of its own, and its help.
 KNOWN = {
     "bench": ("kvframework-bench", "Measure this machine, and kvframework next to it."),
+    "clear": ("kvframework-observe", "Drop what a running server caches. Engines compute it again."),
     "demo": ("kvframework-demo", "See it work: a second process skips the prefill."),
     "dump": ("kvframework-observe", "Write what a bug report needs into one file."),
     "explain": ("kvframework-observe", "Say what requests found in the cache, and why not more."),
+    "keys": ("kvframework-observe", "CURVE keys, for servers at tcp:// endpoints."),
     "new": ("kvframework-dev", "Write a new plugin's distribution, which works as it is."),
     "observe": ("kvframework-observe", "Serve metrics, health and a live page over HTTP."),
     "plan": ("kvframework-plan", "Size a cache for a trace and a goal."),
     "plugins.check": ("kvframework-dev", "Check a plugin before it is published."),
     "route": ("kvframework-route", "Tell which node holds how much of a prompt."),
     "simulate": ("kvframework-plan", "Replay a trace against a configuration, in virtual time."),
+    "status": ("kvframework-observe", "Show the state of a running server."),
+    "tenants": ("kvframework-observe", "Tenants by name, with shares of L1."),
     "top": ("kvframework-observe", "Show a live picture of the server in the terminal."),
     "trace": ("kvframework-plan", "Record, check and describe traces of requests."),
 }

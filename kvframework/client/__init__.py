@@ -44,7 +44,7 @@ from kvframework.client.shards import ModelPart
 from kvframework.client.status_source import StatusSource, quiet_connection, server_endpoint
 from kvframework.client.transfers import KVClient
 from kvframework.client.worker import WorkerAdapter
-from kvframework.messaging.curve import CurveKeys, LoadedKeys
+from kvframework.messaging.curve import CurveKeys, LoadedKeys, write_curve_pair
 from kvframework.pricing import EngineSpeed, PrefillMeter
 from kvframework.wire.messages import KeyGroup, LookupReply
 
@@ -96,4 +96,5 @@ __all__ = [
     "register_canonical",
     "server_endpoint",
     "watch_calls",
+    "write_curve_pair",
 ]

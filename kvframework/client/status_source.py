@@ -1,4 +1,4 @@
-"""What a running server says of itself, for commands and, again and again, for `kvframework observe`."""
+"""What a running server says of itself and drops, for commands and, again and again, for `kvframework observe`."""
 
 from __future__ import annotations
 
@@ -57,6 +57,12 @@ class StatusSource:
         """What only the server knows for a bug report, as JSON without secrets. Blocks and raises as `ask`."""
         with self._connected() as (client, left):
             return client.request("DUMP", m.Empty(), m.DumpReply, timeout=left()).document
+
+    def clear(self, *, l2: bool = False, model: str = "", timeout: float) -> m.Cleared:
+        """Drop what nothing uses of L1, and with `l2` of all tiers: of one model, or all. Blocks for `timeout` seconds
+        at most, and raises as `ask`."""
+        with self._connected() as (client, _):
+            return client.request("CLEAR", m.Clear(l2=l2, model=model), m.Cleared, timeout=timeout)
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[tuple[KVClient, Callable[[], float]]]:

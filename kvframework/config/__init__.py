@@ -24,7 +24,7 @@ from kvframework.config.schema import (
     ServerConfig,
     TenantConfig,
 )
-from kvframework.config.tenants import bytes_of_tenants, tenant_digest
+from kvframework.config.tenants import bytes_of_tenants
 
 __all__ = [
     "FULL_SUFFIX",
@@ -51,7 +51,6 @@ __all__ = [
     "parse_endpoint",
     "prepare_private_directory",
     "read_layers",
-    "tenant_digest",
     "toml_value",
     "trusted_server_uid",
 ]

@@ -19,7 +19,7 @@ import zmq
 from zmq.utils import z85
 
 from kvframework.config import parse_endpoint
-from kvframework.errors import ConfigError
+from kvframework.errors import CurveKeyError
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +34,6 @@ _ZAP_VERSION = b"1.0"
 _ZAP_PER_ROUND = 64
 SECRET_VARIABLE = "KVFRAMEWORK_CURVE_SECRET"  # noqa: S105 - a name
 SERVER_VARIABLE = "KVFRAMEWORK_CURVE_SERVER"
-
-
-class CurveKeyError(ConfigError, code="config.curve_key"):
-    """A CURVE key file cannot be used or made.
-
-    What to do: make keys with `kvframework keys new`, and keep the secret ones readable for their user only."""
 
 
 class AdmittedClients:
@@ -200,7 +194,7 @@ def read_secret(path: Path) -> bytes:
     return _read(path, _SECRET)
 
 
-def write_pair(secret_path: Path, public_path: Path) -> None:
+def write_curve_pair(secret_path: Path, public_path: Path) -> None:
     """Make a new pair: the secret file is for its owner only. Raises `CurveKeyError`; never replaces a file."""
     public, secret = zmq.curve_keypair()
     _write(secret_path, f"{_SECRET} {secret.decode()}\n", 0o600)

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvframework.api.counter import Counter
 from kvframework.api.plugin import ByteSize
-from kvframework.status import counted as counted_in
+from kvframework.status import trouble
 from kvframework.text import counted, one_line
 from kvframework.wire.protocol import HINT
 
@@ -19,11 +19,9 @@ LOSSES = ("lookups", "loads", "stores")
 LOST_MANY = 3
 # A server that restarts costs the requests sent meanwhile, on which an operator need not act.
 NO_SERVER = ("run.server_gone", "run.shutting_down")
-ERROR_COUNTER = "errors."  # followed by the code of an error that was answered
 EVERY_S = 10.0
 # A call ends by its deadline, on a busy machine a little later. A call that is later than this may hang.
 OVERDUE_S = 0.5
-_ANSWERED = Counter("requests", "were answered with an error", trouble=True)
 # A refused client tries again every 2 s.
 REFUSED_LATELY_S = 10.0
 # Refusals that leave a client without any cache.
@@ -40,11 +38,6 @@ def problems(document: Document) -> list[dict[str, str]]:
     return [{"where": where, "fact": one_line(fact)} for where, fact in _problems(document)]
 
 
-def trouble(document: Document) -> dict[str, int]:
-    """Return the counters of failures that are not 0, by their place in the document."""
-    return {name: amount for name, _, amount in _trouble(document)}
-
-
 class CounterReport:
     """Reports, every `EVERY_S` seconds at most, which of these counters have grown."""
 
@@ -59,7 +52,7 @@ class CounterReport:
         """Return the counters that have grown since the last call as one line, an empty one for none. Starts the next
         interval."""
         self._next = now + EVERY_S
-        before, found = self._reported, list(_trouble(document))
+        before, found = self._reported, list(trouble(document))
         self._reported = {name: amount for name, _, amount in found}
         grown = ((name, counter, amount - before.get(name, 0)) for name, counter, amount in found)
         return "; ".join(_said(*each, document) for each in grown if each[2] > 0)
@@ -124,13 +117,3 @@ def _lost(recent: Mapping[str, Any]) -> str:
     return (
         f"{who} lost {calls} ({ByteSize(recent['bytes'])}), the last one {recent['ago_s']:.0f} s ago: {codes}{advice}"
     )
-
-
-def _trouble(document: Document) -> Iterator[tuple[str, Counter, int]]:
-    for name, counter, amount in counted_in(document):
-        if counter.trouble and amount:
-            yield name, counter, amount
-    answered = document.get("messaging", {}).get("counters", {})
-    for name in sorted(answered):
-        if name.startswith(ERROR_COUNTER) and answered[name]:
-            yield f"messaging.counters.{name}", _ANSWERED, answered[name]

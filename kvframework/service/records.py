@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from kvframework.api.keys import CacheKey, ChunkContent, sampled_parent
+from kvframework.api.keys import CacheKey, ChunkContent, sampled_parent, tenant_digest
 from kvframework.api.listener import RequestRecord
 from kvframework.api.requests import ClientInfo
 from kvframework.api.transport import ArenaRange, StoreOutcome
-from kvframework.config import TenantConfig, tenant_digest
+from kvframework.config import TenantConfig
 from kvframework.errors import BadRange, TransportMismatch
 from kvframework.pricing import EngineSpeed, Priced
 from kvframework.record_ring import RecordRing

@@ -15,7 +15,7 @@ import pytest
 
 from kvf_observe.dump import OF_THE_SERVER, BundleFile
 from kvframework.errors import ConfigFileError, KVFrameworkError
-from kvframework.messaging.curve import read_secret, write_pair
+from kvframework.messaging.curve import read_secret, write_curve_pair
 from kvframework.wire import messages as m
 from tests.core.cli.command import run
 from tests.support.ports import free_port
@@ -36,7 +36,7 @@ class Secrets:
     def __init__(self, folder: Path) -> None:
         keys = folder / "keys"
         keys.mkdir(mode=0o700)
-        write_pair(keys / "server.secret", keys / "engine.public")
+        write_curve_pair(keys / "server.secret", keys / "engine.public")
         (folder / "password").write_text(FILE_PASSWORD)
         (folder / "password").chmod(0o600)
         secret_key = read_secret(keys / "server.secret").decode()

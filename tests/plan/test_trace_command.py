@@ -46,7 +46,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 def run_digest(salt: str) -> str:
-    from kvframework.config import tenant_digest
+    from kvframework.api.keys import tenant_digest
 
     return tenant_digest(salt)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvframework.messaging.curve import read_public, read_secret, write_pair
+from kvframework.messaging.curve import read_public, read_secret, write_curve_pair
 from tests.route.publisher import TOPIC, ZmqPublisher, as_array, batch, removed, stored
 from tests.route.route_process import RouteProcess
 from tests.support.ports import free_port
@@ -189,7 +189,7 @@ def test_nodes_come_and_go_with_their_file(publisher: ZmqPublisher, tmp_path: Pa
 
 def test_over_curve(tmp_path: Path) -> None:
     for name in ("server", "router"):
-        write_pair(tmp_path / f"{name}.secret", tmp_path / f"{name}.public")
+        write_curve_pair(tmp_path / f"{name}.secret", tmp_path / f"{name}.public")
     with zmq.Context() as context, context.socket(zmq.PUB) as events, context.socket(zmq.ROUTER) as replay:
         for socket in (events, replay):
             socket.setsockopt(zmq.LINGER, 0)

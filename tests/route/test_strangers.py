@@ -15,7 +15,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from kvf_route import subscription
 from kvf_route.router import Router
 from kvf_route.settings import Node
-from kvframework.messaging.curve import read_secret, write_pair
+from kvframework.messaging.curve import read_secret, write_curve_pair
 from tests.route.publisher import batch, stored
 from tests.support.ports import free_port
 
@@ -97,7 +97,7 @@ def test_that_nothing_listens_is_told_until_something_does(caplog: pytest.LogCap
 @pytest.mark.usefixtures("hasty")
 def test_a_key_that_is_admitted_later(tmp_path: Path) -> None:
     for name in ("server", "router"):
-        write_pair(tmp_path / f"{name}.secret", tmp_path / f"{name}.public")
+        write_curve_pair(tmp_path / f"{name}.secret", tmp_path / f"{name}.public")
 
     class Admitted:
         anyone = False

@@ -85,12 +85,12 @@ def test_two_of_a_name_are_named_and_the_core_wins(site: Path, tmp_path: Path) -
     marker = tmp_path / "imported"
     add(site, "acme-greet", COMMAND)
     add(site, "other-greet", COMMAND)
-    add(site, "acme-status", marking(marker) + COMMAND, command="status")
+    add(site, "acme-doctor", marking(marker) + COMMAND, command="doctor")
     done = command(site, "greet")
     assert done.returncode == 2
     assert "[plugin.conflict] kvframework greet: 2 distributions offer this command" in done.stderr
     assert "acme-greet 1.0, other-greet 1.0" in done.stderr
-    assert command(site, "status", "--help").stdout.startswith("Usage: kvframework status")
+    assert command(site, "doctor", "--help").stdout.startswith("Usage: kvframework doctor")
     assert not marker.exists()
 
 

@@ -20,7 +20,7 @@ from unittest import mock
 
 import pytest
 
-from kvframework.cli.keys import CLIENTS, SERVER
+from kvf_observe.keys import CLIENTS, SERVER
 from kvframework.supervise.child import Ran
 from tests.core.cli.command import environment, run, run_process
 from tests.filesystem.folder import open_tier

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.config import tenant_digest
+from kvframework.api.keys import tenant_digest
 from tests.core.cli.command import COMMAND, environment, run
 
 

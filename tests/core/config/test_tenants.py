@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.config import Config, bytes_of_tenants, load_config, tenant_digest
+from kvframework.api.keys import tenant_digest
+from kvframework.config import Config, bytes_of_tenants, load_config
 from kvframework.errors import ConfigFieldError
 
 A, B = tenant_digest("salt of a"), tenant_digest("salt of b")

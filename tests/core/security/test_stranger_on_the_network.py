@@ -15,7 +15,8 @@ import zmq
 
 from kvframework import errors
 from kvframework.api.layout import KVLayout, LayerGroup
-from kvframework.messaging.curve import AdmittedClients, CurveKeyError, write_pair
+from kvframework.errors import CurveKeyError
+from kvframework.messaging.curve import AdmittedClients, write_curve_pair
 from kvframework.wire import messages as m
 from kvframework.wire.frames import join, split
 from tests.core.messaging.lab import HASHER, connected
@@ -196,7 +197,7 @@ class Mute(TcpPeer):
 def test_keys_are_made_for_their_owner(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        write_pair(tmp_path / "s", tmp_path / "p")
+        write_curve_pair(tmp_path / "s", tmp_path / "p")
     finally:
         os.umask(before)
     assert (tmp_path / "s").stat().st_mode & 0o777 == 0o600

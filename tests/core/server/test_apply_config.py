@@ -13,9 +13,10 @@ from unittest import mock
 import msgspec
 import pytest
 
-from kvframework.config import read_layers, tenant_digest
+from kvframework.api.keys import tenant_digest
+from kvframework.config import read_layers
 from kvframework.errors import ConfigFieldError, EndpointError, KVFrameworkError, PluginNotFound, RequestError
-from kvframework.messaging.curve import write_pair
+from kvframework.messaging.curve import write_curve_pair
 from kvframework.server import Server
 from kvframework.service import contexts
 from kvframework.wire import messages as m
@@ -115,7 +116,7 @@ def keys(node: Node) -> None:
     folder = node.folder / "keys"
     if not folder.exists():
         folder.mkdir(mode=0o700)
-        write_pair(folder / "server.secret", folder / "engine.public")
+        write_curve_pair(folder / "server.secret", folder / "engine.public")
         make_certificate(folder)
         (folder / "token").write_text("a-token-for-tests-0123456789\n")
         (folder / "token").chmod(0o600)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from kvframework.config import tenant_digest
+from kvframework.api.keys import tenant_digest
 from kvframework.wire import messages as m
 from tests.core.server.in_process import serving
 from tests.support.waiting import wait_until

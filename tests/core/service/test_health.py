@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from kvframework import status
 from kvframework.api.counter import Counter, Counts
-from kvframework.service.health import EVERY_S, CounterReport, problems, trouble
+from kvframework.service.health import EVERY_S, CounterReport, problems
 from kvframework.status import COUNTERS
 
 
@@ -35,6 +36,10 @@ def tier(**fields: Any) -> dict[str, Any]:
         "corrupt": 0,
         **fields,
     }
+
+
+def trouble(found: dict[str, Any]) -> dict[str, int]:
+    return {place: amount for place, _, amount in status.trouble(found)}
 
 
 def test_all_is_well() -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvframework.client import CurveKeys, KVClient
-from kvframework.messaging.curve import write_pair
+from kvframework.messaging.curve import write_curve_pair
 from kvframework.wire import messages as m
 from tests.support.ports import free_port
 from tests.support.server_process import ServerProcess
@@ -22,12 +22,12 @@ class Keys:
         self.directory = directory
         self.clients = directory / "clients"
         self.clients.mkdir(parents=True)
-        write_pair(directory / "server.secret", directory / "server.public")
+        write_curve_pair(directory / "server.secret", directory / "server.public")
         self.add("client")
 
     def add(self, name: str, *, admitted: bool = True) -> CurveKeys:
         public = self.clients if admitted else self.directory
-        write_pair(self.directory / f"{name}.secret", public / f"{name}.public")
+        write_curve_pair(self.directory / f"{name}.secret", public / f"{name}.public")
         return self.of(name)
 
     def of(self, name: str) -> CurveKeys:

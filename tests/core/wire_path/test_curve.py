@@ -11,16 +11,15 @@ import pytest
 
 from kvframework.client import CurveKeys, KVClient
 from kvframework.config import load_config
-from kvframework.errors import ServerGone
+from kvframework.errors import CurveKeyError, ServerGone
 from kvframework.messaging.curve import (
     SECRET_VARIABLE,
     SERVER_VARIABLE,
     AdmittedClients,
-    CurveKeyError,
     keys_for,
     read_public,
     read_secret,
-    write_pair,
+    write_curve_pair,
 )
 from kvframework.server import Server
 from kvframework.wire import messages as m
@@ -196,7 +195,7 @@ def test_keys_new_makes_what_server_and_client_need(tmp_path: Path) -> None:
 
 
 def test_key_files_that_cannot_be_meant(tmp_path: Path) -> None:
-    write_pair(tmp_path / "a.secret", tmp_path / "a.public")
+    write_curve_pair(tmp_path / "a.secret", tmp_path / "a.public")
     with pytest.raises(CurveKeyError, match="a curve-secret file"):
         read_public(tmp_path / "a.secret")
     os.chmod(tmp_path / "a.public", 0o600)

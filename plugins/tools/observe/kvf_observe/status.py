@@ -11,13 +11,12 @@ import typer
 from rich.console import Group
 from rich.text import Text
 
-from kvframework.api.command import EXIT_FOUND, Endpoint, EndpointConfig, examples
-from kvframework.api.console import print_view, stdout
+from kvframework.api.command import Endpoint, EndpointConfig, examples
+from kvframework.api.console import counted, print_view, short_number, stdout
 from kvframework.api.plugin import ByteSize
-from kvframework.client.status_source import StatusSource, quiet_connection, server_endpoint
-from kvframework.service.health import trouble
-from kvframework.status import Instance, Status, Tier
-from kvframework.text import counted, one_line, short_number
+from kvframework.api.process import one_line
+from kvframework.client import StatusSource, quiet_connection, server_endpoint
+from kvframework.status import Instance, Status, Tier, trouble
 
 app = typer.Typer()
 REFUSED_SHOWN = OTHERS_SHOWN = 4
@@ -62,13 +61,13 @@ def status(
         for line in problems or ["ok"]:
             stdout.print(line, markup=False)
         if problems:
-            raise typer.Exit(EXIT_FOUND)
+            raise typer.Exit(1)
 
 
 def view_status(encoded: bytes, round_trip_s: float | None = None) -> Group:
     """The lines about the document that REPORT_STATUS returns, and how long a NOOP takes."""
     document = msgspec.json.decode(encoded, type=Status)
-    troubles = trouble(msgspec.json.decode(encoded))
+    troubles = {name: amount for name, _, amount in trouble(msgspec.json.decode(encoded))}
     return Group(*(Text(one_line(line), style) for line, style in _lines(document, troubles, round_trip_s)))
 
 

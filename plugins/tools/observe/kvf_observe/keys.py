@@ -12,11 +12,11 @@ import typer
 
 from kvframework.api.command import QuickGroup, examples
 from kvframework.api.console import stdout
-from kvframework.config import tenant_digest
-from kvframework.errors import ConfigFieldError
-from kvframework.messaging.curve import PUBLIC_SUFFIX, CurveKeyError, write_pair
+from kvframework.api.keys import tenant_digest
+from kvframework.client import write_curve_pair
+from kvframework.errors import ConfigFieldError, CurveKeyError
 
-SECRET_SUFFIX = ".secret"  # noqa: S105 - a file name
+PUBLIC_SUFFIX, SECRET_SUFFIX = ".public", ".secret"
 SERVER, CLIENTS = "server", "clients"
 
 keys_app = typer.Typer(cls=QuickGroup, help="CURVE keys, for servers at tcp:// endpoints.", no_args_is_help=True)
@@ -42,7 +42,7 @@ def new(
         (directory / CLIENTS).mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise CurveKeyError(f"cannot be made: {error.strerror}", where=str(directory / CLIENTS)) from None
-    write_pair(directory / f"{SERVER}{SECRET_SUFFIX}", directory / f"{SERVER}{PUBLIC_SUFFIX}")
+    write_curve_pair(directory / f"{SERVER}{SECRET_SUFFIX}", directory / f"{SERVER}{PUBLIC_SUFFIX}")
     _add(directory, client)
     root = directory.absolute()
     for line in (
@@ -79,7 +79,7 @@ def add(
 def _add(directory: Path, client: str) -> None:
     if not client.replace("-", "").replace("_", "").replace(".", "").isalnum() or client == SERVER:
         raise ConfigFieldError(f"{client!r} is no name for a client", available="letters, digits, '-', '_' and '.'")
-    write_pair(directory / f"{client}{SECRET_SUFFIX}", directory / CLIENTS / f"{client}{PUBLIC_SUFFIX}")
+    write_curve_pair(directory / f"{client}{SECRET_SUFFIX}", directory / CLIENTS / f"{client}{PUBLIC_SUFFIX}")
 
 
 _MAX_SALT = 1024

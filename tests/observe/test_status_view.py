@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from kvframework.cli.status import view_status
+from kvf_observe.status import view_status
 
 DOCUMENT: dict[str, object] = {
     "server": {

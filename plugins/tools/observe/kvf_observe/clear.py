@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import msgspec
 import typer
+from rich.text import Text
 
 from kvframework.api.command import AsJson, Endpoint, EndpointConfig, examples
-from kvframework.api.console import confirm, print_document, print_text
+from kvframework.api.console import print_document, print_text, stderr
 from kvframework.api.plugin import ByteSize
-from kvframework.client import KVClient
-from kvframework.client.status_source import quiet_connection, server_endpoint
+from kvframework.client import StatusSource, quiet_connection, server_endpoint
 from kvframework.status import Status
-from kvframework.wire import messages as m
 
 app = typer.Typer()
 
@@ -40,16 +40,17 @@ def clear(
     values is cleared of what L1 holds too.
     """
     quiet_connection()
-    with KVClient(server_endpoint(endpoint, config), name="clear") as client:
-        _ = client.hello
+    source = StatusSource(server_endpoint(endpoint, config), 5.0, name="clear")
+    try:
         if not yes:
-            document = client.request("REPORT_STATUS", m.Empty(), m.StatusReply, timeout=5.0).document
-            status = msgspec.json.decode(document, type=Status)
+            status = msgspec.json.decode(source.ask(), type=Status)
             used = f"all {status.l1.objects} objects, {ByteSize(status.l1.used_bytes)},"
             places = " and of ".join(["L1", *(tier.name for tier in status.l2 if l2)])
             what = f"the objects of {model!r}" if model else used
-            confirm(f"Drop {what} of {places} at {status.server.endpoint}?")
-        cleared = client.request("CLEAR", m.Clear(l2=l2, model=model), m.Cleared, timeout=timeout)
+            _confirm(f"Drop {what} of {places} at {status.server.endpoint}?")
+        cleared = source.clear(l2=l2, model=model, timeout=timeout)
+    finally:
+        source.close()
     if as_json:
         print_document(msgspec.structs.asdict(cleared))
         return
@@ -59,3 +60,14 @@ def clear(
         print_text(f"L2: deleted {cleared.l2_objects} values, {ByteSize(cleared.l2_bytes)}")
     for name in cleared.unlisted:
         print_text(f"{name} cannot list its values: those that L1 did not hold stay there until they expire")
+
+
+def _confirm(question: str) -> None:
+    """Ask a question. Raises `typer.Exit` for any answer but yes, `KeyboardInterrupt` for a Ctrl-C."""
+    stderr.print(Text(f"{question} [y/N]: "), end="")
+    answer = sys.stdin.readline() if sys.stdin else ""
+    if answer.strip().lower() in ("y", "yes"):
+        return
+    # Behind a line of the terminal's own the next one begins by itself.
+    stderr.print("not done" if answer.endswith("\n") else "\nnot done, without an answer; --yes asks none")
+    raise typer.Exit(1)
