@@ -6,7 +6,10 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+
 from kvframework.api.installing import install_command
+from kvframework.cli.commands import KNOWN
 from tests.core.cli.command import run, run_process
 from tests.core.registry.fake_distributions import install, marking
 
@@ -94,8 +97,9 @@ def test_two_of_a_name_are_named_and_the_core_wins(site: Path, tmp_path: Path) -
     assert not marker.exists()
 
 
-def test_the_benchmarks_say_how_to_get_them(site: Path) -> None:
-    command = install_command(distribution="kvframework-bench")
+@pytest.mark.parametrize("name", ["bench", "status", "keys"])
+def test_a_command_of_a_distribution_that_is_not_here_says_how_to_get_it(site: Path, name: str) -> None:
+    distribution = KNOWN[name][0]
     # What this environment has installed is hidden: only what is in `site` is offered.
     (site / "without_bench.py").write_text(
         "from importlib import metadata\n"
@@ -103,10 +107,10 @@ def test_the_benchmarks_say_how_to_get_them(site: Path) -> None:
         "metadata.entry_points = lambda **which: () if 'group' in which else found(**which)\n"
     )
     (site / "sitecustomize.py").write_text("import without_bench\n")
-    done = run_process("bench", "store", site=site)
+    done = run_process(name, site=site)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines() == [
-        "error: [plugin.unavailable] kvframework bench: the command is not installed",
-        f"  hint: {command}",
+        f"error: [plugin.unavailable] kvframework {name}: the command is not installed",
+        f"  hint: {install_command(distribution=distribution)}",
     ]
-    assert "bench     Not installed: kvframework-bench." in run_process("--help", site=site).stdout
+    assert f"{name:8}  Not installed: {distribution}." in run_process("--help", site=site).stdout
