@@ -47,6 +47,10 @@ class KeySet(KeyGrid):
         self._sizes = [group.nbytes for group in desc.groups]
 
     @property
+    def ends_anywhere(self) -> bool:
+        return not any(group.window for group in self.groups)
+
+    @property
     def main_prefix(self) -> bytes:
         return self.prefixes[next((row for row, group in enumerate(self.groups) if not group.window), 0)]
 

@@ -93,6 +93,11 @@ class KeyGrid:
         return len(self.digests)
 
     @property
+    def ends_anywhere(self) -> bool:
+        """Whether a hit that is cut anywhere is still one."""
+        return not self.has_windows
+
+    @property
     def row_groups(self) -> Sequence[GroupDesc]:
         """The shape and dtype of the objects of each row."""
         return [*self.desc.groups] * len(self.ranks)

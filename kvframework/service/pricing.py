@@ -49,7 +49,7 @@ class Pricing:
         known = [each.tokens_per_s for _, each in list(self._engines.values())]
         self._storage.table.compute_s = 1 / median(known or [speed.tokens_per_s])
         # Of windows and states most ends within a prefix are of no use.
-        stride = found - l1 if grid.has_windows else -(-(found - l1) // MOST_CUTS)
+        stride = found - l1 if not grid.ends_anywhere else -(-(found - l1) // MOST_CUTS)
         cuts = [*range(l1, found, stride), found]
         start, tokens, now = asked.key.start, grid.desc.chunk_tokens, self._storage.clock()
         compute_s = [speed.prefill_s(start + chunks * tokens, asked.key.end) for chunks in cuts]

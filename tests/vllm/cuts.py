@@ -66,7 +66,7 @@ def _loaded(bench: Bench, prompts: Sequence[list[int]], folder: Path) -> list[An
             written_back(server)
             with server.client() as client:
                 assert client.call("CLEAR", m.Clear()).in_use == 0
-            cut.write_text(str(chunks))
+            cut.write_text(str(chunks * CHUNK))
             go.touch()
 
         answers = bench.run(server, *asks, on_wait=turn)

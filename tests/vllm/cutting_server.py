@@ -1,4 +1,4 @@
-"""A server whose prices cut each hit behind as many chunks as a file says, whatever a tier or an engine is like.
+"""A server whose prices cut each hit behind as many tokens as a file says, whatever a tier or an engine is like.
 
 Run as `python -m tests.vllm.cutting_server FILE serve ...`; for the tests of cut hits.
 """
@@ -26,7 +26,8 @@ class FixedCut(Pricing):
         if not source:
             return
         found = asked.grid.hit([there or index in source for index, there in enumerate(here)])
-        asked.priced = Priced(min(int(FILE.read_text()), found), found, 2.0, 1.0, 1.0)
+        cut = int(FILE.read_text()) // asked.grid.desc.chunk_tokens
+        asked.priced = Priced(min(cut, found), found, 2.0, 1.0, 1.0)
 
 
 def _asked(self: PendingLookup, *given: object) -> None:

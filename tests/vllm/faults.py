@@ -113,18 +113,22 @@ class AdapterChangesWhileLoaded(Watched):
     """Somebody writes to an adapter's files while vLLM reads them."""
 
     def register_kv_caches(self, kv_caches: Any) -> None:
-        from vllm.lora.worker_manager import WorkerLoRAManager
-
-        load = WorkerLoRAManager._load_adapter
-
-        def disturbed(manager: Any, request: Any) -> Any:
-            adapter = load(manager, request)
-            with (Path(request.lora_path) / "adapter_config.json").open("a") as config:
-                config.write("\n")
-            return adapter
-
-        WorkerLoRAManager._load_adapter = disturbed
+        change_adapters_while_loaded()
         super().register_kv_caches(kv_caches)
+
+
+def change_adapters_while_loaded() -> None:
+    from vllm.lora.worker_manager import WorkerLoRAManager
+
+    load = WorkerLoRAManager._load_adapter
+
+    def disturbed(manager: Any, request: Any) -> Any:
+        adapter = load(manager, request)
+        with (Path(request.lora_path) / "adapter_config.json").open("a") as config:
+            config.write("\n")
+        return adapter
+
+    WorkerLoRAManager._load_adapter = disturbed
 
 
 class Broken:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 from kvf_vllm.offloading import worker
 from kvf_vllm.offloading.connector import KvFrameworkOffloading
 from tests.vllm.engine import STEPS
-from tests.vllm.faults import kill_server
+from tests.vllm.faults import change_adapters_while_loaded, kill_server
 
 _move = worker.move
 
@@ -59,6 +61,56 @@ class ServerDiesDuringLoad(Watched):
 
         worker.move = killing
         super().register_kv_caches(kv_caches)
+
+
+class AdapterChangesWhileLoaded(Watched):
+    """Somebody writes to an adapter's files while vLLM reads them."""
+
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        change_adapters_while_loaded()
+        super().register_kv_caches(kv_caches)
+
+
+class WrongKvFromTheSecondLoadOn(WrongKv):
+    """The loads before are right."""
+
+    right = 1
+
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        super().register_kv_caches(kv_caches)
+        wrong, loads = worker.move, itertools.count(1)
+
+        def later(runs: Any, arena: Any, *, storing: bool) -> None:
+            (_move if storing or next(loads) <= self.right else wrong)(runs, arena, storing=storing)
+
+        worker.move = later
+
+
+class WrongKvFromTheThirdLoadOn(WrongKvFromTheSecondLoadOn):
+    right = 2
+
+
+class RaisesOncePromised(Watched):
+    """A promised load whose places cannot be named."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        if self.connector_scheduler is not None:
+            self._manager._numbers = _Broken(self._manager._numbers)
+
+
+class _Broken:
+    """Raises once, for the first load."""
+
+    def __init__(self, numbers: Any) -> None:
+        self._numbers = numbers
+        self._is_broken = True
+
+    def __next__(self) -> Any:
+        if self._is_broken and sys._getframe(1).f_code.co_name == "prepare_load":
+            self._is_broken = False
+            raise RuntimeError("a promise that cannot be kept")
+        return next(self._numbers)
 
 
 class RaisesEverywhere(Watched):

@@ -28,6 +28,8 @@ from tests.vllm.engine import SERVER_PID, STEPS, Ask, Order, encode, kvframework
 from tests.vllm.model import make, prompt
 
 CHUNK = 256
+# The modules with each connector under test, see `Bench`.
+CONNECTORS = ("tests.vllm.faults", "tests.vllm.offload_faults")
 # What takes too long under load would be a miss, or not stored.
 PATIENT = {"kvframework.deadline_scale": 50.0, "kvframework.lookup_deadline_s": 100.0}
 
@@ -61,6 +63,15 @@ class Bench:
     connectors: str = "tests.vllm.faults"
     # An engine with a connector would else get another number of threads than one without.
     cores: str = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "0-1")
+
+    @property
+    def chunk(self) -> int:
+        """The tokens of a chunk: vLLM's own offloading takes one of its blocks, if that is large."""
+        return 128 if self.is_offloading else CHUNK
+
+    @property
+    def is_offloading(self) -> bool:
+        return self.connectors == CONNECTORS[1]
 
     def ask(self, length: int | None = None, **fields: Any) -> Ask:
         return Ask(self.prompt[:length], tokens=self.new_tokens, **fields)
@@ -167,8 +178,19 @@ def written_back(server: ServerProcess) -> None:
         wait_until(lambda: client.status()["l2"][0]["write_pending"] == 0, 60, "the write to L2")
 
 
-def digest_of(tokens: list[int], chunk: int) -> bytes:
-    """The digest of one chunk of a prompt."""
+def digest_of(bench: Bench, chunk: int) -> bytes:
+    """The digest of one chunk of the prompt."""
+    tokens = bench.prompt
+    if bench.is_offloading:
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core import kv_cache_utils as theirs
+
+        theirs.init_none_hash(sha256)
+        parent = None
+        for at in range(0, (chunk + 1) * bench.chunk, bench.chunk):
+            parent = theirs.hash_block_tokens(sha256, parent, tokens[at : at + bench.chunk])
+        assert parent is not None
+        return bytes(parent)
     request = RequestHashes(Sha256(), CHUNK, request_id="")
     request.extend(tokens)
     return request.digests((chunk + 1) * CHUNK)[-32:]
@@ -258,7 +280,7 @@ def one_lost(bench: Bench, chunk: int) -> Answer:
     with filesystem_server(bench) as (server, folder):
         bench.run(server, bench.ask())
         restarted(server)
-        name = digest_of(bench.prompt, chunk).hex()
+        name = digest_of(bench, chunk).hex()
         (lost,) = [path for path in folder.rglob("*") if path.name.endswith(name)]
         lost.unlink()
         return bench.run(server, bench.ask())[0]
@@ -269,7 +291,7 @@ def corrupted_in_redis(bench: Bench, chunk: int) -> Answer:
     with redis_server(bench) as (server, redis):
         bench.run(server, bench.ask())
         restarted(server)
-        digest = digest_of(bench.prompt, chunk)
+        digest = digest_of(bench, chunk)
         with redis.client() as client:
             found = [key for key in client.scan_iter(count=1000) if digest in key]
             assert found

@@ -21,11 +21,12 @@ TOKENS = 4 * CHUNK + 1
 NEW = 12
 
 
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+@pytest.fixture(scope="module", params=rows.CONNECTORS)
+def bench(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Bench:
     engine = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
     directory = tmp_path_factory.mktemp("lora")
-    return Bench(cached("tiny"), directory, prompt(TOKENS, seed=11), NEW, rows.PATIENT, engine)
+    tokens = prompt(TOKENS, seed=11)
+    return Bench(cached("tiny"), directory, tokens, NEW, rows.PATIENT, engine, connectors=request.param)
 
 
 @pytest.fixture

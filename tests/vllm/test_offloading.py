@@ -12,7 +12,7 @@ import pytest
 from tests.vllm import rows
 from tests.vllm.hybrid_models import FAMILIES
 from tests.vllm.hybrid_models import make as make_hybrid
-from tests.vllm.model import cached, make_adapter, prompt
+from tests.vllm.model import cached, prompt
 from tests.vllm.rows import Answer, Bench
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
@@ -100,22 +100,6 @@ def test_workers_of_one_engine_write_one_object_each_chunk(bench: Bench, cold: A
     # Eight blocks of 16 tokens of all workers are a chunk.
     assert objects == HIT // 128
     assert (alone.tokens, alone.cached) == (cold.tokens, 0)
-
-
-def test_an_adapter_is_loaded_by_what_it_holds(bench: Bench, tmp_path: Path) -> None:
-    lora = bench_of(bench.model, tmp_path, enable_lora=True, max_loras=2, max_lora_rank=8)
-    path = make_adapter(tmp_path / "adapter", bench.model, seed=1)
-    asked = lora.ask(adapters=[["one", 1, str(path)]])
-    (without,) = lora.run(None, asked)
-    with rows.server_for() as server:
-        (stored,) = lora.run(server, asked)
-        (loaded,) = lora.run(server, asked)
-        make_adapter(path, bench.model, seed=2)
-        (trained_again,) = lora.run(server, asked)
-    assert (stored.tokens, stored.cached) == (without.tokens, 0)
-    assert (loaded.tokens, loaded.cached) == (without.tokens, HIT)
-    assert trained_again.cached == 0
-    assert trained_again.tokens != without.tokens
 
 
 @pytest.mark.parametrize("size", ["window", "windows"])

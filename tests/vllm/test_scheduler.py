@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvf_vllm.scheduler import DECIDED_S, SchedulerSide
-from kvf_vllm.search import MISS_HOLDS_S, TICKET_HOLDS_S, Waiting
+from kvf_vllm.search import MISS_HOLDS_S, TICKET_HOLDS_S
+from kvf_vllm.speed import Waiting
 from kvf_vllm.step_messages import StepReport
 from kvframework.api.layout import NO_BLOCK
 from kvframework.pricing import EngineSpeed

@@ -147,7 +147,7 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self._named: Named | None = None
         self._updates: WeightUpdates | None = None
         self._resets: CacheResets | None = None
-        self._is_beside_others = len(_connectors(transfer)) > 1
+        self._is_beside_others = is_beside_others(transfer)
         if role == KVConnectorRole.SCHEDULER:
             if self._unread:
                 log.warning("nothing is loaded or stored: %s", self._unread)
@@ -178,7 +178,7 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             loads=transfer.is_kv_consumer,
             stores=transfer.is_kv_producer,
             unread=bool(self._unread),
-            event_block_size=_event_block_size(config, self._kv_cache_config),
+            event_block_size=event_block_size(config, self._kv_cache_config),
             adapters=AdapterNames(config.parallel_config.world_size, by_path=caches_adapters_by_path(vllm.__version__)),
             weights=EngineWeights(caches_prefixes=bool(config.cache_config.enable_prefix_caching)),
         )
@@ -431,6 +431,11 @@ def _connectors(transfer: Any) -> list[Any]:
     return [transfer] if engine is None or engine is transfer else [transfer, engine]
 
 
+def is_beside_others(transfer: Any) -> bool:
+    """Whether the engine has other connectors. Only workers see it."""
+    return len(_connectors(transfer)) > 1
+
+
 def check_failure_policy(transfer: Any) -> None:
     """Raises `ConfigFieldError` if vLLM would fail a request whose KV is lost."""
     # Beside other connectors the engine's policy counts.
@@ -488,7 +493,7 @@ def _new_blocks(scheduler_output: Any, groups: Sequence[GroupFacts]) -> set[int]
     return written.union(copy.dst_block_id for copy in scheduler_output.kv_cache_block_copies or ())
 
 
-def _event_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
+def event_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
     """The tokens of each of vLLM's block hashes, 0 if events are off."""
     events = vllm_config.kv_events_config
     if events is None or not events.enable_kv_cache_events:

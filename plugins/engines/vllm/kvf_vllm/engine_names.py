@@ -7,11 +7,21 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
-from kvf_vllm.step_messages import Served, StepReport, Weights
+from kvf_vllm.step_messages import Served, Weights
 from kvf_vllm.weights import EngineWeights
 
 log = logging.getLogger(__name__)
+
+
+class WorkerNews(Protocol):
+    """The part of the workers' report that is about names, see `StepReport`."""
+
+    @property
+    def served(self) -> Mapping[int, Served | None]: ...
+    @property
+    def weights(self) -> Mapping[int, Weights]: ...
 
 
 class EngineNames:
@@ -45,7 +55,7 @@ class EngineNames:
         """Hides all KV so far from this engine."""
         self.generation = secrets.token_hex(8)
 
-    def heard(self, report: StepReport) -> bool:
+    def heard(self, report: WorkerNews) -> bool:
         """Applies the workers' news. Returns True if weights were updated: KV from before has another name."""
         if not (report.served or report.weights):
             return False

@@ -28,13 +28,14 @@ from kvf_vllm.layouts import (
 from kvf_vllm.lookups import ServerLookups
 from kvf_vllm.options import VllmOptions
 from kvf_vllm.requests import EngineRequest, Wish, chunk_extras, content_of, salted, traceparent, wish_of
-from kvf_vllm.search import PrefixSearch, Waiting
+from kvf_vllm.search import PrefixSearch
+from kvf_vllm.speed import Prefill
 from kvf_vllm.step_messages import AdapterUse, GroupBlocks, StepPlan, StepReport, TransferOp
 from kvf_vllm.tally import Tally
 from kvf_vllm.weights import EngineWeights
 from kvframework.api.keys import ChunkContent
 from kvframework.api.process import LogLimit
-from kvframework.client import EngineSpeed, PrefillMeter, RequestHashes
+from kvframework.client import RequestHashes
 
 log = logging.getLogger(__name__)
 
@@ -114,8 +115,8 @@ class SchedulerSide:
         self._names = EngineNames(workers, weights or EngineWeights(), service.serve)
         self._first_asked: float | None = None
         self._tracked: dict[str, _Tracked] = {}
-        # The requests that have blocks. A step that computes any is held up by no lookup, others by one at most.
-        self._running: set[str] = set()
+        # A step that computes any request is held up by no lookup, others by one at most.
+        self._prefill = Prefill(clock)
         self._has_waited = False
         self._planned_loads: list[TransferOp] = []
         # Blocks that another connector may load into, which begins before vLLM schedules them.
@@ -125,20 +126,18 @@ class SchedulerSide:
         self._once = LogLimit.once()
         self._is_up_to_date = True
         self._step = 0
-        self._meter = PrefillMeter()
-        self._waiting = Waiting()
 
     # Requests of vLLM's scheduler.
 
     def came(self, request: EngineRequest) -> None:
         """vLLM's `on_new_request`: it waits, and is asked for when its turn is near."""
         if request.request_id not in self._tracked:
-            self._waiting.came(request.request_id, request.num_tokens)
+            self._prefill.came(request)
 
     def matched_tokens(self, request: EngineRequest, computed: int) -> tuple[int | None, bool]:
         """vLLM's `get_num_new_matched_tokens`: the number of tokens beyond `computed` that can be loaded, and True if
         they are loaded between steps; a number of None asks vLLM to call again."""
-        self._waiting.gone(request.request_id)
+        self._prefill.asked_for(request.request_id)
         tracked = self._track(request)
         tracked.miss, tracked.own_end = "", computed
         if self._unread:
@@ -163,8 +162,8 @@ class SchedulerSide:
         if end <= computed:
             tracked.search.release()
             return self._no_hit(tracked, "too_short" if not computed else "held_locally")
-        wait_s = 0.0 if self._running or self._has_waited else DECIDED_S
-        hit_end = tracked.search.hit_end(hashes, start, end, wait_s, self._speed)
+        wait_s = 0.0 if self._prefill or self._has_waited else DECIDED_S
+        hit_end = tracked.search.hit_end(hashes, start, end, wait_s, self._prefill.speed)
         if hit_end is None:
             self._has_waited = True
             return None, False
@@ -179,8 +178,8 @@ class SchedulerSide:
 
     def allocated(self, request: EngineRequest, table: GroupBlocks, external: int) -> None:
         """vLLM's `update_state_after_alloc`: the request has its blocks, all of them in `table`."""
-        self._running.add(request.request_id)
         tracked = self._tracked.get(request.request_id)
+        self._prefill.has_blocks(request, tracked.hit_end if tracked is not None else 0)
         if tracked is None or tracked.loading:
             return
         if not external or tracked.hashes is None:
@@ -248,19 +247,19 @@ class SchedulerSide:
                 if tracked is not None and tracked.wish.store:
                     stores += self._plan_store(tracked, tokens, tables, states.get(request_id, ()))
         loads, self._planned_loads = self._planned_loads, []
-        self._begin_step(scheduled, counts=self._is_async or not loads)
+        self._prefill.begin_step(scheduled, counts=self._is_async or not loads)
         return StepPlan(loads, stores, fence, bool(scheduled), self._step, self._names.weights.updates)
 
     def step_ended(self) -> None:
         """vLLM has taken in what the first step under way has computed."""
-        self._meter.end_step(self._clock())
+        self._prefill.end_step()
 
     def plan_in_doubt(self) -> StepPlan:
         """Replaces `plan_step` after that has raised: planned loads stay, nothing is stored, and all stores end before
         the step, since any of their blocks may be written in it."""
         self._step += 1
         loads, self._planned_loads = self._planned_loads, []
-        self._begin_step({}, counts=False)
+        self._prefill.begin_step({}, counts=False)
         self._foreign = set()
         self._has_waited = False
         return StepPlan(loads, [], list(self._unfinished), step=self._step, updates=self._names.weights.updates)
@@ -301,9 +300,8 @@ class SchedulerSide:
     def finished(self, request: EngineRequest) -> None:
         """vLLM's `request_finished`, aborts included. A load in progress goes on, with a pin of its own: vLLM keeps the
         blocks until the workers have reported its end."""
-        self._waiting.gone(request.request_id)
+        self._prefill.ended(request.request_id)
         tracked = self._tracked.pop(request.request_id, None)
-        self._running.discard(request.request_id)
         if tracked is not None:
             tracked.search.release()
 
@@ -325,26 +323,6 @@ class SchedulerSide:
         for tracked in self._tracked.values():
             tracked.search.release()
         self._tracked.clear()
-
-    def _begin_step(self, scheduled: Mapping[str, int], *, counts: bool) -> None:
-        """Tell the meter; `counts`: the step's time is that of computing."""
-        requests = [
-            (self._tracked[each].request, tokens) for each, tokens in scheduled.items() if each in self._tracked
-        ]
-        parts = [(request.num_computed_tokens, request.num_computed_tokens + tokens) for request, tokens in requests]
-        self._meter.begin_step(parts, self._clock(), counts=counts)
-
-    def _speed(self) -> EngineSpeed | None:
-        """How fast this engine is, and what it has still to compute: of the prompts before the next, and of those that
-        wait, which it computes while a load is under way."""
-        queued = []
-        for each in self._running:
-            tracked = self._tracked.get(each)
-            if tracked is not None:
-                request = tracked.request
-                queued.append((max(request.num_computed_tokens, tracked.hit_end), request.num_tokens))
-        speed = self._meter.speed(queued)
-        return None if speed is None else self._waiting.behind(speed)
 
     def _track(self, request: EngineRequest) -> _Tracked:
         tracked = self._tracked.get(request.request_id)
@@ -381,7 +359,7 @@ class SchedulerSide:
             store.event = None
         for request_id, tracked in list(self._tracked.items()):
             tracked.search.release()
-            if request_id in self._running:
+            if request_id in self._prefill:
                 tracked.wish = Wish(False, False, reason=reason)
             else:
                 del self._tracked[request_id]

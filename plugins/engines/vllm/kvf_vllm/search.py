@@ -1,13 +1,10 @@
 """The search for one request's prefix in the server: lookups, polls while L2 loads, a deadline, and the ticket that
-pins the hit. A pure state machine over `ServerLookups`; takes a clock. And the prompts that have come to vLLM, and that
-its scheduler has not asked for yet."""
+pins the hit. A pure state machine over `ServerLookups`; takes a clock."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-
-import msgspec
 
 from kvf_vllm.lookups import ServerLookups
 from kvframework.client import EngineSpeed, LoadGrant, LookupResult, RequestHashes
@@ -91,34 +88,3 @@ class PrefixSearch:
         assert self._result is not None
         holds = TICKET_HOLDS_S if self._result.hit_tokens or self._result.pending else MISS_HOLDS_S
         return now - self._asked_at >= max(holds, self._deadline_s if self._result.pending else 0.0)
-
-
-MOST_S = 1e6
-
-
-class Waiting:
-    """Their numbers of tokens, by request."""
-
-    def __init__(self) -> None:
-        self._tokens: dict[str, int] = {}
-        self._sum = self._squares = 0
-
-    def came(self, request_id: str, tokens: int) -> None:
-        self.gone(request_id)
-        self._tokens[request_id] = tokens
-        self._sum += tokens
-        self._squares += tokens * tokens
-
-    def gone(self, request_id: str) -> None:
-        """It is asked for, or has ended."""
-        tokens = self._tokens.pop(request_id, 0)
-        self._sum -= tokens
-        self._squares -= tokens * tokens
-
-    def behind(self, speed: EngineSpeed) -> EngineSpeed:
-        """Return the speed with the prefill of all of these as well, as if none of them had a hit."""
-        if not self._tokens:
-            return speed
-        context = self._squares / (2 * speed.attention_tokens) if speed.attention_tokens else 0.0
-        queued_s = speed.queued_s + (self._sum + context) / speed.tokens_per_s
-        return msgspec.structs.replace(speed, queued_s=min(queued_s, MOST_S))

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import logging
 import secrets
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
@@ -24,23 +27,33 @@ from vllm.v1.kv_offload.base import OffloadingWorker
 
 import vllm
 from kvf_vllm.adapters import AdapterNames, LoadedAdapters
-from kvf_vllm.connector import adapters_of, check_failure_policy, connect
-from kvf_vllm.facts import check_sleep, model_of, packing_of, why_unread
-from kvf_vllm.identity import identify
+from kvf_vllm.connector import (
+    adapters_of,
+    check_failure_policy,
+    connect,
+    event_block_size,
+    is_beside_others,
+    published,
+)
+from kvf_vllm.facts import model_of, packing_of, place_of, why_unread
+from kvf_vllm.identity import Named, identify
 from kvf_vllm.offloading.copies import Slot
 from kvf_vllm.offloading.manager import ArenaManager, Group
-from kvf_vllm.offloading.messages import StepPlan, StepReport
+from kvf_vllm.offloading.messages import Laid, StepPlan, StepReport
+from kvf_vllm.offloading.metrics import BothCounted, BothShown
 from kvf_vllm.offloading.spec import ArenaSpec
 from kvf_vllm.offloading.worker import CpuWorker, ServedArena, WorkerSide
 from kvf_vllm.options import caches_adapters_by_path, check_version, parse_options
 from kvf_vllm.registration import join_log
-from kvf_vllm.weights import WeightUpdates
+from kvf_vllm.weights import CacheResets, EngineWeights, WeightUpdates
 from kvframework.client import ErrorNotes, KVClient, OpaqueInstance, OpaqueObjects, harmless
 from kvframework.errors import BadLayout, ConfigFieldError, KVFrameworkError
 from vllm import envs
 
 if TYPE_CHECKING:
     import torch
+
+    from kvf_vllm.step_messages import Served
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +73,7 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
         self._options = parse_options(transfer.kv_connector_extra_config)
         _check_options(self._options)
         check_failure_policy(transfer)
-        self.errors = ErrorNotes()
+        self.errors = ErrorNotes(self._count_error)
         self._unread = why_unread(vllm_config, invariant=bool(getattr(envs, "VLLM_BATCH_INVARIANT", False)))
         self._spec = ArenaSpec(
             vllm_config,
@@ -71,8 +84,10 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
         self._canonical_layout = False
         self._arena = ServedArena()
         self._client: KVClient | None = None
-        self._packings: dict[int, str] = {}
         self._updates: WeightUpdates | None = None
+        self._resets: CacheResets | None = None
+        self._named: Named | None = None
+        self._is_beside_others = is_beside_others(transfer)
         self.connector_scheduler: Any = None
         self.connector_worker: Any = None
         if role == KVConnectorRole.SCHEDULER:
@@ -81,79 +96,100 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
             adapters = adapters_of(vllm_config.lora_config) or LoadedAdapters()
             self.connector_worker = WorkerSide(self._spec, vllm_config, kv_cache_config, self._arena, adapters)
 
+    # vLLM asks these two before it makes a connector: a wrong option ends the start there.
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        _check_options(parse_options(extra_config))
+        return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        transfer = vllm_config.kv_transfer_config
+        if transfer.kv_connector == cls.__name__:
+            cls.requires_piecewise_for_cudagraph(transfer.kv_connector_extra_config)
+        return cast("str | None", super().get_required_kvcache_layout(vllm_config))
+
+    def _count_error(self) -> None:
+        side = self.connector_worker or getattr(self, "_manager", None)
+        if side is not None:
+            side.tally.count("errors")
+
     # The scheduler's side.
 
     def _start_scheduler(self, transfer: Any) -> None:
         config = self._vllm_config
         if self._unread:
             log.warning("nothing is loaded or stored: %s", self._unread)
+        workers = config.parallel_config.world_size
         self._manager = ArenaManager(
+            self._options,
+            self._register,
             unit_tokens=self._spec.unit_tokens,
-            workers=config.parallel_config.world_size,
-            deadline_s=self._options.lookup_deadline_s,
-            min_hit_tokens=self._options.min_hit_tokens,
-            loads=bool(transfer.is_kv_consumer) and not self._unread,
-            stores=bool(transfer.is_kv_producer) and not self._unread,
-            adapters=AdapterNames(
-                config.parallel_config.world_size,
-                by_path=caches_adapters_by_path(vllm.__version__),
-            ),
+            workers=workers,
+            loads=bool(transfer.is_kv_consumer),
+            stores=bool(transfer.is_kv_producer),
+            unread=bool(self._unread),
+            adapters=AdapterNames(workers, by_path=caches_adapters_by_path(vllm.__version__)),
+            weights=EngineWeights(caches_prefixes=bool(config.cache_config.enable_prefix_caching)),
+            event_block_size=event_block_size(config, self._kv_cache_config),
         )
         self.connector_scheduler = OffloadingConnectorScheduler(self._spec, config, self._kv_cache_config)
         self._manager.groups = [_group(each) for each in self.connector_scheduler.config.kv_group_configs]
         self._manager.align = self.connector_scheduler._mamba_align_size
-        identity = identify(model_of(config), model=self._options.model, weights=self._options.weights)
-        self._identity = identity
         self._client = connect(self._options, "vllm scheduler")
+
+    @harmless()
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._resets = CacheResets(kv_cache_manager, lambda: self._manager.cache_was_reset())
 
     def on_new_request(self, request: Any) -> None:
         super().on_new_request(request)
         self._manager.came(request)
 
+    @harmless(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if not self._manager.ask(request, num_computed_tokens):
             return None, False
         matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return matched
 
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._manager.allocated(request, num_external_tokens)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        plan = super().build_connector_meta(scheduler_output)
-        self._manager.places()
-        instance = self._manager.instance
-        return StepPlan.of(plan, instance.ticket if instance is not None else None)
+        manager = self._manager
+        plan: OffloadingConnectorMetadata = super().build_connector_meta(scheduler_output)
+        manager.count_step(scheduler_output.num_scheduled_tokens, loads=bool(plan.load_jobs))
+        manager.places()
+        ticket = manager.instance.ticket if manager.instance is not None else None
+        return StepPlan.of(plan, ticket, manager.step, manager.names.weights.updates)
 
     def update_connector_output(self, connector_output: Any) -> None:
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, StepReport):
-            self._hear(report)
+            self._manager.heard(report)
         for request_id in connector_output.failed_recving or ():
             self._manager.load_failed(request_id)
         super().update_connector_output(connector_output)
 
-    @harmless()
-    def _hear(self, report: StepReport) -> None:
-        self._manager.heard_of_adapters(report.adapters, spoils_base=report.spoils_base)
-        self._manager.ended(report.ended, report.failed)
-        if not report.packings:
-            return
-        self._packings |= report.packings
-        if "" in self._packings.values():
-            self._leave("a worker's weights or memory changed, or it cannot take part")
-        elif len(self._packings) == self._vllm_config.parallel_config.world_size and self._manager.instance is None:
-            if len(set(self._packings.values())) > 1 or self._client is None:
-                self._leave("the engine's workers lay their blocks out differently")
-                return
-            self._manager.instance = OpaqueInstance(self._client, self._objects(next(iter(self._packings.values()))))
-            self._manager.is_expected = False
+    @harmless(list)
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return [published(event) for event in self._manager.take_announcements()]
 
-    def _objects(self, packing: str) -> OpaqueObjects:
+    def _register(self, names: Sequence[Served]) -> OpaqueInstance:
+        """Register objects by the names of all workers' blocks, the first stage's first."""
         spec, parallel = self._spec, self._spec.config.parallel
+        laid = [each for each in names if isinstance(each, Laid)]
+        identity, packing = laid[0].identity, "+".join(dict.fromkeys(each.packing for each in laid))
         facts = (spec.slots, parallel.tp_size, parallel.pp_size, parallel.dcp_size, parallel.pcp_size)
         chunks = [
             (tokens, each.group_id) for tokens, each in zip(spec.tokens_per_chunk, spec.config.groups, strict=True)
         ]
-        identity = self._identity
-        return OpaqueObjects(
+        assert self._client is not None
+        objects = OpaqueObjects(
             instance_id=secrets.randbits(62),
             model_name=identity.model_name,
             object_bytes=[spec.object_bytes] * len(spec.config.groups),
@@ -163,30 +199,47 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
             quantization=identity.quantization,
             model_dtype=identity.dtype,
         )
-
-    def _leave(self, why: str) -> None:
-        """Take part no more: what is loaded or stored from here on might be wrong."""
-        manager = self._manager
-        if manager.is_left:
-            return
-        log.error("nothing is loaded or stored from now on: %s", why)
-        manager.leave()
+        return OpaqueInstance(self._client, objects)
 
     # The worker's side.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
-        config = self._vllm_config
-        check_sleep(config.model_config, tells=False, transport="vllm's own")
-        worker = self.connector_worker
+        if self._unread:
+            return
+        config, options, worker = self._vllm_config, self._options, self.connector_worker
         first_axis = {name: tensor.shape[0] for name, tensor in kv_caches.items()}
         try:
-            worker.report_packing(packing_of(config, self._kv_cache_config, first_axis, release=self._release))
-            self._updates = WeightUpdates(config, begins=lambda: worker.report_packing(""), ends=lambda _began: None)
+            facts, own = model_of(config), {"model": options.model, "weights": options.weights}
+            self._named = Named(facts, identify(facts, **own), **own)
+            packing = packing_of(config, self._kv_cache_config, first_axis, release=self._release)
+            identity = self._named.identity
+            stage = place_of(config.parallel_config, self._kv_cache_config).stage
+            laid = Laid(identity.model_name, b"", self._spec.unit_tokens, 1, stage, (), identity, packing)
+            self._updates = WeightUpdates(config, begins=worker.weights_change, ends=self._weights_changed)
             self._updates.watch(resolve_obj_by_qualname(config.parallel_config.worker_cls))
-        except KVFrameworkError as error:
-            log.warning("nothing is loaded or stored: %s", error)
-            worker.report_packing("")
+        except KVFrameworkError:
+            raise
+        except Exception as error:  # noqa: BLE001 - of whatever kind, the engine goes without a cache
+            self.errors.note("the worker's side", error)
+            return
+        worker.take_part(laid)
+
+    @harmless()
+    def _weights_changed(self, began: float | None) -> None:
+        """See `WeightUpdates`."""
+        # Other connectors may go on loading what the old weights have computed: then this engine shares no more.
+        if self._named is None or self._is_beside_others:
+            return
+        named, facts = self._named, model_of(self._vllm_config)
+        self.connector_worker.weights_changed(lambda: named.after_update(facts, began))
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        if self._updates is not None and not self._updates.is_following:
+            log.error("nothing is loaded or stored: this vLLM's updates of its weights cannot be seen")
+            self._updates = None
+            self.connector_worker.take_part(None)
+        super().handle_preemptions(kv_connector_metadata)
 
     def _copies(self, kv_caches: Any) -> OffloadingWorker:
         slot = Slot(kv_caches, self._spec.blocks_per_chunk, self._spec.slot_offset)
@@ -198,11 +251,35 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
 
         return GpuWorker(kv_caches, slot, self._arena)
 
+    def wait_for_save(self) -> None:
+        self.connector_worker.prepare_store_kv(self._connector_metadata)
+
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         worker = self.connector_worker
+        # vLLM 0.30 does not call `wait_for_save` in a step without a forward pass.
+        worker.prepare_store_kv(self._connector_metadata)
         _, received = worker.get_finished(finished_req_ids)
         failed, worker.failed_loads = worker.failed_loads, set()
         return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
+
+    # Both sides.
+
+    @harmless()
+    def get_kv_connector_stats(self) -> BothCounted | None:
+        side = self.connector_worker or self._manager
+        scheduler = self.connector_scheduler
+        counted = BothCounted.of(side.tally.take(), scheduler.get_stats() if scheduler is not None else None)
+        return None if counted.is_empty() else counted
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> BothCounted:
+        return BothCounted(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[Any]]
+    ) -> BothShown:
+        return BothShown(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         super().shutdown()
@@ -224,7 +301,7 @@ def _group(group: Any) -> Group:
 
 def _check_options(options: Any) -> None:
     """Raise `ConfigFieldError` for an option that means nothing here."""
-    for name, only in (("load", "async"), ("layout", "opaque"), ("transport", "auto"), ("announce_salts", False)):
+    for name, only in (("load", "async"), ("layout", "opaque"), ("transport", "auto"), ("transport_options", {})):
         if getattr(options, name) != only:
             raise ConfigFieldError(
                 f"kvframework.{name} is {getattr(options, name)!r}",

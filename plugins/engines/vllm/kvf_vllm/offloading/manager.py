@@ -10,10 +10,10 @@ import hashlib
 import itertools
 import logging
 import math
-import secrets
+import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -25,30 +25,38 @@ from vllm.v1.kv_offload.base import (
     PrepareStoreOutput,
     RequestOffloadingContext,
     get_offload_block_hash,
-    get_offload_group_idx,
     make_offload_key,
 )
 
 from kvf_vllm.adapters import NOT_LOADED, AdapterNames
-from kvf_vllm.offloading.messages import NOWHERE, ArenaPlaces
+from kvf_vllm.engine_names import EngineNames
+from kvf_vllm.events import Announcements, BlocksRemoved, BlocksStored
+from kvf_vllm.offloading.messages import NOWHERE, ArenaPlaces, StepReport
 from kvf_vllm.requests import Wish, salted, traceparent, wish_of
+from kvf_vllm.speed import Prefill
+from kvf_vllm.step_messages import AdapterUse
+from kvf_vllm.tally import Tally
 from kvframework.api.futures import Future
 from kvframework.api.keys import DIGEST_BYTES
+from kvframework.api.process import LogLimit
 from kvframework.api.transport import StorePlan
 from kvframework.client import ErrorNotes, KeyGroup, OpaqueInstance, Prompt, granted_objects, harmless
 from kvframework.errors import DeadlineExceeded, ServerGone
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
+    from kvf_vllm.options import VllmOptions
     from kvf_vllm.requests import EngineRequest
-    from kvf_vllm.step_messages import AdapterNews
+    from kvf_vllm.step_messages import Served
+    from kvf_vllm.weights import EngineWeights
+    from kvframework.api.transport import StoreOutcome
     from kvframework.client import LookupReply
 
 log = logging.getLogger(__name__)
 
 # The engine's thread waits so long for the answer to a lookup; later the request is asked about again.
 ANSWER_S = 0.05
+# How long an idle engine waits for L2 to say whether it has more than L1.
+DECIDED_S = 0.002
 # The time that a grant must have left for its load to be begun.
 SPARE_S = 5.0
 
@@ -67,10 +75,11 @@ class Group:
 
 @dataclass(eq=False)
 class Search:
-    """The lookup of one request from token `start` on, and what it has found: offsets by key, of `lease` until a time
-    of the monotonic clock."""
+    """The lookup of one request's tokens from `start` to `end`, and what it has found: offsets by key, of `lease` until
+    a time of the monotonic clock."""
 
     start: int
+    end: int
     began: float
     keys: list[KeyGroup]
     names: list[list[OffloadKey]]
@@ -80,20 +89,34 @@ class Search:
     until: float = 0.0
     boot_id: bytes = b""
     found: dict[OffloadKey, int] = field(default_factory=dict)
+    # The token up to which all is found.
+    hit_end: int = 0
     decided: bool = False
+    unanswered: bool = False
 
 
 @dataclass(eq=False)
 class Tracked:
+    """A request. `computed` are the tokens that vLLM had when it asked last, `external` those that it then took of what
+    was found, and `miss` is the reason if there were none.
+    `was_asked_again`: it waited a step for news of the weights."""
+
     request: EngineRequest
     wish: Wish
-    salt: str
     search: Search | None = None
-    first_asked: float | None = None
+    computed: int = 0
+    external: int = 0
+    miss: str = ""
+    # How long the last lookup took.
+    found_s: float = 0.0
+    was_asked_again: bool = False
     failed: bool = False
     finished: bool = False
-    # The adapter's content, "" without one or as long as it has no name.
-    adapter: str = ""
+    # None without an adapter, or as long as it has no name.
+    adapter: AdapterUse | None = None
+    # Its whole chunks by key, and how many of each group are among them.
+    chunks: dict[OffloadKey, _Chunk] = field(default_factory=dict)
+    known: dict[int, int] = field(default_factory=dict)
     # Loads under way: their leases and when they began.
     loads: list[tuple[str, float]] = field(default_factory=list)
 
@@ -108,93 +131,130 @@ class Store:
     places: ArenaPlaces
     workers: int
     tracked: Tracked
+    event: BlocksStored | None = None
     plan: StorePlan | None = None
     is_doomed: bool = False
 
 
 class ArenaManager(OffloadingManager):  # type: ignore[misc]
-    """See `OffloadingManager`. `instance` is None until the workers have told what their blocks are packed by, and
-    while they cannot take part. For the scheduler's thread. `deadline_s` bounds how long a request waits for its
-    load from L2."""
+    """See `OffloadingManager`. `register` makes the instance for the names of the workers' blocks. `loads` and `stores`
+    are vLLM's role for this engine; `unread`: it must not use KV that it has not computed itself, so it does neither.
+    With an `event_block_size` (that of vLLM's block hashes) there are `events`. For the scheduler's thread."""
 
     def __init__(
         self,
+        options: VllmOptions,
+        register: Callable[[Sequence[Served]], OpaqueInstance],
         *,
         unit_tokens: int,
         workers: int,
-        deadline_s: float,
-        min_hit_tokens: int = 0,
         loads: bool,
         stores: bool,
+        unread: bool,
         adapters: AdapterNames,
+        weights: EngineWeights,
+        event_block_size: int = 0,
     ) -> None:
-        self.errors = ErrorNotes()
+        self.tally = Tally()
+        self.errors = ErrorNotes(lambda: self.tally.count("errors"))
+        self.events = Announcements(event_block_size, salts=options.announce_salts)
+        self.prefill = Prefill()
+        # None until the workers have told what their blocks are named by.
         self.instance: OpaqueInstance | None = None
-        # Whether the workers' word is still to come.
-        self.is_expected = True
+        self.names = EngineNames(workers, weights, self._serve)
+        self.step = 0
         # Set once vLLM has made them of the specification.
         self.groups: Sequence[Group] = ()
         self.align: int | None = None
-        self._unit, self._workers, self._deadline_s = unit_tokens, workers, deadline_s
-        self._min_hit, self._loads, self._stores = min_hit_tokens, loads, stores
+        self._register = register
+        self._options, self._unit, self._workers = options, unit_tokens, workers
+        self._loads, self._stores, self._unread = loads and not unread, stores and not unread, unread
         self._adapters = adapters
         self._spoils_base = False
-        self._generation = ""
+        self._first_asked: float | None = None
+        self._is_up_to_date = True
+        self._once = LogLimit.once()
         self._tracked: dict[str, Tracked] = {}
         self._numbers = itertools.count(1)
         self._preparing: list[Store] = []
         self._under_way: dict[int, Store] = {}
-        self.counts: Counter[str] = Counter()
+        self._committing: list[tuple[Future[StoreOutcome], BlocksStored]] = []
 
     # what vLLM's connector passes on, since vLLM's manager does not see requests
 
     @harmless()
     def came(self, request: EngineRequest) -> None:
-        wish = wish_of(request)
-        if wish.reason:
-            self.counts[wish.reason] += 1
-        self._tracked[request.request_id] = Tracked(request, wish, salted(wish.salt, self._generation))
+        self.prefill.came(request)
+        self._track(request)
 
     @harmless(lambda: True)
     def ask(self, request: EngineRequest, computed: int) -> bool:
         """Look up what a request may load behind the tokens that vLLM has. Returns False if the answer is still to
         come."""
-        tracked = self._tracked.get(request.request_id)
-        if tracked is None or not (self._loads and tracked.wish.load) or tracked.failed:
-            return True
-        now = time.monotonic()
-        if tracked.first_asked is None:
-            tracked.first_asked = now
-        is_late = now - tracked.first_asked >= self._deadline_s
-        if self.instance is None or not self.instance.is_ready:
-            return is_late or not self.is_expected
-        if not self._named(tracked):
-            return True
-        search, start = tracked.search, computed // self._unit * self._unit
-        if search is not None and (search.start != start or (search.decided and search.lease and now > search.until)):
-            self._release(tracked)
-            search = None
-        if search is None:
-            search = self._begin(tracked, start, now)
-            if search is None:
-                return True
-            tracked.search = search
-        if not search.decided:
-            self._hear(search, is_late=is_late)
-        return search.decided
-
-    @property
-    def is_left(self) -> bool:
-        return not (self._loads or self._stores)
+        self.prefill.asked_for(request.request_id)
+        tracked = self._tracked.get(request.request_id) or self._track(request)
+        tracked.computed, tracked.miss = computed, ""
+        if self._awaits_weights(tracked):
+            return False
+        loads = self._loads and tracked.wish.load
+        unnamed = self._adapter_lacks(tracked)
+        if not unnamed and (loads or (self._stores and tracked.wish.store)) and self._awaits_names():
+            return False
+        tracked.miss = self._why_unasked(tracked, unnamed)
+        return bool(tracked.miss) or self._search(tracked, computed // self._unit * self._unit)
 
     @harmless()
-    def leave(self) -> None:
-        """Load and store nothing from now on; what is under way ends without being published."""
-        self._loads = self._stores = self.is_expected = False
-        for store in self._under_way.values():
-            store.is_doomed = True
-        for tracked in self._tracked.values():
+    def allocated(self, request: EngineRequest, external: int) -> None:
+        """The request has its blocks, and so many tokens are loaded into them."""
+        tracked = self._tracked.get(request.request_id)
+        self.prefill.has_blocks(request, tracked.computed + external if tracked is not None and external else 0)
+        if tracked is None:
+            return
+        tracked.external = external
+        if external:
+            self.tally.count("hit_requests")
+            self.tally.count("hit_tokens", external)
+            self.tally.took("lookup", tracked.found_s)
+        else:
             self._release(tracked)
+            self.tally.missed(tracked.miss or "not_stored")
+
+    @harmless()
+    def count_step(self, scheduled: Mapping[str, int], *, loads: bool) -> None:
+        """A step is planned that computes so many tokens of each request; `loads`: it begins loads."""
+        self.step += bool(scheduled or loads)
+        self._is_up_to_date = True
+        self.prefill.begin_step(scheduled)
+
+    @harmless(list)
+    def take_announcements(self) -> list[BlocksStored | BlocksRemoved]:
+        """Return the events since the last call. vLLM asks once for each step, when it takes in what that computed."""
+        self.prefill.end_step()
+        committing, self._committing = self._committing, []
+        for ended, event in committing:
+            if not ended.query():
+                self._committing.append((ended, event))
+            elif ended.exception() is None and not ended.result(0).dropped:
+                self.events.stored(event)
+        return self.events.take()
+
+    @harmless()
+    def heard(self, report: StepReport) -> None:
+        """Apply the report of the workers after a step."""
+        if self.names.heard(report):
+            self._leave_all_out("weights_changed")
+        for worker, each in report.adapters.items():
+            self._adapters.heard(worker, each)
+        self._spoils_base |= report.spoils_base
+        self._ended(report.ended, report.failed)
+
+    @harmless()
+    def cache_was_reset(self) -> None:
+        """vLLM has emptied its own prefix cache, and no request has blocks. Often the weights were updated just before,
+        so the next requests wait a step for the workers' word."""
+        self._is_up_to_date = False
+        if self.names.cache_was_reset(self.step):
+            self._leave_all_out("weights_changed")
 
     @harmless()
     def load_failed(self, request_id: str) -> None:
@@ -218,9 +278,7 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
             placed = {(place.group, place.chunk): place.offset for place in plan.ranges}
             store.places.offsets[:] = [placed.get(each, NOWHERE) for each in store.keys]
 
-    @harmless()
-    def ended(self, ended: Counter[int], failed: Collection[int]) -> None:
-        """Hear of the workers' ends of stores."""
+    def _ended(self, ended: Counter[int], failed: Collection[int]) -> None:
         for number in failed:
             if number in self._under_way:
                 self._under_way[number].is_doomed = True
@@ -233,31 +291,88 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
                 del self._under_way[number]
                 self._end(store)
 
-    @harmless()
-    def heard_of_adapters(
-        self, news: Mapping[int, Mapping[int, AdapterNews | None]], *, spoils_base: bool = False
-    ) -> None:
-        for worker, each in news.items():
-            self._adapters.heard(worker, each)
-        self._spoils_base |= spoils_base
+    def _track(self, request: EngineRequest) -> Tracked:
+        wish = wish_of(request)
+        # vLLM may still hold what the old weights made of an image.
+        if request.mm_features and self.names.weights.updates and not wish.reason:
+            wish = Wish(False, False, reason="weights_changed")
+        if wish.ignored and self._once.passes("ignored"):
+            log.warning(
+                "kvframework.retain or kv_hints of request %r are ignored, and so are such ones from now on: %s",
+                request.request_id,
+                wish.ignored,
+            )
+        tracked = self._tracked[request.request_id] = Tracked(request, wish)
+        return tracked
 
-    def _named(self, tracked: Tracked) -> bool:
-        """Whether the request's KV has a name: without an adapter, or with one that all workers hold alike. One that
-        changes leaves the request out."""
-        lora = tracked.request.lora_request
-        if lora is None:
-            return True
-        use = self._adapters.use_of(lora)
-        if use == NOT_LOADED:
+    def _awaits_weights(self, tracked: Tracked) -> bool:
+        """True once for each request while the next step may bring news of the workers' weights."""
+        if tracked.was_asked_again or (self._is_up_to_date and not self.names.weights.are_changing):
             return False
-        if isinstance(use, str) or tracked.adapter not in ("", use.content):
+        tracked.was_asked_again = tracked.wish.load or tracked.wish.store
+        return tracked.was_asked_again
+
+    def _awaits_names(self) -> bool:
+        """True for a moment from the first question on, until the workers have reported and this side has reached a
+        server."""
+        now = time.monotonic()
+        if self._first_asked is None:
+            self._first_asked = now
+        if now - self._first_asked >= self._options.lookup_deadline_s:
+            return False
+        return not self.names.have_come if self.names.served is None else not self._is_ready
+
+    def _why_unasked(self, tracked: Tracked, unnamed: str) -> str:
+        """Return why no lookup is made for a request, "" if one is."""
+        if self._unread:
+            return "no_prefix_caching"
+        if unnamed or not (self._loads and tracked.wish.load):
+            return unnamed or tracked.wish.reason or "opted_out"
+        if tracked.failed:
+            return "load_failed"
+        return "" if self._is_ready else self.names.why_none
+
+    @property
+    def _is_ready(self) -> bool:
+        return self.names.served is not None and self.instance is not None and self.instance.is_ready
+
+    def _serve(self, names: Sequence[Served]) -> None:
+        before, self.instance = self.instance, None
+        if before is not None:
+            before.close()
+        self.instance = self._register(names)
+
+    def _leave_all_out(self, reason: str) -> None:
+        """End the part of all requests: their KV may be from before and after. Those without blocks begin again."""
+        self.events.forget()
+        self._committing.clear()
+        for store in self._under_way.values():
+            store.is_doomed = True
+        for request_id, tracked in list(self._tracked.items()):
             self._release(tracked)
-            tracked.wish = Wish(False, False, reason=use if isinstance(use, str) else "lora_changed")
-            return False
-        if not tracked.adapter:
-            tracked.adapter = use.content
-            tracked.salt = salted(tracked.salt, f"lora {use.content}")
-        return True
+            if request_id in self.prefill or tracked.finished:
+                tracked.wish = Wish(False, False, reason=reason)
+            else:
+                self._track(tracked.request)
+
+    def _adapter_lacks(self, tracked: Tracked) -> str:
+        """Return why the request's adapter has no name, "" if it has one, or there is none. A request whose adapter
+        gets none, or another one than before, is left out."""
+        lora = tracked.request.lora_request
+        if lora is None or not (tracked.wish.load or tracked.wish.store):
+            return ""
+        found = self._adapters.use_of(lora)
+        if isinstance(found, AdapterUse):
+            before, tracked.adapter = tracked.adapter, found
+            if before in (None, found):
+                return ""
+            found = "lora_changed"
+        if found != NOT_LOADED:
+            self._release(tracked)
+            tracked.wish = Wish(False, False, reason=found)
+            for store in self._under_way.values():
+                store.is_doomed |= store.tracked is tracked
+        return found
 
     # vLLM's own calls
 
@@ -271,15 +386,15 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
     def prepare_load(self, keys: Collection[OffloadKey], req_context: Any) -> ArenaPlaces:
         tracked = self._tracked[req_context.req_id]
         search, tracked.search = tracked.search, None
-        places = ArenaPlaces(next(self._numbers), [NOWHERE] * len(keys))
+        places = ArenaPlaces(next(self._numbers), [NOWHERE] * len(keys), adapter=tracked.adapter)
         if search is None:
             return places
         places.offsets = [search.found.get(key, NOWHERE) for key in keys]
         places.boot_id, places.until = search.boot_id, search.until + SPARE_S
+        places.tokens = tracked.external
         tracked.loads.append((search.lease, time.monotonic()))
         if self.instance is not None:
             self.instance.release(search.ticket)
-        self.counts["loads"] += 1
         return places
 
     @harmless()
@@ -297,12 +412,12 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
         nothing = PrepareStoreOutput([], ArenaPlaces(0), [])
         if tracked is None or not (self._stores and tracked.wish.store):
             return nothing
-        if self.instance is None or not self.instance.is_ready:
-            self.counts["no_server"] += 1
+        if self.instance is None or not self._is_ready or self._is_spoiled(tracked):
             return nothing
-        if (tracked.request.lora_request is None and self._spoils_base) or not self._named(tracked):
-            return nothing
-        chunks = self._chunks(keys, req_context)
+        if unnamed := self._adapter_lacks(tracked):
+            # Asked again after the next step, by when it is loaded.
+            return None if unnamed == NOT_LOADED else nothing
+        chunks = self._chunks(keys, tracked)
         if not chunks:
             return nothing
         groups, placed = self._grouped(chunks)
@@ -313,10 +428,16 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
         boot_id = ticket.boot_id if ticket is not None else b""
         # Beyond its lease a place is still this engine's to write, though never published.
         places = ArenaPlaces(number, [NOWHERE] * len(chunks), boot_id, math.inf)
-        store = Store(number, self.instance.prepare_store(prompt, groups), placed, places, self._workers, tracked)
+        main = self.groups[self._main]
+        ends = [chunk.end for chunk in chunks if chunk.group == self._main]
+        places.tokens = len(ends) * main.tokens
+        event = None
+        if ends and max(ends) - min(ends) + main.tokens == places.tokens:
+            event = self.events.of(tracked.request, tracked.wish, min(ends) - main.tokens, max(ends))
+        planning = self.instance.prepare_store(prompt, groups)
+        store = Store(number, planning, placed, places, self._workers, tracked, event)
         self._preparing.append(store)
         self._under_way[number] = store
-        self.counts["stores"] += 1
         return PrepareStoreOutput([chunk.key for chunk in chunks], places, [])
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
@@ -324,6 +445,7 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
 
     @harmless()
     def on_request_finished(self, req_context: Any) -> None:
+        self.prefill.ended(req_context.req_id)
         tracked = self._tracked.get(req_context.req_id)
         if tracked is None:
             return
@@ -334,14 +456,10 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
 
     @harmless()
     def reset_cache(self) -> None:
-        """Hide all KV so far from this engine. Objects in the server belong to others, too. Stores under way end
-        without being published, once the workers no longer write."""
-        self._generation = secrets.token_hex(8)
-        for store in self._under_way.values():
-            store.is_doomed = True
-        for tracked in self._tracked.values():
-            self._release(tracked)
-            tracked.salt, tracked.adapter = salted(tracked.wish.salt, self._generation), ""
+        """Hide all KV so far from this engine: the weights may have changed. Objects in the server belong to others,
+        too. Stores under way end without being published, once the workers no longer write."""
+        self.names.hide()
+        self._leave_all_out("reset")
 
     @harmless()
     def shutdown(self) -> None:
@@ -355,17 +473,57 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
 
     def _prompt(self, tracked: Tracked, start: int, end: int) -> Prompt:
         request, wish = tracked.request, tracked.wish
-        return Prompt(request.request_id, start, end, tracked.salt, traceparent(request), wish.retain)
+        salt = salted(wish.salt, self.names.generation)
+        if tracked.adapter is not None:
+            salt = salted(salt, f"lora {tracked.adapter.content}")
+        return Prompt(request.request_id, start, end, salt, traceparent(request), wish.retain)
 
-    def _begin(self, tracked: Tracked, start: int, now: float) -> Search | None:
+    @property
+    def _main(self) -> int:
+        """The place of the group whose chunks stand for the prompt: the first of full attention, else the first."""
+        return next((place for place, group in enumerate(self.groups) if not group.window), 0)
+
+    def _is_spoiled(self, tracked: Tracked) -> bool:
+        """Whether the request, which has no adapter, may have been computed by one."""
+        return tracked.request.lora_request is None and self._spoils_base
+
+    def _search(self, tracked: Tracked, start: int) -> bool:
+        """Ask, or hear the answer; returns False if it is still to come."""
+        now, search = time.monotonic(), tracked.search
+        if search is not None and (search.start != start or (search.decided and search.lease and now > search.until)):
+            self._release(tracked)
+            search = None
+        if search is None:
+            search = self._begin(tracked, start, now)
+            if search is None:
+                tracked.miss = "held_locally" if tracked.computed else "too_short"
+                return True
+            tracked.search = search
+        if not search.decided:
+            self._hear(tracked, search, is_late=now - search.began >= self._options.lookup_deadline_s)
+            search = tracked.search or search
+            if not search.decided:
+                return False
+            tracked.found_s = time.monotonic() - search.began
+        external = search.hit_end - tracked.computed
+        if search.unanswered:
+            tracked.miss = "no_answer"
+        else:
+            self.events.looked_up(tracked.request, tracked.wish, max(search.hit_end, start), search.end)
+        if external < max(self._options.min_hit_tokens, 1):
+            tracked.miss = tracked.miss or ("not_stored" if external < 1 else "too_few")
+            search.found.clear()
+        return True
+
+    def _begin(self, tracked: Tracked, start: int, now: float, most: int = sys.maxsize) -> Search | None:
         request = tracked.request
-        end = request.num_tokens
-        if any(group.window for group in self.groups):
+        end = min(request.num_tokens, most)
+        if end < most and any(group.window for group in self.groups):
             # vLLM computes the last token of a prompt, whose window then needs the state before it.
             end -= 1
         unit = self.align or self._unit
         end = end // unit * unit
-        if end - start < max(self._unit, self._min_hit):
+        if end - start < self._unit or end <= tracked.computed:
             return None
         keys, names = [], []
         for group in self.groups:
@@ -377,13 +535,14 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
         if not all(each.digests for each in keys):
             return None
         assert self.instance is not None
-        sent = self.instance.lookup(self._prompt(tracked, start, end), keys)
+        prompt, wait_s = self._prompt(tracked, start, end), 0.0 if self.prefill else DECIDED_S
+        sent = self.instance.lookup(prompt, keys, wait_s=wait_s, speed=self.prefill.speed())
         ticket = self.instance.ticket
-        self.counts["lookups"] += 1
-        return Search(start, now, keys, names, sent, boot_id=ticket.boot_id if ticket is not None else b"")
+        return Search(start, end, now, keys, names, sent, boot_id=ticket.boot_id if ticket is not None else b"")
 
-    def _hear(self, search: Search, *, is_late: bool) -> None:
-        """Take the answer that is there, or comes within a moment. A load from L2 is waited for until it is late."""
+    def _hear(self, tracked: Tracked, search: Search, *, is_late: bool) -> None:
+        """Take the answer that is there, or comes within a moment. A load from L2 is waited for until it is late; then
+        what is in L1 has to do, and is asked for alone."""
         instance = self.instance
         assert instance is not None
         try:
@@ -395,32 +554,37 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
         except Exception as error:  # noqa: BLE001 - of whatever kind, it is a miss
             self._failed("a lookup", error)
             search.decided = True
+            search.unanswered = isinstance(error, (DeadlineExceeded, TimeoutError, NotYet))
             return
         search.ticket = reply.ticket
         if reply.pending:
-            if is_late:
-                self._give_up(search)
-            else:
+            end = search.start + reply.hit_tokens
+            if not is_late:
                 search.sent = instance.ask_again(reply.ticket)
+            elif search.start < end < search.end and (shorter := self._begin(tracked, search.start, search.began, end)):
+                tracked.search = shorter
+                self._free(search)
+                self._hear(tracked, shorter, is_late=True)
+            else:
+                self._give_up(search)
             return
         search.decided = True
         if not reply.grants or not search.boot_id:
             return
         grant = reply.grants[0]
         search.lease, search.until = grant.lease, search.began + reply.lease_s - SPARE_S
+        search.hit_end = search.start + reply.hit_tokens
         for group, index, offset in granted_objects(reply, search.keys):
             search.found[search.names[group][index]] = offset
 
     def _failed(self, what: str, error: Exception) -> None:
-        """Count a call that the server did not answer, and log what is not a matter of time."""
-        self.counts[f"failed: {getattr(error, 'code', type(error).__name__)}"] += 1
+        """Log why the server did not answer a call, if it is not a matter of time."""
         if not isinstance(error, (ServerGone, DeadlineExceeded, TimeoutError, NotYet)):
             self.errors.note(what, error)
 
     def _give_up(self, search: Search) -> None:
-        self.counts["late"] += 1
         self._free(search)
-        search.decided, search.ticket = True, ""
+        search.decided, search.unanswered, search.ticket = True, True, ""
 
     def _release(self, tracked: Tracked) -> None:
         search, tracked.search = tracked.search, None
@@ -442,16 +606,15 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
         if not search.decided:
             search.sent.add_done_callback(answered)
 
-    def _chunks(self, keys: Iterable[OffloadKey], req_context: Any) -> list[_Chunk]:
+    def _chunks(self, keys: Iterable[OffloadKey], tracked: Tracked) -> list[_Chunk]:
         """Return the chunks of keys in vLLM's order; those of partial tails, which are not looked up, are left out."""
-        by_index = {group.index: (place, group) for place, group in enumerate(self.groups)}
-        chunks = []
-        for key in keys:
-            end = req_context.get_offload_key_position(key)
-            place, group = by_index[get_offload_group_idx(key)]
-            if end is not None and end % group.tokens == 0:
-                chunks.append(_Chunk(key, place, end))
-        return chunks
+        hashes, chunks = tracked.request.block_hashes, tracked.chunks
+        for place, group in enumerate(self.groups):
+            while (last := (known := tracked.known.get(place, 0)) * group.hashes + group.hashes - 1) < len(hashes):
+                tracked.known[place] = known + 1
+                key = make_offload_key(hashes[last], group.index)
+                chunks[key] = _Chunk(key, place, (known + 1) * group.tokens)
+        return [chunks[key] for key in keys if key in chunks]
 
     def _grouped(self, chunks: Sequence[_Chunk]) -> tuple[list[KeyGroup], list[tuple[int, int]]]:
         """Return the keys by group, and for each chunk its group and its place there."""
@@ -469,11 +632,12 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
         plan = store.plan
         if plan is None:
             store.planning.cancel()
-        elif store.is_doomed or not self._named(store.tracked):
-            self.counts["unstored"] += 1
+        elif store.is_doomed or self._is_spoiled(store.tracked) or self._adapter_lacks(store.tracked):
             plan.abort()
         else:
-            plan.commit()
+            committing = plan.commit()
+            if store.event is not None:
+                self._committing.append((committing, store.event))
 
 
 @dataclass(frozen=True)

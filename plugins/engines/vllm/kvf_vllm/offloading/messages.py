@@ -4,7 +4,8 @@ the arena, what a worker packs its blocks by, and which jobs have failed."""
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
@@ -13,9 +14,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 from vllm.v1.kv_offload.base import LoadStoreSpec
 
-from kvf_vllm.step_messages import AdapterNews
-from kvframework.client import ArenaTicket
+from kvf_vllm.step_messages import AdapterNews, AdapterUse, Served, Weights
+from kvframework.client import ArenaTicket, KvIdentity
 
+_NO_NAME = KvIdentity("", "")
 # In place of an offset: this object is not to be copied.
 NOWHERE = -1
 
@@ -24,33 +26,53 @@ NOWHERE = -1
 class ArenaPlaces(LoadStoreSpec):  # type: ignore[misc]
     """The places of a job's objects in the arena, in the order of its keys: offsets in bytes, or `NOWHERE`. `number` is
     the store's or load's own. A load is good as long as the arena of `boot_id` is served, until the time `until` of
-    the node's monotonic clock; a store that ends later is not published."""
+    the node's monotonic clock; a store that ends later is not published. `adapter` is what the KV is computed with, and
+    `tokens` are how many it stands for."""
 
     number: int
     offsets: list[int] = field(default_factory=list)
     boot_id: bytes = b""
     until: float = 0.0
+    adapter: AdapterUse | None = None
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Laid(Served):
+    """What a worker's blocks are named by: its weights, and how it packs them. It needs no server for that."""
+
+    identity: KvIdentity = _NO_NAME
+    packing: str = ""
+
+    def renamed(self, identity: KvIdentity) -> Laid:
+        return replace(self, identity=identity, model_name=identity.model_name)
 
 
 @dataclass
 class StepPlan(OffloadingConnectorMetadata):  # type: ignore[misc]
-    """vLLM's plan of a step, and the arena that its jobs are for."""
+    """vLLM's plan of a step, and the arena that its jobs are for. `step` and `updates` are those of the other
+    connector's plan."""
 
     arena: ArenaTicket | None = None
+    step: int = 0
+    updates: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, plan: OffloadingConnectorMetadata, arena: ArenaTicket | None) -> StepPlan:
-        return cls(plan.load_jobs, plan.store_jobs, plan.jobs_to_flush, arena)
+    def of(
+        cls, plan: OffloadingConnectorMetadata, arena: ArenaTicket | None, step: int, updates: Mapping[int, int]
+    ) -> StepPlan:
+        return cls(plan.load_jobs, plan.store_jobs, plan.jobs_to_flush, arena, step, updates)
 
 
 @dataclass
 class StepReport(OffloadingWorkerMetadata):  # type: ignore[misc]
-    """vLLM's report of a worker, and of all once they are merged. `packings` are those of the workers, by rank, "" for
-    one that can take part no more; `ended` counts the workers that have ended each store, by its number, and `failed`
-    has the numbers of those that are not whole. `adapters` are the news of each worker's, `spoils_base` says whether
-    requests without one may have been computed by one."""
+    """vLLM's report of a worker, and of all once they are merged. `served` are the names of the workers' blocks, by
+    rank, None for one that cannot take part, and `weights` those that were updated; `ended` counts the workers that
+    have ended each store, by its number, and `failed` has the numbers of those that are not whole. `adapters` are the
+    news of each worker's, `spoils_base` says whether requests without one may have been computed by one."""
 
-    packings: dict[int, str] = field(default_factory=dict)
+    served: dict[int, Served | None] = field(default_factory=dict)
+    weights: dict[int, Weights] = field(default_factory=dict)
     ended: Counter[int] = field(default_factory=Counter)
     failed: set[int] = field(default_factory=set)
     adapters: dict[int, dict[int, AdapterNews | None]] = field(default_factory=dict)
@@ -66,7 +88,8 @@ class StepReport(OffloadingWorkerMetadata):  # type: ignore[misc]
         return StepReport(
             merged.completed_jobs,
             merged.transfer_stats,
-            self.packings | other.packings,
+            self.served | other.served,
+            self.weights | other.weights,
             self.ended + other.ended,
             self.failed | other.failed,
             self.adapters | other.adapters,

@@ -22,8 +22,11 @@ from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
 from kvf_vllm.adapters import LoadedAdapters
 from kvf_vllm.offloading.copies import Runs, Slot
-from kvf_vllm.offloading.messages import ArenaPlaces, StepPlan, StepReport
-from kvframework.client import ArenaTicket, MappedArena, map_arena
+from kvf_vllm.offloading.messages import ArenaPlaces, Laid, StepPlan, StepReport
+from kvf_vllm.tally import Tally
+from kvf_vllm.weights import WorkerWeights
+from kvframework.api.futures import Promise
+from kvframework.client import ArenaTicket, KvIdentity, MappedArena, map_arena
 from kvframework.errors import KVFrameworkError
 
 if TYPE_CHECKING:
@@ -165,31 +168,79 @@ class WorkerSide(OffloadingConnectorWorker):  # type: ignore[misc]
         adapters: LoadedAdapters,
     ) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
+        self.tally = Tally()
         self._connector_worker_meta = StepReport()
+        self._rank = spec.config.parallel.rank
         self._arena = arena
         self._adapters = adapters
         self._spoils_base = False
         self._at_once = bool(current_platform.is_cpu())
-        # The numbers of stores under way, by job.
-        self._numbers: dict[int, int] = {}
+        self._laid: Laid | None = None
+        self._reported: list[Laid | None] = []
+        self._weights = WorkerWeights()
+        self._reported_weights = self._weights.now
+        # The names that updates by files have, by their number.
+        self._renamed: dict[int, KvIdentity] = {}
+        # The last plan that was taken in, and the last one whose stores were.
+        self._plan: StepPlan | None = None
+        self._stored: StepPlan | None = None
+        # Jobs under way: what they are about, and when they began; loads that have become useless.
+        self._jobs: dict[int, tuple[ArenaPlaces, float]] = {}
+        self._spoiled: set[int] = set()
         self.failed_loads: set[str] = set()
 
-    def report_packing(self, packing: str) -> None:
-        self._connector_worker_meta.packings[self.spec.config.parallel.rank] = packing
+    def take_part(self, laid: Laid | None) -> None:
+        """Tell the scheduler what this worker's blocks are named by, None if it can take part no more."""
+        self._laid = laid
 
-    def start_kv_transfers(self, metadata: StepPlan) -> None:
-        self._arena.follow(metadata.arena)
-        super().start_kv_transfers(metadata)
+    def weights_change(self) -> None:
+        """vLLM begins to update its weights. Waits for the copies under way: what they load is of no use."""
+        self._weights.change()
+        self._spoiled |= self._load_jobs.keys()
+        self.quiet()
+
+    def weights_changed(self, name: Callable[[], KvIdentity]) -> None:
+        """The update has ended; `name`, called in a thread, gives the name that other engines know its weights by, or
+        raises."""
+        naming, number = Promise[bool](), self._weights.now.updates
+
+        def run() -> None:
+            try:
+                self._renamed[number] = name()
+                naming.set_result(True)
+            except Exception as error:  # noqa: BLE001 - of whatever kind, there is no name
+                log.warning("updated weights have no name that other engines know: %s", error)
+                naming.set_result(False)
+
+        self._weights.changed(naming)
+        threading.Thread(target=run, name="kvf-weights", daemon=True).start()
+
+    def quiet(self) -> None:
+        """Wait until no copy touches the engine's memory."""
+        if self.worker is not None:
+            self.worker.wait(set(self._jobs))
 
     def handle_preemptions(self, metadata: StepPlan) -> None:
-        self._arena.follow(metadata.arena)
-        self._know(metadata)
+        self._begin(metadata)
         super().handle_preemptions(metadata)
+
+    def start_kv_transfers(self, metadata: StepPlan) -> None:
+        self._begin(metadata)
+        began, fits = time.monotonic(), self._weights.fit(self._rank, metadata)
+        for job_id, job in metadata.load_jobs.items():
+            places = job.src_spec
+            if not fits or (places.adapter is not None and not self._adapters.holds(places.adapter)):
+                places.boot_id = b""  # that of no server
+            self._jobs[job_id] = places, began
+        super().start_kv_transfers(metadata)
 
     def prepare_store_kv(self, metadata: StepPlan) -> None:
         """Plan the stores of a step, which vLLM begins with the next one. The forward pass of a CPU has ended here, and
         its blocks are complete: they are stored at once."""
-        self._know(metadata)
+        self._begin(metadata)
+        if metadata is self._stored:
+            return
+        self._stored = metadata
         super().prepare_store_kv(metadata)
         if not self._at_once:
             return
@@ -199,28 +250,40 @@ class WorkerSide(OffloadingConnectorWorker):  # type: ignore[misc]
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         finished: set[str] = set()
-        report = self._connector_worker_meta
+        report, now = self._connector_worker_meta, time.monotonic()
         for result in self.worker.get_finished():
             request_id = self._load_jobs.pop(result.job_id, None)
-            stats = report.transfer_stats.store if request_id is None else report.transfer_stats.load
-            if result.success and result.transfer_size is not None and result.transfer_time is not None:
-                stats.record(result.transfer_size, result.transfer_time)
+            what = "store" if request_id is None else "load"
+            places, began = self._jobs.pop(result.job_id, (ArenaPlaces(0), now))
+            succeeded = result.success and result.job_id not in self._spoiled
+            self._spoiled.discard(result.job_id)
+            if succeeded and result.transfer_size is not None and result.transfer_time is not None:
+                getattr(report.transfer_stats, what).record(result.transfer_size, result.transfer_time)
+            self._count(what, places, result.transfer_size, now - began, succeeded=succeeded)
             report.mark_completed(result.job_id)
             if request_id is not None:
                 finished.add(request_id)
-                if not result.success:
+                if not succeeded:
                     self.failed_loads.add(request_id)
-            elif result.job_id in self._numbers:
-                number = self._numbers.pop(result.job_id)
-                report.ended[number] += 1
-                if not result.success:
-                    report.failed.add(number)
+            elif places.number:
+                report.ended[places.number] += 1
+                if not succeeded:
+                    report.failed.add(places.number)
         return set(), finished
 
     def build_connector_worker_meta(self) -> StepReport | None:
-        report, rank = self._connector_worker_meta, self.spec.config.parallel.rank
+        report = self._connector_worker_meta
+        # Before the names: those are new by then.
+        weights = self._weights.now
+        if weights != self._reported_weights:
+            self._reported_weights = report.weights[self._rank] = weights
+        if self._laid is not None and weights.is_shared and weights.updates in self._renamed:
+            self._laid = self._laid.renamed(self._renamed[weights.updates])
+        if self._reported != [self._laid] and self.worker is not None:
+            self._reported = [self._laid]
+            report.served[self._rank] = self._laid
         if news := self._adapters.take_news():
-            report.adapters[rank] = news
+            report.adapters[self._rank] = news
         if self._adapters.spoils_base() and not self._spoils_base:
             self._spoils_base = report.spoils_base = True
         if not report.says_anything:
@@ -228,9 +291,27 @@ class WorkerSide(OffloadingConnectorWorker):  # type: ignore[misc]
         self._connector_worker_meta = StepReport()
         return report
 
-    def _know(self, metadata: StepPlan) -> None:
-        for job_id, job in metadata.store_jobs.items():
+    def _begin(self, plan: StepPlan) -> None:
+        """Take in the plan of a step, at the first of its calls. Stores that were planned for other weights fail."""
+        if plan is self._plan:
+            return
+        self._plan = plan
+        self._arena.follow(plan.arena)
+        self._weights.begin_step(plan)
+        fits, now = self._weights.fit(self._rank, plan), time.monotonic()
+        for job_id, job in plan.store_jobs.items():
             if self._is_store_writer:
-                self._numbers[job_id] = job.dst_spec.number
+                self._jobs[job_id] = job.dst_spec, now
+                if not fits:
+                    self._spoiled.add(job_id)
             else:
                 self._connector_worker_meta.ended[job.dst_spec.number] += 1
+
+    def _count(self, what: str, places: ArenaPlaces, nbytes: int | None, seconds: float, *, succeeded: bool) -> None:
+        if not succeeded:
+            self.tally.count(f"failed_{what}s")
+            return
+        done = "loaded" if what == "load" else "stored"
+        self.tally.count(f"{done}_bytes", nbytes or 0)
+        self.tally.count(f"{done}_tokens", places.tokens)
+        self.tally.took(what, seconds)
