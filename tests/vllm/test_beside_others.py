@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from kvf_vllm.registration import CONNECTORS, NAME
 from tests.support.ports import free_port
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
@@ -41,10 +42,15 @@ def cold(bench: Bench) -> Answer:
     return rows.cold(bench)
 
 
-def alone(server: ServerProcess, **fields: Any) -> dict[str, Any]:
+@pytest.fixture(params=CONNECTORS)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def alone(server: ServerProcess, name: str = NAME, **fields: Any) -> dict[str, Any]:
     """By its name: vLLM knows it by the entry point."""
     return {
-        "kv_connector": "KvFrameworkConnector",
+        "kv_connector": name,
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"kvframework.endpoint": server.endpoint, **PATIENT},
@@ -59,31 +65,31 @@ def answers(bench: Bench, transfer: dict[str, Any], *asks: Any, **environment: s
 
 @pytest.mark.parametrize("plugins", ["all", "none"])
 def test_under_the_multi_connector_statistics_are_logged(
-    bench: Bench, cold: Answer, tmp_path: Path, plugins: str
+    bench: Bench, cold: Answer, tmp_path: Path, plugins: str, name: str
 ) -> None:
     """`none`: VLLM_PLUGINS leaves the entry point out, and the module is named."""
-    named = {"kv_connector_module_path": "kvf_vllm.connector"} if plugins == "none" else {}
+    named = {"kv_connector_module_path": CONNECTORS[name]} if plugins == "none" else {}
     environment = {"VLLM_PLUGINS": ""} if plugins == "none" else {}
     with rows.server_for() as server:
-        transfer = several(alone(server, **named), example(tmp_path))
+        transfer = several(alone(server, name, **named), example(tmp_path))
         stored, again = answers(bench, transfer, bench.ask(), bench.ask(reset=True), **environment)
     assert stored.tokens == again.tokens == cold.tokens
     assert stored.counters["kvframework:stored_tokens"] == TOKENS
     assert again.counters["kvframework:loaded_tokens"] >= TOKENS - CHUNK
 
 
-def test_the_engines_failure_policy_counts_not_the_one_beside_the_connector(bench: Bench) -> None:
+def test_the_engines_failure_policy_counts_not_the_one_beside_the_connector(bench: Bench, name: str) -> None:
     with rows.server_for() as server, pytest.raises(AssertionError) as refused:
-        answers(bench, several(alone(server), kv_load_failure_policy="fail"), bench.ask())
+        answers(bench, several(alone(server, name), kv_load_failure_policy="fail"), bench.ask())
     assert "kv_load_failure_policy is 'fail'" in str(refused.value)
     assert "kv_transfer_config of MultiConnector" in str(refused.value)
 
 
 @pytest.mark.engine_feature("vLLM", "several engines")
-def test_engines_of_one_process_share_their_metrics(bench: Bench, cold: Answer) -> None:
+def test_engines_of_one_process_share_their_metrics(bench: Bench, cold: Answer, name: str) -> None:
     with rows.server_for() as server:
         engine = {"kv_cache_memory_bytes": 1 << 27}
-        order = Order(str(bench.model), [bench.ask()], alone(server), engine)
+        order = Order(str(bench.model), [bench.ask()], alone(server, name), engine)
         log = bench.directory / "two-engines.log"
         with log.open("w") as stderr:
             done = subprocess.run(
@@ -193,11 +199,11 @@ def api(bench: Bench, transfer: dict[str, Any], *options: str) -> Iterator[Api]:
                 process.kill()
 
 
-def test_two_of_it_behind_an_openai_server_whose_clients_mean_no_good(bench: Bench) -> None:
+def test_two_of_it_behind_an_openai_server_whose_clients_mean_no_good(bench: Bench, name: str) -> None:
     with rows.server_for() as one, rows.server_for() as other:
         # Blocks for two long requests: with more of them vLLM preempts.
         options = ("--num-gpu-blocks-override", "26")
-        with api(bench, several(alone(one), alone(other)), *options) as server:
+        with api(bench, several(alone(one, name), alone(other, name)), *options) as server:
             wanted = server.ask(bench.prompt)["choices"]
             for params in ({"kvframework.salt": 7}, {"kvframework.salt": "s" * 5000}, {"kvframework.": {}}):
                 assert server.ask(bench.prompt, kv_transfer_params=params)["choices"] == wanted
@@ -211,9 +217,7 @@ def test_two_of_it_behind_an_openai_server_whose_clients_mean_no_good(bench: Ben
             stored = [line for line in server.get("/metrics").splitlines() if line.startswith("kvframework:stored_tok")]
             assert stored
             assert float(stored[0].split()[-1]) >= 2 * TOKENS
-            wait_until(
-                lambda: "KV Transfer metrics: KvFrameworkConnector" in server.log.read_text(), 60, "the log line"
-            )
+            wait_until(lambda: f"KV Transfer metrics: {name}" in server.log.read_text(), 60, "the log line")
 
 
 DETAILS = "--enable-prompt-tokens-details"
@@ -224,12 +228,12 @@ def hit(answer: dict[str, Any]) -> int:
 
 
 @pytest.mark.engine_feature("vLLM", "prefill and decode")
-def test_prefill_and_decode_in_two_engines_behind_the_examples_proxy(bench: Bench) -> None:
+def test_prefill_and_decode_in_two_engines_behind_the_examples_proxy(bench: Bench, name: str) -> None:
     tokens = [*bench.prompt, *prompt(CHUNK + 1, seed=6)]
     assert len(tokens) == 1281
     with rows.server_for() as store, ExitStack() as stack:
         prefill, decode = (
-            stack.enter_context(api(bench, alone(store, kv_role=role), DETAILS))
+            stack.enter_context(api(bench, alone(store, name, kv_role=role), DETAILS))
             for role in ("kv_producer", "kv_consumer")
         )
         places = [f"127.0.0.1:{engine.port}" for engine in (prefill, decode)]
@@ -250,9 +254,9 @@ def test_prefill_and_decode_in_two_engines_behind_the_examples_proxy(bench: Benc
         assert [hit(front.ask(other, cache_salt=salt)) for salt in ("one", "two")] == [0, 0]
 
 
-def test_ranks_of_data_parallel_engines_read_each_others_kv(bench: Bench) -> None:
+def test_ranks_of_data_parallel_engines_read_each_others_kv(bench: Bench, name: str) -> None:
     bench = replace(bench, cores="0|1")
-    with rows.server_for() as store, api(bench, alone(store), DETAILS, "--data-parallel-size", "2") as server:
+    with rows.server_for() as store, api(bench, alone(store, name), DETAILS, "--data-parallel-size", "2") as server:
         answers = [
             server.ask(bench.prompt, headers={"X-data-parallel-rank": rank}, return_token_ids=True) for rank in "01"
         ]

@@ -40,11 +40,11 @@ def ask(index: int, **fields: Any) -> Ask:
     return Ask(PROMPTS[index], NEW, logprobs=True, **fields)
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+@pytest.fixture(scope="module", params=rows.CONNECTORS)
+def checkpoints(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Checkpoints:
     directory = tmp_path_factory.mktemp("updates")
     old, new = (
-        Bench(cached("tiny", name=name, seed=seed), directory, [], NEW, rows.PATIENT, ENGINE)
+        Bench(cached("tiny", name=name, seed=seed), directory, [], NEW, rows.PATIENT, ENGINE, connectors=request.param)
         for name, seed in (("tiny", 1234), ("tiny-4321", 4321))
     )
     cold = {

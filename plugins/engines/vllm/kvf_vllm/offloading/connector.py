@@ -144,6 +144,7 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
         super().bind_kv_cache_manager(kv_cache_manager)
         self._resets = CacheResets(kv_cache_manager, lambda: self._manager.cache_was_reset())
 
+    @harmless()
     def on_new_request(self, request: Any) -> None:
         super().on_new_request(request)
         self._manager.came(request)
@@ -159,14 +160,17 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
         self._manager.allocated(request, num_external_tokens)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
+    @harmless(lambda: StepPlan({}, {}))
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        manager = self._manager
+        manager, scheduled = self._manager, scheduler_output.num_scheduled_tokens
+        manager.begin_step(scheduled)
         plan: OffloadingConnectorMetadata = super().build_connector_meta(scheduler_output)
-        manager.count_step(scheduler_output.num_scheduled_tokens, loads=bool(plan.load_jobs))
+        manager.step += bool(scheduled or plan.load_jobs)
         manager.places()
         ticket = manager.instance.ticket if manager.instance is not None else None
         return StepPlan.of(plan, ticket, manager.step, manager.names.weights.updates)
 
+    @harmless()
     def update_connector_output(self, connector_output: Any) -> None:
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, StepReport):
@@ -174,6 +178,19 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
         for request_id in connector_output.failed_recving or ():
             self._manager.load_failed(request_id)
         super().update_connector_output(connector_output)
+
+    @harmless(lambda: (False, None))
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return cast("tuple[bool, dict[str, Any] | None]", super().request_finished(request, block_ids))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, [])
+
+    @harmless(lambda: False)
+    def reset_cache(self) -> bool:
+        return bool(super().reset_cache())
 
     @harmless(list)
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -234,6 +251,7 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
         named, facts = self._named, model_of(self._vllm_config)
         self.connector_worker.weights_changed(lambda: named.after_update(facts, began))
 
+    @harmless()
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         if self._updates is not None and not self._updates.is_following:
             log.error("nothing is loaded or stored: this vLLM's updates of its weights cannot be seen")
@@ -251,9 +269,19 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
 
         return GpuWorker(kv_caches, slot, self._arena)
 
+    @harmless()
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)
+
+    @harmless()
     def wait_for_save(self) -> None:
         self.connector_worker.prepare_store_kv(self._connector_metadata)
 
+    @harmless()
+    def build_connector_worker_meta(self) -> StepReport | None:
+        return cast("StepReport | None", super().build_connector_worker_meta())
+
+    @harmless(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         worker = self.connector_worker
         # vLLM 0.30 does not call `wait_for_save` in a step without a forward pass.

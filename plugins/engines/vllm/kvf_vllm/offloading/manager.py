@@ -106,6 +106,10 @@ class Tracked:
     search: Search | None = None
     computed: int = 0
     external: int = 0
+    # The token up to which vLLM has computed it or this connector loads it; `is_foreign`: in this step another
+    # connector loads more, which may fail.
+    own_end: int = sys.maxsize
+    is_foreign: bool = False
     miss: str = ""
     # How long the last lookup took.
     found_s: float = 0.0
@@ -193,7 +197,7 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
         come."""
         self.prefill.asked_for(request.request_id)
         tracked = self._tracked.get(request.request_id) or self._track(request)
-        tracked.computed, tracked.miss = computed, ""
+        tracked.computed, tracked.own_end, tracked.miss = computed, computed, ""
         if self._awaits_weights(tracked):
             return False
         loads = self._loads and tracked.wish.load
@@ -210,7 +214,7 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
         self.prefill.has_blocks(request, tracked.computed + external if tracked is not None and external else 0)
         if tracked is None:
             return
-        tracked.external = external
+        tracked.external, tracked.own_end = external, tracked.computed + external
         if external:
             self.tally.count("hit_requests")
             self.tally.count("hit_tokens", external)
@@ -220,11 +224,14 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
             self.tally.missed(tracked.miss or "not_stored")
 
     @harmless()
-    def count_step(self, scheduled: Mapping[str, int], *, loads: bool) -> None:
-        """A step is planned that computes so many tokens of each request; `loads`: it begins loads."""
-        self.step += bool(scheduled or loads)
+    def begin_step(self, scheduled: Mapping[str, int]) -> None:
+        """A step is about to be planned that computes so many tokens of each request."""
         self._is_up_to_date = True
         self.prefill.begin_step(scheduled)
+        for request_id in scheduled:
+            if tracked := self._tracked.get(request_id):
+                tracked.is_foreign = tracked.request.num_computed_tokens > tracked.own_end
+                tracked.own_end = sys.maxsize
 
     @harmless(list)
     def take_announcements(self) -> list[BlocksStored | BlocksRemoved]:
@@ -414,9 +421,11 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
             return nothing
         if self.instance is None or not self._is_ready or self._is_spoiled(tracked):
             return nothing
-        if unnamed := self._adapter_lacks(tracked):
-            # Asked again after the next step, by when it is loaded.
-            return None if unnamed == NOT_LOADED else nothing
+        unnamed = self._adapter_lacks(tracked)
+        if tracked.is_foreign or unnamed == NOT_LOADED:
+            return None  # vLLM asks again with the next step
+        if unnamed:
+            return nothing
         chunks = self._chunks(keys, tracked)
         if not chunks:
             return nothing
