@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from kvf_hashers.sha256 import Sha256
 from kvf_vllm.layouts import GroupFacts
 from kvf_vllm.options import VllmOptions
+from kvf_vllm.registration import CONNECTORS
 from kvf_vllm.scheduler import SchedulerSide
 from kvf_vllm.step_messages import Served, StepPlan, StepReport, TransferOp
 from kvframework.api.futures import Future
@@ -202,3 +204,8 @@ def scene(
     if held:
         filled(server, list(range(held)))
     return server, scheduler(server, **options), FakeRequest("a", list(range(tokens)), **(asked or {}))
+
+
+def connector_class(name: str) -> Any:
+    """The class of a connector of ours, by its name."""
+    return getattr(importlib.import_module(CONNECTORS[name]), name)

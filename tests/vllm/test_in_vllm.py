@@ -72,24 +72,40 @@ def test_vllms_own_hints_are_read_from_its_own_request() -> None:
 def test_the_multi_connector_finds_the_class_of_statistics_by_its_name() -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-    import kvf_vllm.connector
+    from kvf_vllm.registration import CONNECTORS, NAME
+    from tests.vllm.stand_ins import connector_class
 
-    stats = MultiConnector.build_kv_connector_stats(
-        {kvf_vllm.connector.KvFrameworkConnector.__name__: {"hit_tokens": 3}}
-    )
-    assert stats.reduce() == {"KvFrameworkConnector": {"hit_tokens": 3}}
+    for name in CONNECTORS:
+        counts = {"hit_tokens": 3} if name == NAME else {"kvframework": {"hit_tokens": 3}, "types": {}, "data": {}}
+        stats = MultiConnector.build_kv_connector_stats({connector_class(name).__name__: counts})
+        assert stats.reduce() == {name: {"hit_tokens": 3}}
 
 
 def test_a_wrong_option_is_refused_before_a_connector_is_made() -> None:
-    from kvf_vllm.connector import KvFrameworkConnector
+    from kvf_vllm.registration import CONNECTORS
     from kvframework.errors import ConfigFieldError
+    from tests.vllm.stand_ins import connector_class
 
     wrong = {"kvframework.laod": "sync"}
-    with pytest.raises(ConfigFieldError, match=r"there is no option kvframework\.laod"):
-        KvFrameworkConnector.requires_piecewise_for_cudagraph(wrong)
-    transfer = SimpleNamespace(kv_connector="KvFrameworkConnector", kv_connector_extra_config=wrong)
-    with pytest.raises(ConfigFieldError, match=r"there is no option kvframework\.laod"):
-        KvFrameworkConnector.get_required_kvcache_layout(SimpleNamespace(kv_transfer_config=transfer))
+    for name in CONNECTORS:
+        connector = connector_class(name)
+        with pytest.raises(ConfigFieldError, match=r"there is no option kvframework\.laod"):
+            connector.requires_piecewise_for_cudagraph(wrong)
+        transfer = SimpleNamespace(kv_connector=name, kv_connector_extra_config=wrong)
+        with pytest.raises(ConfigFieldError, match=r"there is no option kvframework\.laod"):
+            connector.get_required_kvcache_layout(SimpleNamespace(kv_transfer_config=transfer))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("load", "sync"), ("layout", "canonical"), ("transport", "cuda_ipc"), ("transport_options", {"a": 1})],
+)
+def test_what_means_nothing_where_vllm_moves_the_bytes_is_refused(option: str, value: object) -> None:
+    from kvf_vllm.offloading.connector import KvFrameworkOffloading
+    from kvframework.errors import ConfigFieldError
+
+    with pytest.raises(ConfigFieldError, match=rf"kvframework\.{option} is .*vLLM moves the bytes"):
+        KvFrameworkOffloading.requires_piecewise_for_cudagraph({f"kvframework.{option}": value})
 
 
 def recurrent(mode: str, kind: str = "GDN_ATTN") -> Any:
@@ -197,6 +213,31 @@ def test_metrics_of_several_engines_are_one_and_what_they_do_not_know_harms_none
     metrics._made.clear()
     Counter("kvframework:errors", "somebody else's")
     KvFrameworkConnector.build_prom_metrics(config, kinds, ["model_name"], {0: ["m"]}).observe({"errors": 1})
+
+
+def test_the_counts_of_vllms_offloading_stand_beside_the_connectors_own() -> None:
+    from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+
+    from kvf_vllm.offloading.connector import KvFrameworkOffloading
+    from kvf_vllm.offloading.metrics import BothCounted
+
+    theirs = OffloadingConnectorStats()
+    theirs.increase_counter("vllm:kv_offload_load_bytes", 7)
+    counted = BothCounted.of({"hit_tokens": 3, "seconds": {"load": [0.5]}}, None)
+    assert not counted.is_empty()
+    assert BothCounted.of({}, None).is_empty()
+    data = counted.aggregate(BothCounted.of({"hit_tokens": 4}, theirs)).data
+    again = KvFrameworkOffloading.build_kv_connector_stats(data)
+    assert again.reduce() == {"hit_tokens": 7, "load_ms_mean": 500.0, "vllm:kv_offload_load_bytes": 7}
+    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}))
+    kinds = {kind: kind for kind in (Counter, Gauge, Histogram)}
+    for times in (1, 2):
+        # vLLM's own cannot be made twice in a process: they go on in the first.
+        shown = KvFrameworkOffloading.build_prom_metrics(config, kinds, ["model_name"], {0: ["both"]})
+        shown.observe(data)
+        assert REGISTRY.get_sample_value("kvframework:hit_tokens_total", {"model_name": "both"}) == times * 7
+    assert REGISTRY.get_sample_value("vllm:kv_offload_load_bytes_total", {"model_name": "both"}) == 7
 
 
 def test_pipeline_stages_are_told_apart_in_vllms_own_configuration() -> None:

@@ -87,6 +87,7 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
         self._updates: WeightUpdates | None = None
         self._resets: CacheResets | None = None
         self._named: Named | None = None
+        self._slot_bytes = 0
         self._is_beside_others = is_beside_others(transfer)
         self.connector_scheduler: Any = None
         self.connector_worker: Any = None
@@ -168,7 +169,8 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
         manager.step += bool(scheduled or plan.load_jobs)
         manager.places()
         ticket = manager.instance.ticket if manager.instance is not None else None
-        return StepPlan.of(plan, ticket, manager.step, manager.names.weights.updates)
+        updates = manager.names.weights.updates
+        return StepPlan.of(plan, arena=ticket, slot_bytes=self._slot_bytes, step=manager.step, updates=updates)
 
     @harmless()
     def update_connector_output(self, connector_output: Any) -> None:
@@ -201,7 +203,16 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
         spec, parallel = self._spec, self._spec.config.parallel
         laid = [each for each in names if isinstance(each, Laid)]
         identity, packing = laid[0].identity, "+".join(dict.fromkeys(each.packing for each in laid))
-        facts = (spec.slots, parallel.tp_size, parallel.pp_size, parallel.dcp_size, parallel.pcp_size)
+        # Stages of a pipeline may hold more layers than others.
+        self._slot_bytes = max(each.slot_bytes for each in laid)
+        facts = (
+            spec.slots,
+            [each.slot_bytes for each in laid],
+            parallel.tp_size,
+            parallel.pp_size,
+            parallel.dcp_size,
+            parallel.pcp_size,
+        )
         chunks = [
             (tokens, each.group_id) for tokens, each in zip(spec.tokens_per_chunk, spec.config.groups, strict=True)
         ]
@@ -209,7 +220,7 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
         objects = OpaqueObjects(
             instance_id=secrets.randbits(62),
             model_name=identity.model_name,
-            object_bytes=[spec.object_bytes] * len(spec.config.groups),
+            object_bytes=[spec.slots * self._slot_bytes] * len(spec.config.groups),
             unit_tokens=spec.unit_tokens,
             packing=f"{ERA}/{packing}"[:128],
             revision=f"{identity.revision}+{facts}+{chunks}",
@@ -232,7 +243,9 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
             packing = packing_of(config, self._kv_cache_config, first_axis, release=self._release)
             identity = self._named.identity
             stage = place_of(config.parallel_config, self._kv_cache_config).stage
-            laid = Laid(identity.model_name, b"", self._spec.unit_tokens, 1, stage, (), identity, packing)
+            laid = Laid(
+                identity.model_name, b"", self._spec.unit_tokens, 1, stage, (), identity, packing, self._spec.slot_bytes
+            )
             self._updates = WeightUpdates(config, begins=worker.weights_change, ends=self._weights_changed)
             self._updates.watch(resolve_obj_by_qualname(config.parallel_config.worker_cls))
         except KVFrameworkError:
@@ -260,9 +273,11 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
         super().handle_preemptions(kv_connector_metadata)
 
     def _copies(self, kv_caches: Any) -> OffloadingWorker:
-        slot = Slot(kv_caches, self._spec.blocks_per_chunk, self._spec.slot_offset)
+        slot = Slot(kv_caches, self._spec.blocks_per_chunk, 0)
         if slot.nbytes > self._spec.slot_bytes:
             raise BadLayout(f"blocks of {slot.nbytes} bytes a chunk", available=f"{self._spec.slot_bytes} as planned")
+        if self._spec.slots > 1:
+            self.connector_worker.slot = slot
         if current_platform.is_cpu():
             return CpuWorker(slot, self._arena)
         from kvf_vllm.offloading.gpu import GpuWorker

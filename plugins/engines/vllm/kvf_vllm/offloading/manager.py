@@ -175,7 +175,7 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
         self._loads, self._stores, self._unread = loads and not unread, stores and not unread, unread
         self._adapters = adapters
         self._spoils_base = False
-        self._first_asked: float | None = None
+        self._awaits_until: float | None = None
         self._is_up_to_date = True
         self._once = LogLimit.once()
         self._tracked: dict[str, Tracked] = {}
@@ -323,11 +323,12 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
         """True for a moment from the first question on, until the workers have reported and this side has reached a
         server."""
         now = time.monotonic()
-        if self._first_asked is None:
-            self._first_asked = now
-        if now - self._first_asked >= self._options.lookup_deadline_s:
-            return False
-        return not self.names.have_come if self.names.served is None else not self._is_ready
+        if self._awaits_until is None:
+            self._awaits_until = now + self._options.lookup_deadline_s
+        is_known = self.names.have_come if self.names.served is None else self._is_ready
+        if is_known:
+            self._awaits_until = now
+        return now < self._awaits_until
 
     def _why_unasked(self, tracked: Tracked, unnamed: str) -> str:
         """Return why no lookup is made for a request, "" if one is."""

@@ -39,10 +39,12 @@ class ArenaPlaces(LoadStoreSpec):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class Laid(Served):
-    """What a worker's blocks are named by: its weights, and how it packs them. It needs no server for that."""
+    """What a worker's blocks are named by: its weights, and how it packs them; and the bytes of a chunk of them. It
+    needs no server for that."""
 
     identity: KvIdentity = _NO_NAME
     packing: str = ""
+    slot_bytes: int = 0
 
     def renamed(self, identity: KvIdentity) -> Laid:
         return replace(self, identity=identity, model_name=identity.model_name)
@@ -50,18 +52,17 @@ class Laid(Served):
 
 @dataclass
 class StepPlan(OffloadingConnectorMetadata):  # type: ignore[misc]
-    """vLLM's plan of a step, and the arena that its jobs are for. `step` and `updates` are those of the other
-    connector's plan."""
+    """vLLM's plan of a step, the arena that its jobs are for, and the bytes of a worker's slot in an object. `step` and
+    `updates` are those of the other connector's plan."""
 
     arena: ArenaTicket | None = None
+    slot_bytes: int = 0
     step: int = 0
     updates: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls, plan: OffloadingConnectorMetadata, arena: ArenaTicket | None, step: int, updates: Mapping[int, int]
-    ) -> StepPlan:
-        return cls(plan.load_jobs, plan.store_jobs, plan.jobs_to_flush, arena, step, updates)
+    def of(cls, plan: OffloadingConnectorMetadata, **more: Any) -> StepPlan:
+        return cls(plan.load_jobs, plan.store_jobs, plan.jobs_to_flush, **more)
 
 
 @dataclass

@@ -24,7 +24,7 @@ class BothCounted(OffloadingConnectorStats):  # type: ignore[misc]
 
     @classmethod
     def of(cls, counts: Mapping[str, Any], theirs: OffloadingConnectorStats | None) -> BothCounted:
-        found = dict(theirs.data) if theirs is not None else {}
+        found = (theirs or OffloadingConnectorStats()).data
         return cls(data={**found, _OWN: counts} if counts else found)
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:

@@ -69,16 +69,10 @@ class ArenaSpec(OffloadingSpec):  # type: ignore[misc]
         # vLLM's default leaves out what was decoded, which the next turn of a conversation begins with.
         self.offload_prompt_only = bool(extra.get("offload_prompt_only", False))
         self.slot_bytes = config.worker_kv_bytes_per_block * self.blocks_per_chunk
-        self.object_bytes = self.slot_bytes * self.slots
         self.tokens_per_chunk = tuple(tokens * self.blocks_per_chunk for tokens in self.tokens_per_block)
         # The tokens of which every group's chunk is a multiple.
         self.unit_tokens = math.gcd(*self.tokens_per_chunk)
         self._make_manager, self._make_worker = manager, worker
-
-    @property
-    def slot_offset(self) -> int:
-        """Where this worker's slot begins in an object, in bytes."""
-        return 0 if self.slots == 1 else self.config.parallel.rank * self.slot_bytes
 
     def get_manager(self) -> OffloadingManager:
         return self._make_manager(self)

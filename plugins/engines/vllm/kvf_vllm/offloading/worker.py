@@ -188,6 +188,8 @@ class WorkerSide(OffloadingConnectorWorker):  # type: ignore[misc]
         self._jobs: dict[int, tuple[ArenaPlaces, float]] = {}
         self._spoiled: set[int] = set()
         self.failed_loads: set[str] = set()
+        # Of an object with slots of several workers.
+        self.slot: Slot | None = None
 
     def take_part(self, laid: Laid | None) -> None:
         """Tell the scheduler what this worker's blocks are named by, None if it can take part no more."""
@@ -297,6 +299,8 @@ class WorkerSide(OffloadingConnectorWorker):  # type: ignore[misc]
             return
         self._plan = plan
         self._arena.follow(plan.arena)
+        if self.slot is not None:
+            self.slot.offset = self._rank * plan.slot_bytes
         self._weights.begin_step(plan)
         fits, now = self._weights.fit(self._rank, plan), time.monotonic()
         for job_id, job in plan.store_jobs.items():
