@@ -66,9 +66,9 @@ class ServerDiesDuringLoad(Watched):
 class AdapterChangesWhileLoaded(Watched):
     """Somebody writes to an adapter's files while vLLM reads them."""
 
-    def register_kv_caches(self, kv_caches: Any) -> None:
+    def __init__(self, *arguments: Any, **named: Any) -> None:
         change_adapters_while_loaded()
-        super().register_kv_caches(kv_caches)
+        super().__init__(*arguments, **named)
 
 
 class WrongKvFromTheSecondLoadOn(WrongKv):

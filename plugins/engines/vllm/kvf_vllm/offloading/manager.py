@@ -6,6 +6,7 @@ to the workers; ends of loads and stores are told without waiting. Any failure i
 
 from __future__ import annotations
 
+import array
 import hashlib
 import itertools
 import logging
@@ -32,7 +33,7 @@ from kvf_vllm.adapters import NOT_LOADED, AdapterNames
 from kvf_vllm.engine_names import EngineNames
 from kvf_vllm.events import Announcements, BlocksRemoved, BlocksStored
 from kvf_vllm.offloading.messages import NOWHERE, ArenaPlaces, StepReport
-from kvf_vllm.requests import Wish, salted, traceparent, wish_of
+from kvf_vllm.requests import Wish, chunk_extras, salted, traceparent, wish_of
 from kvf_vllm.speed import Prefill
 from kvf_vllm.step_messages import AdapterUse
 from kvf_vllm.tally import Tally
@@ -121,6 +122,8 @@ class Tracked:
     # Its whole chunks by key, and how many of each group are among them.
     chunks: dict[OffloadKey, _Chunk] = field(default_factory=dict)
     known: dict[int, int] = field(default_factory=dict)
+    # The names of its content, if vLLM's will not do.
+    own: bytearray = field(default_factory=bytearray)
     # Loads under way: their leases and when they began.
     loads: list[tuple[str, float]] = field(default_factory=list)
 
@@ -200,11 +203,10 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
         tracked.computed, tracked.own_end, tracked.miss = computed, computed, ""
         if self._awaits_weights(tracked):
             return False
-        loads = self._loads and tracked.wish.load
-        unnamed = self._adapter_lacks(tracked)
-        if not unnamed and (loads or (self._stores and tracked.wish.store)) and self._awaits_names():
+        loads, stores = self._loads and tracked.wish.load, self._stores and tracked.wish.store
+        if (loads or stores) and self._awaits_names():
             return False
-        tracked.miss = self._why_unasked(tracked, unnamed)
+        tracked.miss = self._why_unasked(tracked, self._adapter_lacks(tracked))
         return bool(tracked.miss) or self._search(tracked, computed // self._unit * self._unit)
 
     @harmless()
@@ -214,14 +216,15 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
         self.prefill.has_blocks(request, tracked.computed + external if tracked is not None and external else 0)
         if tracked is None:
             return
-        tracked.external, tracked.own_end = external, tracked.computed + external
         if external:
+            tracked.external, tracked.own_end = external, tracked.computed + external
             self.tally.count("hit_requests")
             self.tally.count("hit_tokens", external)
             self.tally.took("lookup", tracked.found_s)
-        else:
+        elif tracked.miss:
             self._release(tracked)
-            self.tally.missed(tracked.miss or "not_stored")
+            self.tally.missed(tracked.miss)
+            tracked.miss = ""
 
     @harmless()
     def begin_step(self, scheduled: Mapping[str, int]) -> None:
@@ -430,7 +433,7 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
         chunks = self._chunks(keys, tracked)
         if not chunks:
             return nothing
-        groups, placed = self._grouped(chunks)
+        groups, placed = self._grouped(tracked, chunks)
         end = max(chunk.end for chunk in chunks)
         prompt = self._prompt(tracked, 0, -(-end // self._unit) * self._unit)
         number = next(self._numbers)
@@ -539,7 +542,9 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
         for group in self.groups:
             first, last = start // group.tokens, -(-end // group.tokens)
             hashes = request.block_hashes[(first + 1) * group.hashes - 1 : last * group.hashes : group.hashes]
-            packed = b"".join(map(_digest, hashes))
+            packed = b"".join(
+                self._digest(tracked, each, chunk * group.tokens) for chunk, each in enumerate(hashes, first + 1)
+            )
             keys.append(KeyGroup(packed, group.tokens, first, group.window, aligned=group.ends_hits))
             names.append([make_offload_key(each, group.index) for each in hashes])
         if not all(each.digests for each in keys):
@@ -626,14 +631,27 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
                 chunks[key] = _Chunk(key, place, (known + 1) * group.tokens)
         return [chunks[key] for key in keys if key in chunks]
 
-    def _grouped(self, chunks: Sequence[_Chunk]) -> tuple[list[KeyGroup], list[tuple[int, int]]]:
+    def _digest(self, tracked: Tracked, block_hash: bytes, end: int) -> bytes:
+        """Return the name of the content up to token `end`: vLLM's hash, which has the name and the path of an adapter
+        in it; so with one, whose content is in the salt, a hash of the tokens and images."""
+        if tracked.adapter is None:
+            return _digest(block_hash)
+        request, unit, own = tracked.request, self._unit, tracked.own
+        if len(own) < end // unit * DIGEST_BYTES:
+            extras = chunk_extras(request, unit)
+            for chunk in range(len(own) // DIGEST_BYTES, request.num_tokens // unit):
+                tokens = array.array("I", request.all_token_ids[chunk * unit : (chunk + 1) * unit]).tobytes()
+                own += _digest(bytes(own[-DIGEST_BYTES:]) + tokens + extras.get(chunk, b"") + b"lora")
+        return bytes(own[end // unit * DIGEST_BYTES - DIGEST_BYTES :][:DIGEST_BYTES])
+
+    def _grouped(self, tracked: Tracked, chunks: Sequence[_Chunk]) -> tuple[list[KeyGroup], list[tuple[int, int]]]:
         """Return the keys by group, and for each chunk its group and its place there."""
         groups: list[KeyGroup] = []
         places: dict[OffloadKey, tuple[int, int]] = {}
         for place, group in enumerate(self.groups):
             mine = [chunk for chunk in chunks if chunk.group == place]
             first = mine[0].end // group.tokens - 1 if mine else 0
-            digests = b"".join(_digest(get_offload_block_hash(chunk.key)) for chunk in mine)
+            digests = b"".join(self._digest(tracked, get_offload_block_hash(chunk.key), chunk.end) for chunk in mine)
             groups.append(KeyGroup(digests, group.tokens, first, group.window))
             places.update((chunk.key, (place, index)) for index, chunk in enumerate(mine))
         return groups, [places[chunk.key] for chunk in chunks]
