@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvframework.client import EngineSpeed, KVClient, OpaqueInstance, OpaqueObjects, Prompt
 from kvframework.api.keys import tenant_digest
+from kvframework.client import EngineSpeed, KVClient, OpaqueInstance, OpaqueObjects, Prompt
 from kvframework.wire import messages as m
 from tests.core.client.test_opaque import SIZES, found, groups, instance, store
 from tests.support.ports import free_port
