@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import secrets
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -77,8 +78,9 @@ class OpaqueInstance:
         self._objects = objects
         self._layout = _declared(objects)
         self._namespace: bytes | None = None
-        # That of the registration: it ends with it, also where the server lives on.
-        self._session = b""
+        # Those of the registration. It ends with its session, also where the server lives on; other processes of the
+        # engine may keep that session for a while, so the next one has an id of its own.
+        self._session, self._id = b"", objects.instance_id
         self._lock = threading.Lock()
         self._closed = threading.Event()
         client.when_up(self._register)
@@ -92,7 +94,7 @@ class OpaqueInstance:
         self._closed.set()
         self._client.forget(self._register)
         if self._namespace is not None:
-            self._client.send("UNREGISTER_KV_CACHE", m.Unregister(self._objects.instance_id))
+            self._client.send("UNREGISTER_KV_CACHE", m.Unregister(self._id))
 
     @property
     def is_ready(self) -> bool:
@@ -116,7 +118,7 @@ class OpaqueInstance:
         if key is None:
             return Future.failed(ServerGone("not registered"))
         freed = self._client.take_freed()
-        payload = m.LookupKeys(key, wait_s, speed, freed, (self._objects.instance_id,), groups=tuple(groups))
+        payload = m.LookupKeys(key, wait_s, speed, freed, (self._id,), groups=tuple(groups))
         return self._client.begin("LOOKUP_KEYS", payload, m.LookupReply)
 
     def ask_again(self, ticket: str, *, wait_s: float = 0.0) -> Future[m.LookupReply]:
@@ -137,7 +139,7 @@ class OpaqueInstance:
         key = self._key(prompt, 0)
         if key is None:
             return Future.failed(ServerGone("not registered"))
-        payload = m.PrepareKeys(key, self._objects.instance_id, tuple(groups))
+        payload = m.PrepareKeys(key, self._id, tuple(groups))
         sizes = self._objects.object_bytes
 
         def check(ranges: Sequence[ArenaRange]) -> None:
@@ -188,6 +190,7 @@ class OpaqueInstance:
             client, objects, hello = self._client, self._objects, self._client.hello
             if hello.session == self._session:
                 return
+            instance_id = secrets.randbits(62) if self._session else objects.instance_id
             provider = client.plugins.resolve("layout", self._layout.format, where="objects by size")
             if not isinstance(provider, LayoutProvider):
                 raise BadLayout(f"{self._layout.format!r} is no layout")
@@ -204,7 +207,7 @@ class OpaqueInstance:
                 packing=objects.packing,
             )
             payload = m.RegisterKvCache(
-                objects.instance_id,
+                instance_id,
                 objects.model_name,
                 1,
                 0,
@@ -216,7 +219,7 @@ class OpaqueInstance:
             reply = client.request("REGISTER_KV_CACHE", payload, m.Registered, urgent=True)
             if reply.desc != desc:
                 raise VersionMismatch(f"the server computes {reply.desc}", available=str(desc))
-            self._namespace, self._session = namespace, hello.session
+            self._namespace, self._session, self._id = namespace, hello.session, instance_id
 
 
 def _declared(objects: OpaqueObjects) -> KVLayout:

@@ -239,6 +239,7 @@ def test_a_new_session_with_the_same_server_registers_again(server: ServerProces
         others = Others(client)
         before = others._instance.ticket
         assert before is not None
+        kept = map_arena(before)  # as a worker that has not heard of it
         link = client._connection._link
         assert link is not None
         link.close()
@@ -246,6 +247,9 @@ def test_a_new_session_with_the_same_server_registers_again(server: ServerProces
         others.ready()
         assert others._instance.ticket != before
         assert len(others.fill()) == IN_ALL
+        assert kept.is_served
+        del kept
+        wait_until(lambda: len(server.status()["instances"]) == 1, PATIENCE_S, "the end of the session before")
         with pytest.raises(ServerGone):
             map_arena(before)
 
