@@ -353,15 +353,18 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
             before.close()
         self.instance = self._register(names)
 
-    def _leave_all_out(self, reason: str) -> None:
-        """End the part of all requests: their KV may be from before and after. Those without blocks begin again."""
+    def _leave_all_out(self, reason: str, *, is_reset: bool = False) -> None:
+        """End the part of all requests: their KV may be from before and after. Those without blocks begin again. After
+        a reset vLLM no longer tells of the ends of loads: their pins lapse, since workers may still copy."""
         self.events.forget()
         self._committing.clear()
         for store in self._under_way.values():
             store.is_doomed = True
         for request_id, tracked in list(self._tracked.items()):
             self._release(tracked)
-            if request_id in self.prefill or tracked.finished:
+            if tracked.finished and is_reset:
+                del self._tracked[request_id]
+            elif request_id in self.prefill or tracked.finished:
                 tracked.wish = Wish(False, False, reason=reason)
             else:
                 self._track(tracked.request)
@@ -438,7 +441,7 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
         prompt = self._prompt(tracked, 0, -(-end // self._unit) * self._unit)
         number = next(self._numbers)
         ticket = self.instance.ticket
-        boot_id = ticket.boot_id if ticket is not None else b""
+        boot_id = ticket.session if ticket is not None else b""
         # Beyond its lease a place is still this engine's to write, though never published.
         places = ArenaPlaces(number, [NOWHERE] * len(chunks), boot_id, math.inf)
         main = self.groups[self._main]
@@ -472,7 +475,9 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
         """Hide all KV so far from this engine: the weights may have changed. Objects in the server belong to others,
         too. Stores under way end without being published, once the workers no longer write."""
         self.names.hide()
-        self._leave_all_out("reset")
+        for tracked in self._tracked.values():
+            tracked.loads.clear()
+        self._leave_all_out("reset", is_reset=True)
 
     @harmless()
     def shutdown(self) -> None:
@@ -553,7 +558,7 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
         prompt, wait_s = self._prompt(tracked, start, end), 0.0 if self.prefill else DECIDED_S
         sent = self.instance.lookup(prompt, keys, wait_s=wait_s, speed=self.prefill.speed())
         ticket = self.instance.ticket
-        return Search(start, end, now, keys, names, sent, boot_id=ticket.boot_id if ticket is not None else b"")
+        return Search(start, end, now, keys, names, sent, boot_id=ticket.session if ticket is not None else b"")
 
     def _hear(self, tracked: Tracked, search: Search, *, is_late: bool) -> None:
         """Take the answer that is there, or comes within a moment. A load from L2 is waited for until it is late; then

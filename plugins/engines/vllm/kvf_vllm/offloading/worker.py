@@ -10,6 +10,7 @@ import ctypes
 import logging
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,35 +39,52 @@ log = logging.getLogger(__name__)
 SPARE_S = 0.5
 # How long a worker waits for the arena, and until it asks again.
 MAP_S, AGAIN_S = 1.0, 10.0
+# How often it is looked whether the arena is still served.
+WATCH_S = 1.0
 
 
 class ServedArena:
-    """The arena of the server with which the scheduler has a session, mapped in this worker as a part of that."""
+    """The arena of the server with which the scheduler has a session, mapped in this worker as a part of that. A thread
+    lets go of it once the session has ended: an idle engine must not keep the memory of a server that is gone."""
 
     def __init__(self, map_it: Callable[[ArenaTicket, float], MappedArena] = map_arena) -> None:
         self._map = map_it
-        self._ticket: ArenaTicket | None = None
-        self._arena: MappedArena | None = None
+        self._asked: ArenaTicket | None = None
         self._again = 0.0
+        # With the session that it is a part of.
+        self._mapped: tuple[bytes, MappedArena] | None = None
 
     def follow(self, ticket: ArenaTicket | None) -> None:
-        """Map the arena of a new server, or of a new session. Blocks for the time that a server takes to answer."""
-        now = time.monotonic()
-        if ticket == self._ticket and (self._arena is not None or now < self._again):
+        """Map the arena of a new session; without a ticket, from a server in doubt, stay with the last one. Blocks for
+        the time that a server takes to answer."""
+        now, mapped = time.monotonic(), self._mapped
+        if ticket is None or (mapped is not None and mapped[0] == ticket.session):
             return
-        self._arena, self._ticket, self._again = None, ticket, now + AGAIN_S
-        if ticket is None:
+        # The last session lasts as long as any of its processes has the arena mapped.
+        self._mapped = mapped = None
+        if ticket == self._asked and now < self._again:
             return
+        self._asked, self._again = ticket, now + AGAIN_S
         try:
-            self._arena = self._map(ticket, MAP_S)
+            arena = self._map(ticket, MAP_S)
         except (KVFrameworkError, OSError) as error:
             log.warning("this worker cannot map the server's arena, it moves no KV: %s", error)
+            return
+        self._mapped = ticket.session, arena
+        threading.Thread(target=self._watch, args=(weakref.ref(arena),), name="kvf-arena", daemon=True).start()
 
-    def of(self, boot_id: bytes) -> MappedArena | None:
-        """Return the arena of that start of a server, if it is mapped and served."""
-        arena, ticket = self._arena, self._ticket
-        served = arena is not None and ticket is not None and ticket.boot_id == boot_id and arena.is_served
-        return arena if served else None
+    def of(self, session: bytes) -> MappedArena | None:
+        """Return the arena of that session, if it is mapped and served: places of another one may be anybody's now."""
+        mapped = self._mapped
+        return mapped[1] if mapped is not None and mapped[0] == session and mapped[1].is_served else None
+
+    def _watch(self, reference: weakref.ref[MappedArena]) -> None:
+        while (arena := reference()) is not None and arena.is_served:
+            del arena
+            time.sleep(WATCH_S)
+        mapped = self._mapped
+        if arena is not None and mapped is not None and mapped[1] is arena:
+            self._mapped = None
 
 
 @dataclass
@@ -232,7 +250,7 @@ class WorkerSide(OffloadingConnectorWorker):  # type: ignore[misc]
         for job_id, job in metadata.load_jobs.items():
             places = job.src_spec
             if not fits or (places.adapter is not None and not self._adapters.holds(places.adapter)):
-                places.boot_id = b""  # that of no server
+                places.boot_id = b""  # that of no session
             self._jobs[job_id] = places, began
         super().start_kv_transfers(metadata)
 

@@ -1,0 +1,118 @@
+"""The two halves of `KvFrameworkOffloading` when a session, a server or vLLM's cache ends under them. The server is
+real."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvframework.client import ArenaTicket, KVClient, OpaqueInstance, OpaqueObjects
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
+from tests.vllm.stand_ins import FakeRequest
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
+
+PATIENCE_S = 60.0
+
+
+@pytest.fixture
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess(capacity="4MiB") as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[KVClient]:
+    with server.engine_client() as connected:
+        yield connected
+
+
+def ticket_of(instance: OpaqueInstance) -> ArenaTicket:
+    wait_until(lambda: instance.ticket is not None, PATIENCE_S, "the registration")
+    ticket = instance.ticket
+    assert ticket is not None
+    return ticket
+
+
+def mapped_arenas() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:kvframework-l1")
+
+
+def test_places_of_another_session_with_the_same_server_are_nobodys(client: KVClient) -> None:
+    from kvf_vllm.offloading.worker import ServedArena
+
+    instance = OpaqueInstance(client, OpaqueObjects(1, "tiny", (4096,), 16, "p"))
+    worker, before = ServedArena(), ticket_of(instance)
+    worker.follow(before)
+    assert worker.of(before.session) is not None
+    link = client._connection._link
+    assert link is not None
+    link.close()
+    wait_until(lambda: client.usable and client.hello.session != before.session, PATIENCE_S, "a new session")
+    after = ticket_of(instance)
+    assert after.boot_id == before.boot_id
+    worker.follow(after)
+    assert worker.of(before.session) is None
+    assert worker.of(after.session) is not None
+
+
+def test_a_server_in_doubt_keeps_the_arena_mapped(client: KVClient) -> None:
+    from kvf_vllm.offloading.worker import ServedArena
+
+    instance = OpaqueInstance(client, OpaqueObjects(1, "tiny", (4096,), 16, "p"))
+    worker, ticket = ServedArena(), ticket_of(instance)
+    worker.follow(ticket)
+    arena = worker.of(ticket.session)
+    worker.follow(None)
+    assert arena is not None
+    assert worker.of(ticket.session) is arena
+
+
+def test_an_idle_worker_lets_go_of_the_memory_of_a_dead_server(server: ServerProcess, client: KVClient) -> None:
+    from kvf_vllm.offloading.worker import ServedArena
+
+    instance = OpaqueInstance(client, OpaqueObjects(1, "tiny", (4096,), 16, "p"))
+    worker = ServedArena()
+    worker.follow(ticket_of(instance))
+    both = mapped_arenas()
+    assert both >= 2
+    server.kill9()
+    wait_until(lambda: mapped_arenas() == both - 2, PATIENCE_S, "the end of both mappings")
+
+
+def manager() -> Any:
+    from kvf_vllm.adapters import AdapterNames
+    from kvf_vllm.offloading.manager import ArenaManager
+    from kvf_vllm.options import VllmOptions
+    from kvf_vllm.weights import EngineWeights
+
+    return ArenaManager(
+        VllmOptions(),
+        lambda _names: pytest.fail("nothing is registered here"),
+        unit_tokens=16,
+        workers=1,
+        loads=True,
+        stores=True,
+        unread=False,
+        adapters=AdapterNames(1, by_path=True),
+        weights=EngineWeights(caches_prefixes=True),
+    )
+
+
+def test_a_reset_forgets_loads_whose_ends_vllm_no_longer_tells(server: ServerProcess) -> None:
+    from types import SimpleNamespace
+
+    made = manager()
+    context = SimpleNamespace(req_id="r")
+    made.came(FakeRequest("r", list(range(64))))
+    made._tracked["r"].loads.append(("a lease", 0.0))
+    made.on_request_finished(context)
+    assert made._tracked, "its load is under way"
+    made.reset_cache()
+    assert not made._tracked
+    made.complete_load([], context)
+    assert not made.tally.take().get("errors")
