@@ -37,6 +37,7 @@ from kvf_vllm.connector import (
 )
 from kvf_vllm.facts import model_of, packing_of, place_of, why_unread
 from kvf_vllm.identity import Named, identify
+from kvf_vllm.offloading.checks import check_room, refusals
 from kvf_vllm.offloading.copies import Slot
 from kvf_vllm.offloading.manager import ArenaManager, Group
 from kvf_vllm.offloading.messages import Laid, StepPlan, StepReport
@@ -135,10 +136,19 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
             weights=EngineWeights(caches_prefixes=bool(config.cache_config.enable_prefix_caching)),
             event_block_size=event_block_size(config, self._kv_cache_config),
         )
-        self.connector_scheduler = OffloadingConnectorScheduler(self._spec, config, self._kv_cache_config)
+        with refusals():
+            self.connector_scheduler = OffloadingConnectorScheduler(self._spec, config, self._kv_cache_config)
         self._manager.groups = [_group(each) for each in self.connector_scheduler.config.kv_group_configs]
         self._manager.align = self.connector_scheduler._mamba_align_size
         self._client = connect(self._options, "vllm scheduler")
+        chunks = [(group.tokens, group.window) for group in self._manager.groups]
+        try:
+            self._client.wait_up(self._options.connect_timeout_s)
+            largest = self._spec.slots * self._spec.slot_bytes
+            check_room(self._client, largest, chunks, config.model_config.max_model_len)
+        except BaseException:
+            self._client.close()
+            raise
 
     @harmless()
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.v1.kv_offload.base import OffloadingManager, OffloadingSpec, OffloadingWorker
 
+from kvf_vllm.offloading.checks import check_hashes, refusals
+from kvframework.api.layout import MAX_OBJECT_BYTES
+from kvframework.api.sizes import ByteSize
 from kvframework.errors import BadLayout, ConfigFieldError, TransportMismatch
 
 if TYPE_CHECKING:
@@ -43,14 +46,9 @@ class ArenaSpec(OffloadingSpec):  # type: ignore[misc]
                 where="kvf_vllm",
                 available="one node for each engine, whose server's memory all of its workers map",
             )
-        try:
+        check_hashes(vllm_config.cache_config)
+        with refusals():
             config = build_offloading_config(vllm_config, kv_cache_config)
-        except (AssertionError, ValueError) as error:
-            raise ConfigFieldError(
-                str(error) or "vLLM's offloading does not take this engine",
-                where="kv_connector_extra_config",
-                hint="leave out block_size and blocks_per_chunk; hybrid models need --enable-prefix-caching",
-            ) from None
         if config.canonical_layout:
             raise ConfigFieldError(
                 "canonical_layout is not supported by this connector yet",
@@ -69,6 +67,14 @@ class ArenaSpec(OffloadingSpec):  # type: ignore[misc]
         # vLLM's default leaves out what was decoded, which the next turn of a conversation begins with.
         self.offload_prompt_only = bool(extra.get("offload_prompt_only", False))
         self.slot_bytes = config.worker_kv_bytes_per_block * self.blocks_per_chunk
+        object_bytes = self.slot_bytes * self.slots
+        if object_bytes > MAX_OBJECT_BYTES:
+            raise BadLayout(
+                f"chunks of {self.blocks_per_chunk} blocks are objects of {ByteSize(object_bytes)}",
+                where="kv_connector_extra_config",
+                available=f"at most {ByteSize(MAX_OBJECT_BYTES)}",
+                hint="lower blocks_per_chunk, or leave it out",
+            )
         self.tokens_per_chunk = tuple(tokens * self.blocks_per_chunk for tokens in self.tokens_per_block)
         # The tokens of which every group's chunk is a multiple.
         self.unit_tokens = math.gcd(*self.tokens_per_chunk)

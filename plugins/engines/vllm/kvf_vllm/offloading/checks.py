@@ -1,0 +1,69 @@
+"""What is refused, or warned of, at the engine's start, each with the setting to change."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvframework.api.sizes import ByteSize
+from kvframework.errors import BadLayout, ConfigFieldError
+
+if TYPE_CHECKING:
+    from kvframework.client import KVClient
+
+log = logging.getLogger(__name__)
+
+WHERE = "kv_connector_extra_config"
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """Make typed errors of those by which vLLM's offloading refuses an engine, which are of any kind."""
+    try:
+        yield
+    except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
+        raise ConfigFieldError(
+            str(error) or "vLLM's offloading does not take this engine",
+            where=WHERE,
+            hint="leave out block_size and blocks_per_chunk; hybrid models need --enable-prefix-caching",
+        ) from None
+
+
+def check_hashes(cache_config: Any) -> None:
+    """Raise `ConfigFieldError` where the same blocks have other hashes in each process: nothing would ever be found."""
+    algorithm = str(cache_config.prefix_caching_hash_algo)
+    if algorithm.startswith("xxhash") and "PYTHONHASHSEED" not in os.environ:
+        raise ConfigFieldError(
+            f"{algorithm!r} hashes blocks with a seed that is another one in each process",
+            where="prefix_caching_hash_algo",
+            available="sha256, sha256_cbor",
+            hint="leave --prefix-caching-hash-algo out, or set PYTHONHASHSEED to one number for all engines",
+        )
+
+
+def check_room(client: KVClient, object_bytes: int, groups: Sequence[tuple[int, int]], longest: int) -> None:
+    """Raise `BadLayout` where the arena of the server, if there is one, cannot hold a single object; warn where it
+    cannot hold one request of `longest` tokens. `groups` have the tokens of a chunk, and of the window or 0."""
+    arena = client.arena
+    if arena is None:
+        return
+    capacity = arena.view.nbytes
+    if object_bytes > capacity:
+        raise BadLayout(
+            f"objects of {ByteSize(object_bytes)} in an L1 of {ByteSize(capacity)}",
+            where="l1.capacity",
+            available=f"at least {ByteSize(object_bytes)} for this model",
+            hint="raise l1.capacity in the server's TOML, or lower blocks_per_chunk",
+        )
+    objects = sum(-(-min(window or longest, longest) // tokens) + bool(window) for tokens, window in groups)
+    if objects * object_bytes > capacity:
+        log.warning(
+            "one request of %d tokens (max_model_len) needs %s, and L1 has %s: what it stores first is evicted for the "
+            "rest; raise l1.capacity in the server's TOML",
+            longest,
+            ByteSize(objects * object_bytes),
+            ByteSize(capacity),
+        )
