@@ -28,6 +28,7 @@ from vllm.v1.kv_offload.base import OffloadingWorker
 import vllm
 from kvf_vllm.adapters import AdapterNames, LoadedAdapters
 from kvf_vllm.connector import (
+    KvFrameworkConnector,
     adapters_of,
     check_failure_policy,
     connect,
@@ -65,6 +66,8 @@ ERA = "vllm-offload1"
 class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
     """See `OffloadingConnector`. Raises `VersionMismatch`, `ConfigFieldError`, `BadLayout` or `TransportMismatch` for
     an engine that it cannot serve; a server that does not run costs recompute only."""
+
+    _cache_hit_source = KvFrameworkConnector._cache_hit_source
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         self._release = check_version(vllm.__version__)
@@ -182,6 +185,9 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
         updates = manager.names.weights.updates
         return StepPlan.of(plan, arena=ticket, slot_bytes=self._slot_bytes, step=manager.step, updates=updates)
 
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> Any:
+        return KVConnectorBase_V1.get_external_cache_hit_sources(self, request, num_external_tokens)
+
     @harmless()
     def update_connector_output(self, connector_output: Any) -> None:
         report = connector_output.kv_connector_worker_meta
@@ -256,7 +262,7 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
             laid = Laid(
                 identity.model_name, b"", self._spec.unit_tokens, 1, stage, (), identity, packing, self._spec.slot_bytes
             )
-            self._updates = WeightUpdates(config, begins=worker.weights_change, ends=self._weights_changed)
+            self._updates = WeightUpdates(config, begins=self._weights_change, ends=self._weights_changed)
             self._updates.watch(resolve_obj_by_qualname(config.parallel_config.worker_cls))
         except KVFrameworkError:
             raise
@@ -264,6 +270,10 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
             self.errors.note("the worker's side", error)
             return
         worker.take_part(laid)
+
+    @harmless()
+    def _weights_change(self) -> None:
+        self.connector_worker.weights_change()
 
     @harmless()
     def _weights_changed(self, began: float | None) -> None:
