@@ -25,7 +25,7 @@ from kvf_vllm.facts import (
 )
 from kvf_vllm.identity import identify
 from kvf_vllm.layouts import GroupFacts, OpaqueBlocks, packing_name
-from kvf_vllm.options import VllmOptions, check_version, parse_options
+from kvf_vllm.options import VllmOptions, check_offloading, check_version, parse_options
 from kvframework.client import ModelFacts, ModelPart, model_files
 from kvframework.errors import BadLayout, ConfigFieldError, KVFrameworkError, VersionMismatch
 
@@ -85,6 +85,14 @@ def test_other_releases_are_refused_with_what_is_supported(version: str) -> None
     with pytest.raises(VersionMismatch, match="connector interface") as refused:
         check_version(version)
     assert "0.30" in refused.value.available
+
+
+@pytest.mark.parametrize(("version", "on_cpu"), [("0.33.0", True), ("0.31.0", False), ("0.30.1", False)])
+def test_a_release_whose_offloading_is_another_is_refused(version: str, on_cpu: bool) -> None:
+    for known in ("0.32.0", "0.30.0") if on_cpu else ("0.32.0",):
+        check_offloading(known, on_cpu=on_cpu)
+    with pytest.raises(VersionMismatch, match=r"offloading on a \w+ is not the one"):
+        check_offloading(version, on_cpu=on_cpu)
 
 
 # identity

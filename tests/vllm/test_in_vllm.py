@@ -305,3 +305,76 @@ def test_without_a_view_of_the_updates_there_is_no_cache(caplog: pytest.LogCaptu
     connector.handle_preemptions(SimpleNamespace(plan=StepPlan()))
     assert connector._worker is None
     assert "updates of its weights cannot be seen" in caplog.text
+
+
+def test_a_stage_with_more_layers_than_another_has_its_slot_in_the_same_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM starts no pipeline on a CPU: what its workers would tell, and where each of them then copies."""
+    from kvf_vllm.adapters import LoadedAdapters
+    from kvf_vllm.engine_names import EngineNames
+    from kvf_vllm.offloading import connector as module
+    from kvf_vllm.offloading.messages import Laid, StepPlan, StepReport
+    from kvf_vllm.offloading.worker import ServedArena, WorkerSide
+    from kvf_vllm.weights import EngineWeights
+    from kvframework.client import KvIdentity, OpaqueObjects
+
+    made: list[OpaqueObjects] = []
+    monkeypatch.setattr(module, "OpaqueInstance", lambda _client, objects: made.append(objects))
+    connector = object.__new__(module.KvFrameworkOffloading)
+    parallel = SimpleNamespace(tp_size=1, pp_size=2, dcp_size=1, pcp_size=1)
+    config = SimpleNamespace(parallel=parallel, groups=[SimpleNamespace(group_id=0)])
+    connector._spec = SimpleNamespace(slots=2, config=config, tokens_per_chunk=(16,), unit_tokens=16)
+    connector._client = object()
+    names = EngineNames(2, EngineWeights(), connector._register)
+    told = [Laid("m", b"", 16, 1, rank, (), KvIdentity("m", "r"), f"p{rank}", 300 - 100 * rank) for rank in (0, 1)]
+    first, second = (StepReport(served={rank: each}) for rank, each in enumerate(told))
+    names.heard(first)
+    assert not made
+    names.heard(first.aggregate(second))
+    (objects,) = made
+    assert (objects.object_bytes, objects.packing) == ([600], "vllm-offload1/p0+p1")
+    of_stage = SimpleNamespace(
+        config=SimpleNamespace(parallel=SimpleNamespace(rank=1), canonical_layout=False), replicated_layout=False
+    )
+    worker = WorkerSide(of_stage, None, None, ServedArena(), LoadedAdapters())
+    worker.slot = SimpleNamespace(offset=0)
+    worker._begin(StepPlan({}, {}, slot_bytes=connector._slot_bytes))
+    assert worker.slot.offset == 300
+
+
+def test_an_update_of_the_weights_spoils_the_loads_under_way_and_fails_what_was_planned_for_the_old_ones() -> None:
+    from kvf_vllm.adapters import LoadedAdapters
+    from kvf_vllm.offloading.messages import ArenaPlaces, StepPlan
+    from kvf_vllm.offloading.worker import ServedArena, WorkerSide
+
+    parallel = SimpleNamespace(parallel=SimpleNamespace(rank=0), canonical_layout=False)
+    worker = WorkerSide(
+        SimpleNamespace(config=parallel, replicated_layout=False), None, None, ServedArena(), LoadedAdapters()
+    )
+    from vllm.v1.kv_offload.base import TransferResult
+
+    copies = SimpleNamespace(ended=[], waited=set())
+    copies.wait = copies.waited.update
+    copies.get_finished = lambda: [copies.ended.pop() for _ in range(len(copies.ended))]
+    copies.submit_load = copies.submit_store = lambda *_: True
+    worker.worker = copies
+
+    def job(number: int) -> Any:
+        return SimpleNamespace(req_id=f"r{number}", src_spec=ArenaPlaces(number), dst_spec=ArenaPlaces(number))
+
+    from vllm.v1.kv_offload.base import GPULoadStoreSpec
+
+    load = job(1)
+    load.dst_spec = GPULoadStoreSpec([0], group_sizes=[1], block_indices=[0])
+    worker.start_kv_transfers(StepPlan({7: load}, {}))
+    worker.weights_change()
+    assert copies.waited == {7}
+    copies.ended.append(TransferResult(7, True, 10, 0.1))
+    assert worker.get_finished(set())[1] == {"r1"}
+    assert worker.failed_loads == {"r1"}
+    store = job(2)
+    store.src_spec = GPULoadStoreSpec([0], group_sizes=[1], block_indices=[0])
+    worker.prepare_store_kv(StepPlan({}, {8: store}))
+    copies.ended.append(TransferResult(8, True, 10, 0.1))
+    worker.get_finished(set())
+    assert worker._connector_worker_meta.failed == {2}
+    assert worker.tally.counts == {"failed_loads": 1, "failed_stores": 1}

@@ -72,6 +72,20 @@ def check_version(version: str) -> str:
     return release if release == TRIED else ""
 
 
+def check_offloading(version: str, *, on_cpu: bool) -> None:
+    """Raises `VersionMismatch` for a release whose offloading `KvFrameworkOffloading` does not follow: before 0.32 vLLM
+    registers no memory of others with a device, and the workers of 0.33 are asked for loads in another way."""
+    known = SUPPORTED if on_cpu else SUPPORTED[-1:]
+    if _release(version) not in known:
+        raise VersionMismatch(
+            f"this is vLLM {version}, whose offloading {'on a CPU' if on_cpu else 'on a device'} is not the one that "
+            "KvFrameworkOffloading follows",
+            where="kvf_vllm",
+            available=f"vLLM {', '.join(known)}",
+            hint='use "kv_connector": "KvFrameworkConnector"',
+        )
+
+
 def caches_adapters_by_path(version: str) -> bool:
     """True if vLLM's own prefix cache tells adapters apart by their path too, not only by their name."""
     return _release(version) not in ("0.30", "0.31")

@@ -45,7 +45,7 @@ from kvf_vllm.offloading.messages import Laid, StepPlan, StepReport
 from kvf_vllm.offloading.metrics import BothCounted, BothShown
 from kvf_vllm.offloading.spec import ArenaSpec
 from kvf_vllm.offloading.worker import CpuWorker, ServedArena, WorkerSide
-from kvf_vllm.options import caches_adapters_by_path, check_version, parse_options
+from kvf_vllm.options import caches_adapters_by_path, check_offloading, check_version, parse_options
 from kvf_vllm.registration import join_log
 from kvf_vllm.weights import CacheResets, EngineWeights, WeightUpdates
 from kvframework.client import ErrorNotes, KVClient, OpaqueInstance, OpaqueObjects, harmless
@@ -71,6 +71,7 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         self._release = check_version(vllm.__version__)
+        check_offloading(vllm.__version__, on_cpu=bool(current_platform.is_cpu()))
         join_log("vllm")
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
