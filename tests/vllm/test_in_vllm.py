@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,7 +105,7 @@ def test_what_means_nothing_where_vllm_moves_the_bytes_is_refused(option: str, v
     from kvf_vllm.offloading.connector import KvFrameworkOffloading
     from kvframework.errors import ConfigFieldError
 
-    with pytest.raises(ConfigFieldError, match=rf"kvframework\.{option} is .*vLLM moves the bytes"):
+    with pytest.raises(ConfigFieldError, match=rf"(?s)kvframework\.{option} is .*vLLM moves the bytes"):
         KvFrameworkOffloading.requires_piecewise_for_cudagraph({f"kvframework.{option}": value})
 
 
@@ -216,7 +217,7 @@ def test_metrics_of_several_engines_are_one_and_what_they_do_not_know_harms_none
 
 
 def test_the_counts_of_vllms_offloading_stand_beside_the_connectors_own() -> None:
-    from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 
     from kvf_vllm.offloading.connector import KvFrameworkOffloading
@@ -231,13 +232,15 @@ def test_the_counts_of_vllms_offloading_stand_beside_the_connectors_own() -> Non
     again = KvFrameworkOffloading.build_kv_connector_stats(data)
     assert again.reduce() == {"hit_tokens": 7, "load_ms_mean": 500.0, "vllm:kv_offload_load_bytes": 7}
     config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}))
-    kinds = {kind: kind for kind in (Counter, Gauge, Histogram)}
+    # Not the process's own, in which other tests have left theirs.
+    registry = CollectorRegistry()
+    kinds = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
     for times in (1, 2):
         # vLLM's own cannot be made twice in a process: they go on in the first.
         shown = KvFrameworkOffloading.build_prom_metrics(config, kinds, ["model_name"], {0: ["both"]})
         shown.observe(data)
-        assert REGISTRY.get_sample_value("kvframework:hit_tokens_total", {"model_name": "both"}) == times * 7
-    assert REGISTRY.get_sample_value("vllm:kv_offload_load_bytes_total", {"model_name": "both"}) == 7
+        assert registry.get_sample_value("kvframework:hit_tokens_total", {"model_name": "both"}) == times * 7
+    assert registry.get_sample_value("vllm:kv_offload_load_bytes_total", {"model_name": "both"}) == 7
 
 
 def test_pipeline_stages_are_told_apart_in_vllms_own_configuration() -> None:
