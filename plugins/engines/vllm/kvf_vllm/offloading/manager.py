@@ -475,11 +475,8 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
         """Hide all KV so far from this engine: the weights may have changed. Objects in the server belong to others,
         too. Stores under way end without being published, once the workers no longer write."""
         self.names.hide()
-        # vLLM does not tell of the ends of loads under way: their pins lapse.
-        for request_id, tracked in list(self._tracked.items()):
+        for tracked in self._tracked.values():
             tracked.loads.clear()
-            if tracked.finished:
-                del self._tracked[request_id]
         self._leave_all_out("reset", is_reset=True)
 
     @harmless()
