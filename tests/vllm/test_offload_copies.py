@@ -113,7 +113,7 @@ def test_a_gpus_copies_are_those_of_the_cpu(per_chunk: int, slot: int, in_host_m
             offsets = ours.offsets[3 : 3 + objects]
             if gap is not None:
                 offsets[gap] = NOWHERE
-            move(ours.slot.runs(blocks, offsets), ours.arena, storing=True)
+            move(ours.slot.runs(blocks, offsets, storing=True), ours.arena, storing=True)
             worker = GpuWorker(theirs.caches, theirs.slot, theirs.served())
             assert worker.submit_store(1, blocks, ArenaPlaces(1, offsets, b"boot", float("inf")))
             (result,) = worker.get_finished()
@@ -125,7 +125,7 @@ def test_a_gpus_copies_are_those_of_the_cpu(per_chunk: int, slot: int, in_host_m
             for memory in (ours, theirs):
                 for tensor in memory.tensors:
                     tensor.zero_()
-            move(ours.slot.runs(blocks, offsets), ours.arena, storing=False)
+            move(ours.slot.runs(blocks, offsets, storing=False), ours.arena, storing=False)
             worker.submit_load(2, ArenaPlaces(2, offsets, b"boot", float("inf")), blocks)
             assert worker.get_finished()[0].success
             worker.shutdown()
@@ -140,7 +140,7 @@ def test_objects_that_are_not_those_of_the_blocks_are_refused() -> None:
     for blocks, objects in jobs(4):
         for wrong in (objects - 1, objects + 1):
             with pytest.raises(ValueError, match=f"{wrong} places"):
-                memory.slot.runs(blocks, memory.offsets[:wrong])
+                memory.slot.runs(blocks, memory.offsets[:wrong], storing=False)
 
 
 def test_a_load_without_a_place_or_after_its_time_fails_at_once(in_host_memory: None) -> None:
@@ -158,3 +158,81 @@ def test_a_load_without_a_place_or_after_its_time_fails_at_once(in_host_memory: 
     ):
         worker.submit_load(number, places, blocks)
         assert [(each.job_id, each.success) for each in worker.get_finished()] == [(number, False)]
+
+
+class SharedMemory(Memory):
+    """The KV memory of one of `workers` workers in vLLM's canonical layout: of the first tensor each has its part of
+    the heads, of the second two workers at a time hold the same."""
+
+    def __init__(self, per_chunk: int, workers: int, rank: int) -> None:
+        from vllm.v1.kv_offload.base import (
+            CanonicalKVCacheRef,
+            CanonicalKVCaches,
+            CanonicalKVCacheTensor,
+            CanonicalPageMapping,
+            CopyRun,
+        )
+
+        from kvf_vllm.offloading.copies import Slot
+
+        super().__init__(per_chunk, workers, 0)
+        made = torch.Generator().manual_seed(7)
+        page, replicas = 1024 // workers, min(workers, 2)
+        whole = [torch.randint(-128, 128, (BLOCKS, size), dtype=torch.int8, generator=made) for size in (1024, 768)]
+        # Of each of eight rows of a page a worker has a part.
+        row, mine = 128, 128 // workers
+        rows = whole[0].view(BLOCKS, 8, row)[:, :, rank * mine : (rank + 1) * mine]
+        self.tensors = [rows.reshape(BLOCKS, page).clone(), whole[1].clone()]
+        split = CanonicalPageMapping(1024, page, (CopyRun(0, rank * mine, mine, 8, mine, row),), 1, 0, True)
+        alike = CanonicalPageMapping(768, 768, (CopyRun(0, 0, 768, 1, 768, 768),), replicas, rank % replicas, True)
+        self.caches = CanonicalKVCaches(
+            [CanonicalKVCacheTensor(each, each.shape[1]) for each in self.tensors],
+            [
+                [CanonicalKVCacheRef(0, page, split), CanonicalKVCacheRef(1, 768, alike)],
+                [CanonicalKVCacheRef(1, 768, alike)],
+            ],
+        )
+        if workers > 2:
+            raise ValueError("two workers at most hold the same")
+        self.slot = Slot(self.caches, per_chunk, 0, canonical=True)
+
+
+@pytest.mark.parametrize("per_chunk", [1, 4])
+def test_one_worker_loads_what_two_have_stored_in_the_canonical_layout(per_chunk: int, in_host_memory: None) -> None:
+    from kvf_vllm.offloading.gpu import GpuWorker
+    from kvf_vllm.offloading.messages import ArenaPlaces
+    from kvf_vllm.offloading.worker import move
+
+    for blocks, objects in jobs(per_chunk):
+        alone, arenas = SharedMemory(per_chunk, 1, 0), []
+        offsets = alone.offsets[3 : 3 + objects]
+        for by_gpu in (False, True):
+            both = [SharedMemory(per_chunk, 2, rank) for rank in range(2)]
+            both[1].memory, both[1].arena = both[0].memory, both[0].arena
+            for worker in both:
+                if by_gpu:
+                    gpu = GpuWorker(worker.caches, worker.slot, worker.served())
+                    gpu.submit_store(1, blocks, ArenaPlaces(1, offsets, b"boot", float("inf")))
+                    assert gpu.get_finished()[0].success
+                else:
+                    move(worker.slot.runs(blocks, offsets, storing=True), worker.arena, storing=True)
+            arenas.append(bytes(both[0].memory))
+        assert arenas[0] == arenas[1]
+        before = [tensor.clone() for tensor in alone.tensors]
+        alone.memory[:] = arenas[0][: len(alone.memory)]
+        for tensor in alone.tensors:
+            tensor.zero_()
+        move(alone.slot.runs(blocks, offsets, storing=False), alone.arena, storing=False)
+        for mine, first in zip(alone.tensors, before, strict=True):
+            touched = mine.any(dim=1)
+            assert torch.equal(mine[touched], first[touched])
+        used = sorted({int(each) for each in blocks.block_ids})
+        assert sorted(int(each) for each in alone.tensors[1].any(dim=1).nonzero().flatten()) == used
+
+
+def test_blocks_without_a_canonical_form_are_refused() -> None:
+    from kvf_vllm.offloading.copies import Slot
+    from kvframework.errors import BadLayout
+
+    with pytest.raises(BadLayout, match="no canonical form"):
+        Slot(Memory(1, 1, 0).caches, 1, 0, canonical=True)

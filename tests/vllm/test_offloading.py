@@ -102,6 +102,36 @@ def test_workers_of_one_engine_write_one_object_each_chunk(bench: Bench, cold: A
     assert (alone.tokens, alone.cached) == (cold.tokens, 0)
 
 
+def test_one_worker_loads_what_two_have_stored_in_vllms_canonical_layout(
+    bench: Bench, cold: Answer, tmp_path: Path
+) -> None:
+    split = bench_of(bench.model, tmp_path, tensor_parallel_size=2, distributed_executor_backend="mp")
+    alone = bench_of(bench.model, tmp_path)
+    with rows.server_for() as server:
+        bench.run(server, bench.ask())
+        for each in (split, alone):
+            each.options["canonical_layout"] = True
+        (stored,) = split.run(server, split.ask())
+        (loaded,) = alone.run(server, alone.ask())
+        (wrong,) = alone.run(server, alone.ask(), connector="WrongKv")
+        (again,) = split.run(server, split.ask())
+        objects = server.status()["l1"]["objects"]
+    # The ordinary layout is another namespace.
+    assert (stored.tokens, stored.cached) == (cold.tokens, 0)
+    assert (loaded.tokens, loaded.cached) == (cold.tokens, HIT)
+    assert (again.tokens, again.cached) == (cold.tokens, HIT)
+    assert wrong.tokens != cold.tokens
+    assert objects == 2 * HIT // 128
+
+
+def test_the_canonical_layout_is_refused_where_vllm_has_none(tmp_path: Path) -> None:
+    cache = Path(os.environ.get("KVF_VLLM_MODELS", Path(tempfile.gettempdir()) / "kvf-vllm-models"))
+    bench = bench_of(make_hybrid(cache / "lfm2", "lfm2"), tmp_path)
+    bench.options["canonical_layout"] = True
+    with rows.server_for() as server, pytest.raises(AssertionError, match="leave canonical_layout out"):
+        bench.run(server, bench.ask())
+
+
 @pytest.mark.parametrize("size", ["window", "windows"])
 def test_windows_and_full_attention_are_loaded_as_far_as_a_hit_needs_them(size: str, tmp_path: Path) -> None:
     bench = bench_of(cached(size), tmp_path, 1500)

@@ -43,8 +43,8 @@ def _of(kind: inspect.Type) -> st.SearchStrategy[Any]:
             given = {field.name: _of(field.type) for field in fields if field.required}
             optional = {field.name: _of(field.type) for field in fields if not field.required}
             return st.fixed_dictionaries(given, optional=optional).map(lambda values: struct(**values))
-        case inspect.VarTupleType(item_type=item, max_length=most):
-            return st.lists(_of(item), max_size=min(most or 4, 4)).map(tuple)
+        case inspect.VarTupleType(item_type=item, min_length=least, max_length=most):
+            return st.lists(_of(item), min_size=least or 0, max_size=min(most or 4, 4)).map(tuple)
         case inspect.TupleType(item_types=items):
             return st.tuples(*(_of(each) for each in items))
         case inspect.LiteralType(values=values):

@@ -41,6 +41,8 @@ _SPEC_FACTS = (
     "shapes",
     "dtypes",
 )
+# Those of them that differ with the number of workers.
+_OF_A_WORKER = ("num_kv_heads", "num_heads", "page_size_bytes")
 # The fields of a cache that holds keys and values unchanged.
 _PLAIN = {"kv_quant_mode": 0, "num_head_slots": None, "state_content_bytes": None, "tokens_per_state": 1}
 
@@ -49,10 +51,10 @@ def groups_of(kv_cache_config: Any) -> tuple[GroupFacts, ...]:
     """The KV cache groups, in vLLM's order. Raises `BadLayout` for a kind of cache that cannot be kept yet."""
     groups = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
-        specs = _layer_specs(group.kv_cache_spec)
+        specs = layer_specs(group.kv_cache_spec)
         names = {type(spec).__name__ for spec in specs.values()} or {type(group.kv_cache_spec).__name__}
         if names == {_STATE} and getattr(group, "enable_kv_transfer", True):
-            _check_states(index, specs.values())
+            check_states(index, specs.values())
             groups.append(GroupFacts(tuple(group.layer_names), int(group.kv_cache_spec.block_size), state=True))
             continue
         windows = (
@@ -75,7 +77,7 @@ def groups_of(kv_cache_config: Any) -> tuple[GroupFacts, ...]:
     return tuple(groups)
 
 
-def _check_states(index: int, specs: Iterable[Any]) -> None:
+def check_states(index: int, specs: Iterable[Any]) -> None:
     """Raises `BadLayout` for recurrent states that cannot be kept."""
     for spec in specs:
         kind = str(getattr(spec.mamba_type, "name", spec.mamba_type))
@@ -180,12 +182,22 @@ def part_of(model: Any, parallel: Any, place: Place, groups: Sequence[GroupFacts
 
 
 def packing_of(
-    vllm_config: Any, kv_cache_config: Any, num_blocks_on_first_axis: Mapping[str, int], *, release: str = ""
+    vllm_config: Any,
+    kv_cache_config: Any,
+    num_blocks_on_first_axis: Mapping[str, int],
+    *,
+    release: str = "",
+    canonical: str = "",
 ) -> str:
-    """The packing of a worker's blocks, according to its attention layers; `release` as in `packing_name`. Raises
-    `BadLayout` if they are missing."""
+    """The packing of a worker's blocks, according to its attention layers; `release` as in `packing_name`. `canonical`
+    names vLLM's form of pages that have the heads of all workers: how many are this worker's then does not count.
+    Raises `BadLayout` if layers are missing."""
     layers = vllm_config.compilation_config.static_forward_context
     facts: dict[str, object] = {"layout": kv_cache_config.kv_cache_layout}
+    counted: tuple[str, ...] = _SPEC_FACTS
+    if canonical:
+        facts["canonical"] = canonical
+        counted = tuple(each for each in _SPEC_FACTS if each not in _OF_A_WORKER)
     backends, isas, sizes = set(), set(), set()
     dtypes: set[str] = set()
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
@@ -197,7 +209,7 @@ def packing_of(
                 str(getattr(layer, "isa", "")),
                 str(getattr(layer, "kv_cache_dtype", "")),
                 num_blocks_on_first_axis[name] // kv_cache_config.num_blocks if name in num_blocks_on_first_axis else 1,
-                *(str(getattr(spec, each, "")) for each in _SPEC_FACTS),
+                *(str(getattr(spec, each, "")) for each in counted),
                 *([_release_of(layer)] if type(spec).__name__ == _STATE else []),
             ]
             backends.add(backend)
@@ -312,12 +324,12 @@ def _long_rope(model: Any) -> bool:
     return any(int(model.max_model_len) > int(length or 0) for length in lengths)
 
 
-def _layer_specs(spec: Any) -> dict[str, Any]:
+def layer_specs(spec: Any) -> dict[str, Any]:
     """Cache specs by layer; a spec for a whole group is under ""."""
     inner = getattr(spec, "kv_cache_specs", None)
     return dict(inner) if inner is not None else {"": spec}
 
 
 def _specs_by_layer(group: Any) -> dict[str, Any]:
-    specs = _layer_specs(group.kv_cache_spec)
+    specs = layer_specs(group.kv_cache_spec)
     return {name: specs.get(name, specs.get("")) for name in group.layer_names}

@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import canonical_format_id
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
@@ -86,7 +87,7 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
             manager=lambda _spec: self._manager,
             worker=lambda _spec, caches: self._copies(caches),
         )
-        self._canonical_layout = False
+        self._canonical_layout = self._spec.is_canonical
         self._arena = ServedArena()
         self._client: KVClient | None = None
         self._updates: WeightUpdates | None = None
@@ -222,14 +223,16 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
         identity, packing = laid[0].identity, "+".join(dict.fromkeys(each.packing for each in laid))
         # Stages of a pipeline may hold more layers than others.
         self._slot_bytes = max(each.slot_bytes for each in laid)
-        facts = (
-            spec.slots,
-            [each.slot_bytes for each in laid],
-            parallel.tp_size,
-            parallel.pp_size,
-            parallel.dcp_size,
-            parallel.pcp_size,
-        )
+        facts: tuple[object, ...] = ()
+        if not spec.is_canonical:
+            facts = (
+                spec.slots,
+                [each.slot_bytes for each in laid],
+                parallel.tp_size,
+                parallel.pp_size,
+                parallel.dcp_size,
+                parallel.pcp_size,
+            )
         chunks = [
             (tokens, each.group_id) for tokens, each in zip(spec.tokens_per_chunk, spec.config.groups, strict=True)
         ]
@@ -257,7 +260,8 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
         try:
             facts, own = model_of(config), {"model": options.model, "weights": options.weights}
             self._named = Named(facts, identify(facts, **own), **own)
-            packing = packing_of(config, self._kv_cache_config, first_axis, release=self._release)
+            form = canonical_format_id(self._kv_cache_config.kv_cache_layout) if self._spec.is_canonical else ""
+            packing = packing_of(config, self._kv_cache_config, first_axis, release=self._release, canonical=form)
             identity = self._named.identity
             stage = place_of(config.parallel_config, self._kv_cache_config).stage
             laid = Laid(
@@ -294,10 +298,12 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
         super().handle_preemptions(kv_connector_metadata)
 
     def _copies(self, kv_caches: Any) -> OffloadingWorker:
-        slot = Slot(kv_caches, self._spec.blocks_per_chunk, 0)
-        if slot.nbytes > self._spec.slot_bytes:
-            raise BadLayout(f"blocks of {slot.nbytes} bytes a chunk", available=f"{self._spec.slot_bytes} as planned")
-        if self._spec.slots > 1:
+        spec = self._spec
+        slot = Slot(kv_caches, spec.blocks_per_chunk, 0, canonical=spec.is_canonical)
+        planned = spec.slot_bytes * (spec.slots if spec.is_canonical else 1)
+        if slot.nbytes > planned:
+            raise BadLayout(f"blocks of {slot.nbytes} bytes a chunk", available=f"{planned} as planned")
+        if spec.slots > 1 and not spec.is_canonical:
             self.connector_worker.slot = slot
         if current_platform.is_cpu():
             return CpuWorker(slot, self._arena)

@@ -19,6 +19,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.gpu_worker import SingleDirectionOffloadingHandler
 from vllm.v1.kv_offload.cpu.host_register import host_register, host_unregister
 
+from kvf_vllm.offloading.copies import ROW
 from kvf_vllm.offloading.messages import NOWHERE, ArenaPlaces
 from kvf_vllm.offloading.worker import SPARE_S, ServedArena
 from kvframework.api.copying import address_of
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Where the server places objects.
-ROW = 4096
 # Drivers do not take any size at once.
 REGISTER_BYTES = 64 << 30
 
@@ -120,6 +119,7 @@ class _Copies:
                 layer_refs_per_group=[list(each) for each in refs],
                 gpu_to_cpu=storing,
                 host_memory_is_pinned=bool(self._registered),
+                canonical_layout=slot.canonical,
             )
             for storing in (True, False)
         }

@@ -1,7 +1,8 @@
 """The specification of the offload for vLLM: the groups, the chunks, and how a chunk's object is laid out.
 
 An object is one chunk of one group, of all workers: a slot for each, one behind the other, and in a slot the blocks of
-each of the worker's tensors. So a hit is a hit of all workers, and vLLM's own address arithmetic fits.
+each of the worker's tensors. So a hit is a hit of all workers, and vLLM's own address arithmetic fits. In vLLM's
+canonical layout an object has no slots, and engines with another number of tensor-parallel workers load it.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build
 from vllm.v1.kv_offload.base import OffloadingManager, OffloadingSpec, OffloadingWorker
 
 from kvf_vllm.offloading.checks import check_hashes, refusals
+from kvf_vllm.offloading.kinds import check_kinds
 from kvframework.api.layout import MAX_OBJECT_BYTES
 from kvframework.api.sizes import ByteSize
-from kvframework.errors import BadLayout, ConfigFieldError, TransportMismatch
+from kvframework.errors import BadLayout, TransportMismatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,25 +41,31 @@ class ArenaSpec(OffloadingSpec):  # type: ignore[misc]
         manager: Callable[[ArenaSpec], OffloadingManager],
         worker: Callable[[ArenaSpec, CanonicalKVCaches], OffloadingWorker],
     ) -> None:
-        parallel = vllm_config.parallel_config
-        if getattr(parallel, "nnodes_within_dp", 1) > 1:
+        if getattr(vllm_config.parallel_config, "nnodes_within_dp", 1) > 1:
             raise TransportMismatch(
                 "the workers of this engine are on several nodes",
                 where="kvf_vllm",
                 available="one node for each engine, whose server's memory all of its workers map",
             )
         check_hashes(vllm_config.cache_config)
+        prompts_only = check_kinds(kv_cache_config)
         with refusals():
             config = build_offloading_config(vllm_config, kv_cache_config)
-        if config.canonical_layout:
-            raise ConfigFieldError(
-                "canonical_layout is not supported by this connector yet",
+        self.is_canonical = bool(config.canonical_layout)
+        parallel = config.parallel
+        if self.is_canonical and not (parallel.is_parallelism_agnostic and parallel.world_size == parallel.tp_size):
+            raise BadLayout(
+                "canonical_layout, and by vLLM's rules this engine's blocks are not alike for each number of workers",
                 where="kv_connector_extra_config",
-                available='"canonical_layout": false',
+                available="attention with whole heads or latent, split by tensor parallelism alone",
+                hint="leave canonical_layout out",
             )
         if config.worker_kv_bytes_per_block <= 0:
             raise BadLayout("vLLM does not tell how large a block of this model is", where="kvf_vllm")
-        self.slots = 1 if config.replicated_layout else config.parallel.world_size
+        # The parts of an object. In vLLM's canonical layout they are a page's heads, whichever worker has them.
+        self.slots = 1 if config.replicated_layout else parallel.world_size
+        if self.is_canonical and not config.replicated_layout:
+            self.slots = min(self.slots, vllm_config.model_config.get_total_num_kv_heads())
         extra = config.extra_config
         if not ("blocks_per_chunk" in extra or "block_size" in extra):
             blocks = _blocks_per_chunk(config, kv_cache_config, self.slots)
@@ -65,7 +73,7 @@ class ArenaSpec(OffloadingSpec):  # type: ignore[misc]
         super().__init__(config)
         self.replicated_layout = config.replicated_layout
         # vLLM's default leaves out what was decoded, which the next turn of a conversation begins with.
-        self.offload_prompt_only = bool(extra.get("offload_prompt_only", False))
+        self.offload_prompt_only = prompts_only or bool(extra.get("offload_prompt_only", False))
         self.slot_bytes = config.worker_kv_bytes_per_block * self.blocks_per_chunk
         object_bytes = self.slot_bytes * self.slots
         if object_bytes > MAX_OBJECT_BYTES:

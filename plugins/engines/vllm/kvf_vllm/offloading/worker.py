@@ -152,7 +152,7 @@ class CpuWorker(OffloadingWorker):  # type: ignore[misc]
             return None
         if not job.storing and min(job.places.offsets, default=0) < 0:
             return None
-        runs = self._slot.runs(job.blocks, job.places.offsets)
+        runs = self._slot.runs(job.blocks, job.places.offsets, storing=job.storing)
         _check(runs, arena)
         move(runs, arena, storing=job.storing)
         # Otherwise the place may have been another's while it was copied.

@@ -1,0 +1,62 @@
+"""Which of vLLM's kinds of cache are kept, a decision for each of its classes. By name, so that nothing here imports
+vLLM; a test compares the names with vLLM's, and docs/engines/vllm.md has the table."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from kvf_vllm.facts import check_states, layer_specs
+from kvframework.errors import BadLayout
+
+
+class Kind(NamedTuple):
+    """What becomes of a class of vLLM's. `kept`: an engine that has it is served; `prompts_only`: what was decoded is
+    not stored, since it is not what vLLM computes of the same tokens in a prompt."""
+
+    kept: bool
+    what: str
+    prompts_only: bool = False
+
+
+KINDS = {
+    "FullAttentionSpec": Kind(True, "loaded from the first token on"),
+    "MLAAttentionSpec": Kind(True, "loaded from the first token on; not on a CPU"),
+    "SinkFullAttentionSpec": Kind(True, "loaded from the first token on; vLLM keeps the sinks itself"),
+    "HiddenStateCacheSpec": Kind(True, "loaded from the first token on"),
+    "RSWASpec": Kind(True, "prompts only: decoded tokens see a window, those of a prompt see all", True),
+    "SlidingWindowSpec": Kind(True, "the window before a hit's end is loaded"),
+    "SlidingWindowMLASpec": Kind(True, "the window before a hit's end is loaded, or computed by vLLM (bounded replay)"),
+    "ChunkedLocalAttentionSpec": Kind(True, "the attention chunk of a hit's end is loaded"),
+    "MambaSpec": Kind(True, "the last state is loaded; mamba_cache_mode must be align"),
+    "CircularBufferSpec": Kind(True, "not stored: vLLM keeps none of it for a hit"),
+    "HiSparseHotSpec": Kind(False, "HiSparseConnector moves it itself"),
+    "HiSparseResidentSpec": Kind(False, "HiSparseConnector moves it itself"),
+    "CrossAttentionSpec": Kind(False, "vLLM's offloading does not take it"),
+    "EncoderOnlyAttentionSpec": Kind(False, "vLLM's offloading does not take it"),
+}
+
+
+def check_kinds(kv_cache_config: Any) -> bool:
+    """Return whether only prompts may be stored. Raises `BadLayout` for a kind of cache that is not kept, or that
+    nothing is known of."""
+    prompts_only = False
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        specs = list(layer_specs(group.kv_cache_spec).values())
+        for name in sorted({type(spec).__name__ for spec in specs}):
+            kind = KINDS.get(name, Kind(False, "a kind that this release does not know"))
+            if not kind.kept:
+                raise BadLayout(
+                    f"KV cache group {index} holds {name}: {kind.what}",
+                    where="kvf_vllm",
+                    available=", ".join(sorted(name for name, kind in KINDS.items() if kind.kept)),
+                    hint="run this model without the connector",
+                )
+            prompts_only |= kind.prompts_only
+        check_states(index, [spec for spec in specs if type(spec).__name__ == "MambaSpec"])
+    return prompts_only
+
+
+def table() -> str:
+    """Return the kinds as a table in Markdown."""
+    rows = [f"| `{name}` | {'yes' if kind.kept else 'refused'} | {kind.what} |" for name, kind in KINDS.items()]
+    return "\n".join(["| vLLM's cache | kept | what of it |", "|---|---|---|", *rows])
