@@ -1,8 +1,8 @@
 """The one ring of records, and the readers at their places in it.
 
-Any thread puts records in, about 0.5 us each; a server without listeners makes none. What all readers have taken is
-forgotten at once. Beyond `MOST_BYTES` the oldest records are dropped, and a reader that has not taken them learns
-how many it has missed.
+Any thread puts records in, about 0.5 us each. The server itself reads those of requests, so these are always made; the
+others only where there are listeners. What all readers have taken is forgotten at once. Beyond `MOST_BYTES` the oldest
+records are dropped, and a reader that has not taken them learns how many it has missed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PAUSE_S = 0.05
 
 class RecordRing:
     """`wanted` says whether there are listeners, `wants_contents` whether one of them wants the tokens of prompts: who
-    makes records asks that first. Without a reader nothing is kept."""
+    makes a record other than a request's asks that first. Without a reader nothing is kept."""
 
     def __init__(self, *, wanted: bool = False) -> None:
         self.wanted = wanted
