@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AXES",
     "CANONICAL",
+    "MAX_OBJECT_BYTES",
     "NO_BLOCK",
     "OPAQUE",
     "BadLayout",

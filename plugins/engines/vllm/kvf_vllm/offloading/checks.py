@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvframework.api.sizes import ByteSize
+from kvframework.api.plugin import ByteSize
 from kvframework.errors import BadLayout, ConfigFieldError
 
 if TYPE_CHECKING:

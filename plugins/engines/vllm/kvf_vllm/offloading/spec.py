@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.base import OffloadingManager, OffloadingSpec, Offloadin
 from kvf_vllm.offloading.checks import check_hashes, refusals
 from kvf_vllm.offloading.kinds import check_kinds
 from kvframework.api.layout import MAX_OBJECT_BYTES
-from kvframework.api.sizes import ByteSize
+from kvframework.api.plugin import ByteSize
 from kvframework.errors import BadLayout, TransportMismatch
 
 if TYPE_CHECKING:
