@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from kvf_vllm.offloading.kinds import KINDS, check_kinds, table
 from kvframework.errors import BadLayout
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
@@ -26,6 +25,8 @@ def groups_of(*names: str, **fields: Any) -> Any:
 def test_every_kind_of_vllms_is_in_the_table() -> None:
     from vllm.v1 import kv_cache_interface as vllms
 
+    from kvf_vllm.offloading.kinds import KINDS
+
     def below(kind: type) -> set[str]:
         return {name for each in kind.__subclasses__() for name in (each.__name__, *below(each))}
 
@@ -34,25 +35,35 @@ def test_every_kind_of_vllms_is_in_the_table() -> None:
 
 
 def test_the_table_is_in_the_docs() -> None:
+    from kvf_vllm.offloading.kinds import table
+
     doc = Path(__file__).resolve().parents[2] / "docs" / "engines" / "vllm.md"
     assert table() in doc.read_text()
 
 
 @pytest.mark.parametrize("name", ["CrossAttentionSpec", "HiSparseHotSpec", "SpecOfNextYear"])
 def test_a_kind_that_is_not_kept_is_refused(name: str) -> None:
+    from kvf_vllm.offloading.kinds import check_kinds
+
     with pytest.raises(BadLayout, match=f"group 1 holds {name}") as refused:
         check_kinds(groups_of("FullAttentionSpec", name))
     assert "without the connector" in str(refused.value)
 
 
 def test_groups_without_prefix_caching_do_not_stand_in_the_way() -> None:
+    from kvf_vllm.offloading.kinds import check_kinds
+
     assert not check_kinds(groups_of("MLAAttentionSpec", "SlidingWindowMLASpec", "CircularBufferSpec"))
 
 
 def test_of_a_reference_window_only_prompts_are_stored() -> None:
+    from kvf_vllm.offloading.kinds import check_kinds
+
     assert check_kinds(groups_of("RSWASpec"))
 
 
 def test_states_of_which_vllm_keeps_none_are_refused() -> None:
+    from kvf_vllm.offloading.kinds import check_kinds
+
     with pytest.raises(BadLayout, match="recurrent states"):
         check_kinds(groups_of("MambaSpec", mamba_type="MAMBA2", mamba_cache_mode="none"))

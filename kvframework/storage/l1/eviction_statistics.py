@@ -115,8 +115,8 @@ FindRow = Callable[[bytes, Sequence[bytes]], "list[StoredObject | None]"]
 
 
 class EvictionStatistics:
-    """See the module. `capacity` in bytes; of `most` ghosts the newest half is always there: 0 keeps none, and without
-    them no curve. A key is known by its hash: of two with the same 64 bits one takes the other's ghost, and nothing but
+    """See the module. `capacity` in bytes; the last `most` / 2 ghosts are always there: 0 keeps none, and without them
+    no curve. A key is known by its hash: of two with the same 64 bits one takes the other's ghost, and nothing but
     an explanation is wrong. `model_of` names the model of a namespace, "" for none."""
 
     def __init__(self, capacity: int, most: int, model_of: Callable[[bytes], str], clock: Callable[[], float]) -> None:
