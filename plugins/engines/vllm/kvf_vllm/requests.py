@@ -11,6 +11,7 @@ from __future__ import annotations
 import array
 import hashlib
 import json
+import logging
 import struct
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvframework.api.keys import MAX_RETAINS, ChunkContent, Extra, Image, Retain, retain_of
+from kvframework.api.process import LogLimit
 from kvframework.errors import KVFrameworkError, RequestError
+
+log = logging.getLogger(__name__)
 
 TYPE, MAJOR = "kv.retain", "1"
 # The longest time that `retain_of` takes.
@@ -126,6 +130,22 @@ def wish_of(request: EngineRequest) -> Wish:
     retain, ignored = _retained(hint, request)
     salt_of_both = _joined(request.cache_salt or "", salt)
     return Wish(load, store, salt_of_both, own_salt=bool(salt), retain=retain, ignored=ignored)
+
+
+def current_wish(request: EngineRequest, once: LogLimit, *, weights_updated: bool) -> Wish:
+    """Return `wish_of` a request in an engine whose weights may have been updated; a hint that is ignored is logged if
+    `once` lets it pass."""
+    wish = wish_of(request)
+    # vLLM may still hold what the old weights made of an image.
+    if request.mm_features and weights_updated and not wish.reason:
+        wish = Wish(False, False, reason="weights_changed")
+    if wish.ignored and once.passes("ignored"):
+        log.warning(
+            "kvframework.retain or kv_hints of request %r are ignored, and so are such ones from now on: %s",
+            request.request_id,
+            wish.ignored,
+        )
+    return wish
 
 
 def _retained(hint: object, request: EngineRequest) -> tuple[tuple[Retain, ...], str]:

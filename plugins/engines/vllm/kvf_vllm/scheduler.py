@@ -6,7 +6,6 @@ A pure state machine; vLLM's scheduler thread drives it, and only `ServerLookups
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,7 +26,7 @@ from kvf_vllm.layouts import (
 )
 from kvf_vllm.lookups import ServerLookups
 from kvf_vllm.options import VllmOptions
-from kvf_vllm.requests import EngineRequest, Wish, chunk_extras, content_of, salted, traceparent, wish_of
+from kvf_vllm.requests import EngineRequest, Wish, chunk_extras, content_of, current_wish, salted, traceparent
 from kvf_vllm.search import PrefixSearch
 from kvf_vllm.speed import Prefill
 from kvf_vllm.step_messages import AdapterUse, GroupBlocks, StepPlan, StepReport, TransferOp
@@ -36,8 +35,6 @@ from kvf_vllm.weights import EngineWeights
 from kvframework.api.keys import ChunkContent
 from kvframework.api.process import LogLimit
 from kvframework.client import RequestHashes
-
-log = logging.getLogger(__name__)
 
 # How long an idle engine waits for L2 to say whether it has more than L1, which a quick tier does in a millisecond: a
 # new prompt is then computed in this step of the scheduler. A slower tier answers to later steps.
@@ -328,16 +325,7 @@ class SchedulerSide:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             search = PrefixSearch(self._service, deadline_s=self._options.lookup_deadline_s, clock=self._clock)
-            wish = wish_of(request)
-            # vLLM may still hold what the old weights made of an image.
-            if request.mm_features and self._names.weights.updates and not wish.reason:
-                wish = Wish(False, False, reason="weights_changed")
-            if wish.ignored and self._once.passes("ignored"):
-                log.warning(
-                    "kvframework.retain or kv_hints of request %r are ignored, and so are such ones from now on: %s",
-                    request.request_id,
-                    wish.ignored,
-                )
+            wish = current_wish(request, self._once, weights_updated=bool(self._names.weights.updates))
             tracked = self._tracked[request.request_id] = _Tracked(request, wish, search)
         return tracked
 

@@ -70,7 +70,7 @@ class GpuWorker(OffloadingWorker):  # type: ignore[misc]
             self._copies = None
 
     def _submit(self, job_id: int, blocks: GPULoadStoreSpec, places: ArenaPlaces, *, storing: bool) -> bool:
-        arena = self._arena.of(places.boot_id)
+        arena = self._arena.of(places.session)
         whole = storing or NOWHERE not in places.offsets
         if arena is None or not whole or time.monotonic() > places.until - SPARE_S:
             self._not_begun.append(TransferResult(job_id, False))
@@ -86,7 +86,7 @@ class GpuWorker(OffloadingWorker):  # type: ignore[misc]
     def _checked(self, result: TransferResult) -> TransferResult:
         """A copy is good if the arena was served, and the pins held, until it had ended."""
         places = self._places.pop(result.job_id)
-        if self._arena.of(places.boot_id) is None or time.monotonic() > places.until:
+        if self._arena.of(places.session) is None or time.monotonic() > places.until:
             result.success = False
         return result
 

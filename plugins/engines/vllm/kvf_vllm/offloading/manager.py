@@ -33,7 +33,7 @@ from kvf_vllm.adapters import NOT_LOADED, AdapterNames
 from kvf_vllm.engine_names import EngineNames
 from kvf_vllm.events import Announcements, BlocksRemoved, BlocksStored
 from kvf_vllm.offloading.messages import NOWHERE, ArenaPlaces, StepReport
-from kvf_vllm.requests import Wish, chunk_extras, salted, traceparent, wish_of
+from kvf_vllm.requests import Wish, chunk_extras, current_wish, salted, traceparent
 from kvf_vllm.speed import Prefill
 from kvf_vllm.step_messages import AdapterUse
 from kvf_vllm.tally import Tally
@@ -88,7 +88,7 @@ class Search:
     ticket: str = ""
     lease: str = ""
     until: float = 0.0
-    boot_id: bytes = b""
+    session: bytes = b""
     found: dict[OffloadKey, int] = field(default_factory=dict)
     # The token up to which all is found.
     hit_end: int = 0
@@ -302,16 +302,7 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
                 self._end(store)
 
     def _track(self, request: EngineRequest) -> Tracked:
-        wish = wish_of(request)
-        # vLLM may still hold what the old weights made of an image.
-        if request.mm_features and self.names.weights.updates and not wish.reason:
-            wish = Wish(False, False, reason="weights_changed")
-        if wish.ignored and self._once.passes("ignored"):
-            log.warning(
-                "kvframework.retain or kv_hints of request %r are ignored, and so are such ones from now on: %s",
-                request.request_id,
-                wish.ignored,
-            )
+        wish = current_wish(request, self._once, weights_updated=bool(self.names.weights.updates))
         tracked = self._tracked[request.request_id] = Tracked(request, wish)
         return tracked
 
@@ -404,7 +395,7 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
         if search is None:
             return places
         places.offsets = [search.found.get(key, NOWHERE) for key in keys]
-        places.boot_id, places.until = search.boot_id, search.until + SPARE_S
+        places.session, places.until = search.session, search.until + SPARE_S
         places.tokens = tracked.external
         tracked.loads.append((search.lease, time.monotonic()))
         if self.instance is not None:
@@ -441,9 +432,9 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
         prompt = self._prompt(tracked, 0, -(-end // self._unit) * self._unit)
         number = next(self._numbers)
         ticket = self.instance.ticket
-        boot_id = ticket.session if ticket is not None else b""
+        session = ticket.session if ticket is not None else b""
         # Beyond its lease a place is still this engine's to write, though never published.
-        places = ArenaPlaces(number, [NOWHERE] * len(chunks), boot_id, math.inf)
+        places = ArenaPlaces(number, [NOWHERE] * len(chunks), session, math.inf)
         main = self.groups[self._main]
         ends = [chunk.end for chunk in chunks if chunk.group == self._main]
         places.tokens = len(ends) * main.tokens
@@ -558,7 +549,7 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
         prompt, wait_s = self._prompt(tracked, start, end), 0.0 if self.prefill else DECIDED_S
         sent = self.instance.lookup(prompt, keys, wait_s=wait_s, speed=self.prefill.speed())
         ticket = self.instance.ticket
-        return Search(start, end, now, keys, names, sent, boot_id=ticket.session if ticket is not None else b"")
+        return Search(start, end, now, keys, names, sent, session=ticket.session if ticket is not None else b"")
 
     def _hear(self, tracked: Tracked, search: Search, *, is_late: bool) -> None:
         """Take the answer that is there, or comes within a moment. A load from L2 is waited for until it is late; then
@@ -589,7 +580,7 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
                 self._give_up(search)
             return
         search.decided = True
-        if not reply.grants or not search.boot_id:
+        if not reply.grants or not search.session:
             return
         grant = reply.grants[0]
         search.lease, search.until = grant.lease, search.began + reply.lease_s - SPARE_S

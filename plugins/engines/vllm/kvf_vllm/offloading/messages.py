@@ -25,13 +25,13 @@ NOWHERE = -1
 @dataclass
 class ArenaPlaces(LoadStoreSpec):  # type: ignore[misc]
     """The places of a job's objects in the arena, in the order of its keys: offsets in bytes, or `NOWHERE`. `number` is
-    the store's or load's own. A load is good as long as the arena of `boot_id` is served, until the time `until` of
+    the store's or load's own. A load is good as long as the arena of `session` is served, until the time `until` of
     the node's monotonic clock; a store that ends later is not published. `adapter` is what the KV is computed with, and
     `tokens` are how many it stands for."""
 
     number: int
     offsets: list[int] = field(default_factory=list)
-    boot_id: bytes = b""
+    session: bytes = b""
     until: float = 0.0
     adapter: AdapterUse | None = None
     tokens: int = 0

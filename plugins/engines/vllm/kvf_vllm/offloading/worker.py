@@ -147,7 +147,7 @@ class CpuWorker(OffloadingWorker):  # type: ignore[misc]
 
     def _copy(self, job: _Job) -> int | None:
         """Copy the blocks of a job; return the bytes, None if it is not whole."""
-        arena = self._arena.of(job.places.boot_id)
+        arena = self._arena.of(job.places.session)
         if arena is None or time.monotonic() > job.places.until - SPARE_S:
             return None
         if not job.storing and min(job.places.offsets, default=0) < 0:
@@ -250,7 +250,7 @@ class WorkerSide(OffloadingConnectorWorker):  # type: ignore[misc]
         for job_id, job in metadata.load_jobs.items():
             places = job.src_spec
             if not fits or (places.adapter is not None and not self._adapters.holds(places.adapter)):
-                places.boot_id = b""  # that of no session
+                places.session = b""  # that of no session
             self._jobs[job_id] = places, began
         super().start_kv_transfers(metadata)
 
