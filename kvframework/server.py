@@ -117,7 +117,7 @@ class Server:
                 hasher_fingerprint=hasher.fingerprint,
                 arena_for=self.service.storage.table.arena_for,
                 on_session_end=self.service.end_session,
-                on_tick=self.service.tick,
+                on_tick=self._tick,
                 next_at=self.service.lookups.waits.next_at,
                 on_time=self.service.lookups.answer_waits,
             ),
@@ -129,6 +129,8 @@ class Server:
             admit_readers=self._listeners.doors.admit if config.listeners else None,
         )
         self.service.lookups.waits.wake = self._messages.wake
+        # Whether the server stopped since no engine was there, and when one last was.
+        self.stopped_idle, self._used_at = False, time.monotonic()
 
     def bind(self) -> None:
         """Start the listeners and bind the sockets. Raises `EndpointError`, and what a listener raises. Afterwards
@@ -186,6 +188,16 @@ class Server:
     def abandon(self) -> None:
         """Remove the endpoint's files, for a process that ends at once. Safe from any thread."""
         self._messages.abandon()
+
+    def _tick(self) -> None:
+        self.service.tick()
+        limit, now = self._config.server.idle_stop_s, time.monotonic()
+        if self.service.contexts:
+            self._used_at = now
+        elif limit and not self.stopped_idle and now - self._used_at >= limit and self.service.storage.tiers.at_rest:
+            log.info("no engine was there for %.0f s, [server] idle_stop_s: the server stops", limit)
+            self.stopped_idle = True
+            self.stop()
 
     def _configure(self, config: Config) -> None:
         """Change what `kvframework.running_config` says can change now. From any thread; cannot fail."""

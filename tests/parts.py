@@ -88,6 +88,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "redis/test_pieces.py",
         "route/test_process.py",
         "route/test_real_server.py",
+        "run/test_run.py",
         "s3/test_doctor.py",
     ),
     # What operators run beside a server: Prometheus and its rules, faults as they show there, the page in a browser,

@@ -21,7 +21,7 @@ _PACKAGES = {
     "devices": ("cuda",),
     "engines": ("blend", "sglang", "transformers", "vllm"),
     "tiers": ("filesystem", "mooncake", "peers", "redis", "s3"),
-    "tools": ("demo", "dev", "observe", "plan", "route"),
+    "tools": ("demo", "dev", "observe", "plan", "route", "run"),
 }
 SOURCES = {
     "kvframework": "DIR-OF-CLONE",

@@ -109,6 +109,8 @@ def run_server(options: ServeOptions) -> None:
             signals.reload_by(reload)
             with bounded(None):  # a command has a bound for its own thread, which serves from here on
                 server.serve_forever(process_ends=True)
+            if keeper is not None and server.stopped_idle:
+                keeper.stopping()
         except StopRequested:
             log.info("stopped before it served")
         finally:

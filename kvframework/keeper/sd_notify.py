@@ -31,6 +31,7 @@ class Note(NamedTuple):
     store: bool = False
     remove: bool = False
     ready: bool = False
+    stopping: bool = False
 
 
 def is_name(text: str) -> bool:
@@ -56,6 +57,7 @@ def parse_note(payload: bytes) -> Note:
         store=words.get("FDSTORE") == "1",
         remove=words.get("FDSTOREREMOVE") == "1",
         ready=words.get("READY") == "1",
+        stopping=words.get("STOPPING") == "1",
     )
 
 
@@ -156,7 +158,8 @@ class Keeper:
         self._send(b"READY=1")
 
     def stopping(self) -> None:
-        """Tell the keeper that this process ends in order. Raises `OSError`."""
+        """Tell the keeper that this process ends since nobody needs it: `kvframework hold` ends, too. Raises
+        `OSError`."""
         self._send(b"STOPPING=1")
 
     def close(self) -> None:

@@ -228,6 +228,10 @@ class FdStoreSupervisor:
             self._log.write(f"keeps {note.name} no longer")
         if note.ready and server.ready_at is None:
             self._is_ready(server)
+        if note.stopping and server is self._main and not self._stopping:
+            self._log.write("the server ends since no engine needs it, and what is kept with it")
+            self._stopping = True
+            server.stop(time.monotonic(), STOP_S)
 
     def _forget(self, name: str) -> bool:
         """Close what is kept under a name, which blocks until its memory is free; False if nothing is."""

@@ -35,7 +35,7 @@ def test_any_bytes_have_a_meaning_or_none(payload: bytes) -> None:
 
 def test_unknown_words_mean_nothing() -> None:
     assert parse_note(b"STATUS=well\nREADY=1\nMAINPID=1\nX") == Note(ready=True)
-    assert parse_note(b"STOPPING=1\nREADY=0") == Note()
+    assert parse_note(b"STOPPING=1\nREADY=0") == Note(stopping=True)
     assert parse_note(b"FDSTORE=1\nFDNAME=a:b") == Note(store=True)
 
 

@@ -1,0 +1,76 @@
+"""`kvframework run`: an engine's command behind it runs with the cache."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvf_run.engine import connected, environment, examined, kind_of
+from kvf_run.foreground import become, end_like, has_terminal, stay_in_front
+from kvf_run.node_server import Wanted, ensure_server
+from kvframework.api.command import Overrides, examples
+from kvframework.api.plugin import ByteSize
+from kvframework.client import server_endpoint
+from kvframework.errors import ConfigFieldError, KVFrameworkError
+
+app = typer.Typer()
+
+
+@app.command(
+    "run",
+    context_settings={"allow_interspersed_args": False},
+    epilog=examples(
+        "kvframework run -- vllm serve MODEL",
+        "kvframework run --l1 32GiB -- python -m sglang.launch_server --model-path MODEL",
+        "kvframework run -- python script.py        a script with transformers or vllm.LLM",
+        "kvframework run --l1 8GiB                  the server alone",
+        "kvframework stop                           end the server that it has started",
+    ),
+)
+def run(
+    engine: Annotated[list[str] | None, typer.Argument(metavar="[-- ENGINE ...]", help="The engine's command.")] = None,
+    l1: Annotated[str | None, typer.Option(help="Capacity of L1, such as 8GiB. Default: 25 % of free memory.")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file of a server that is started.")] = None,
+    endpoint: Annotated[str | None, typer.Option(help="Default: $KVFRAMEWORK_ENDPOINT, then this user's own.")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Run an engine with the cache: connect it to the server of this user, which is started if there is none.
+
+    The server outlives the engine, so that the next one finds what this one has stored. It ends after 30 minutes
+    without an engine. Options that connect vLLM or SGLang are added to the command; signals, standard streams and the
+    exit code are the engine's own. Without a server the engine runs as well, and computes.
+    """
+    chosen = server_endpoint(endpoint, config)
+    command = engine or []
+    # Before a server is started: a contradiction is an error.
+    asked = connected(command, examined(command), chosen) if command else None
+    try:
+        capacity = ByteSize.parse(l1) if l1 is not None else None
+    except ValueError as error:
+        raise ConfigFieldError(str(error), where="--l1", hint="write 8GiB") from None
+    try:
+        found = ensure_server(Wanted(chosen, capacity, config, overrides or ()))
+    except KVFrameworkError as error:
+        if asked is None:
+            raise
+        _say(f"no server, so the engine computes everything: {error}")
+    else:
+        for note in found.notes:
+            _say(note)
+        if found.started and os.getpid() == 1:
+            _say("this is the first process of a container: the server ends with it")
+    if asked is None:
+        return
+    for note in asked.notes:
+        _say(note)
+    environ = environment(chosen)
+    if not has_terminal() or (kind_of(command) == "other" and os.getpid() == 1):
+        become(asked.command, environ)
+    end_like(stay_in_front(asked.command, environ))
+
+
+def _say(text: str) -> None:
+    typer.echo(f"kvframework: {' '.join(text.split())}", err=True)

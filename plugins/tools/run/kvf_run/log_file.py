@@ -1,0 +1,88 @@
+"""The log of a server that `kvframework run` has started: a process that reads a pipe and bounds the file, of which the
+older half stands beside it as FILE.1."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Generator
+from pathlib import Path
+from typing import IO
+
+from kvframework.api.endpoint import parse_endpoint
+
+# Of each of the two files.
+MOST_BYTES = 8 << 20
+_READ_BYTES = 64 << 10
+
+
+def log_path(endpoint: str) -> Path:
+    """Return the log's file, beside the socket of an `ipc://` endpoint."""
+    return Path(f"{parse_endpoint(endpoint).path}.log")
+
+
+def older(path: Path) -> Path:
+    return path.with_name(f"{path.name}.1")
+
+
+def last_lines(path: Path, count: int) -> list[str]:
+    """Return the last lines of both files. Blocking. Raises `FileNotFoundError` where there is no log."""
+    lines: deque[str] = deque(maxlen=count)
+    with contextlib.suppress(FileNotFoundError):
+        lines.extend(older(path).read_text(errors="replace").splitlines())
+    lines.extend(path.read_text(errors="replace").splitlines())
+    return list(lines)
+
+
+def followed(path: Path, pause_s: float = 0.2) -> Generator[str, None, None]:
+    """Yield text that is appended to the log from now on, over its turns. Blocks without an end."""
+    begin = path.stat().st_size
+    while True:
+        with path.open(errors="replace") as file:
+            file.seek(begin)
+            turned = False
+            while not turned:
+                # Asked before the read, so that what was written before the turn is read.
+                turned = _has_turned(path, file)
+                if text := file.read():
+                    yield text
+                elif not turned:
+                    time.sleep(pause_s)
+        begin = 0
+
+
+def _has_turned(path: Path, file: IO[str]) -> bool:
+    """Whether the path is another file than the open one by now."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.stat(path).st_ino != os.fstat(file.fileno()).st_ino
+    return False
+
+
+def write(source: int, path: Path, most: int = MOST_BYTES) -> None:
+    """Append what comes from the descriptor to the file, until its end. A full disk loses text, and no writer waits."""
+    target, size = _opened(path)
+    while text := os.read(source, _READ_BYTES):
+        if size >= most:
+            # At the end of a line where there is one: the rest of it goes to the older file.
+            end = text.rfind(b"\n") + 1
+            with contextlib.suppress(OSError):
+                os.write(target, text[:end])
+                os.close(target)
+                os.replace(path, older(path))
+                target, size = _opened(path)
+            text = text[end:]
+        with contextlib.suppress(OSError):
+            size += os.write(target, text)
+
+
+def _opened(path: Path) -> tuple[int, int]:
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    target = os.open(path, flags, 0o600)
+    return target, os.fstat(target).st_size
+
+
+if __name__ == "__main__":
+    write(sys.stdin.fileno(), Path(sys.argv[1]))

@@ -1,0 +1,248 @@
+"""The server of this user: found at its endpoint, else started under `kvframework hold`, and left there."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+import kvframework
+from kvf_run.log_file import log_path
+from kvframework.api.console import short_duration
+from kvframework.api.endpoint import parse_endpoint
+from kvframework.api.memory import available_memory
+from kvframework.api.plugin import ByteSize
+from kvframework.client import StatusSource, quiet_connection
+from kvframework.errors import EndpointError, ServerGone
+from kvframework.status import Status
+
+IDLE_STOP_S = 30 * 60.0
+# The part of the memory that is available now which L1 gets, and the least that is worth a server.
+SHARE, LEAST = 0.25, 64 << 20
+_READY_S, _LOOK_S, _STOP_S = 60.0, 2.0, 15.0
+_PAUSE_S = 0.05
+
+
+class Found(NamedTuple):
+    """A server that answers. `started` says whether this process has started it; `notes` are lines for the user."""
+
+    endpoint: str
+    started: bool
+    notes: list[str]
+
+
+class Wanted(NamedTuple):
+    """The server to start where none answers. `l1` None: a share of the available memory, unless `config` is given."""
+
+    endpoint: str
+    l1: ByteSize | None = None
+    config: Path | None = None
+    overrides: Sequence[str] = ()
+
+
+def ensure_server(wanted: Wanted) -> Found:
+    """Find the server or start it, and wait until it answers. Blocks for a second, at most for `_READY_S`. Raises
+    `KVFrameworkError`: there is no server then, and nothing of a failed start is left."""
+    quiet_connection()
+    if (found := _answering(wanted)) is not None:
+        return found
+    if parse_endpoint(wanted.endpoint).kind != "ipc":
+        raise EndpointError("no server answers there", where=wanted.endpoint, hint="start it on its own node")
+    with _alone(wanted.endpoint):
+        found = _answering(wanted)
+        return _start(wanted) if found is None else found
+
+
+def keeper_of(endpoint: str) -> dict[str, Any] | None:
+    """Return what `kvframework hold` says of itself at this endpoint, None where none runs. Blocks for about 0.5 s."""
+    asked = subprocess.run(
+        [*_command("hold"), "--status", "--json", "--endpoint", endpoint, "--timeout", "5"],
+        capture_output=True,
+        stdin=subprocess.DEVNULL,
+        check=False,
+        timeout=30,
+    )
+    try:
+        reply = json.loads(asked.stdout)
+    except ValueError:
+        return None
+    return reply if isinstance(reply, dict) else None
+
+
+def started_keeper(endpoint: str) -> int | None:
+    """Return the process of `kvframework hold` that a `kvframework run` has started at this endpoint, if it runs."""
+    keeper = keeper_of(endpoint)
+    try:
+        noted = int(_lock_path(endpoint).read_text())
+    except (OSError, ValueError):
+        return None
+    return noted if keeper is not None and keeper.get("pid") == noted else None
+
+
+def end_keeper(pid: int, timeout_s: float = _STOP_S) -> bool:
+    """End a keeper and its server in order, and wait for that; return whether it has ended. Blocks."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        signal.pidfd_send_signal(process, signal.SIGTERM)
+        return _ended_within(process, timeout_s)
+    finally:
+        os.close(process)
+
+
+def chosen_capacity(available: int | None = None) -> ByteSize:
+    """Return the capacity of an L1 that nobody has named: `SHARE` of the memory that is available now, in whole MiB.
+    Raises `EndpointError` where that is too little."""
+    room = available_memory() if available is None else available
+    chosen = int(room * SHARE) >> 20 << 20
+    if chosen < LEAST:
+        raise EndpointError(
+            f"{ByteSize(room)} of memory is available: too little for L1",
+            where="kvframework run",
+            available=f"{ByteSize(int(LEAST / SHARE))} or more",
+            hint="give the engine less memory, or name --l1",
+        )
+    return ByteSize(chosen)
+
+
+def _answering(wanted: Wanted) -> Found | None:
+    # A path without a socket needs no connection, which would be tried for its whole time.
+    parsed = parse_endpoint(wanted.endpoint)
+    if parsed.kind == "ipc" and not Path(parsed.path).exists():
+        return None
+    source = StatusSource(wanted.endpoint, _LOOK_S, name="run")
+    try:
+        version = msgspec.json.decode(source.ask(), type=Status).server.version
+    except ServerGone:
+        return None
+    finally:
+        source.close()
+    notes = []
+    if version != kvframework.__version__:
+        notes.append(
+            f"the server at {wanted.endpoint} is release {version}, this is {kvframework.__version__}: "
+            "`kvframework restart` has this release take over, and loses nothing"
+        )
+    if wanted.l1 is not None or wanted.config is not None:
+        notes.append(
+            f"a server runs already at {wanted.endpoint}: --l1 and --config are for a new one, after `kvframework stop`"
+        )
+    return Found(wanted.endpoint, False, notes)
+
+
+def _start(wanted: Wanted) -> Found:
+    options, why = ["--set", f"server.endpoint={wanted.endpoint}", "--set", f"server.idle_stop_s={IDLE_STOP_S}"], ""
+    if wanted.config is not None:
+        options += ["--config", str(wanted.config)]
+        why = f"configuration {wanted.config}"
+    if wanted.l1 is not None:
+        options += ["--set", f"l1.capacity={int(wanted.l1)}"]
+        why = f"L1 {wanted.l1}"
+    elif wanted.config is None:
+        capacity = chosen_capacity()
+        options += ["--set", f"l1.capacity={int(capacity)}"]
+        why = f"L1 {capacity}, {SHARE:.0%} of the memory that is available"
+    for override in wanted.overrides:
+        options += ["--set", override]
+    log = log_path(wanted.endpoint)
+    keeper = _spawned(log, options)
+    try:
+        _wait_ready(keeper, wanted, log)
+    except BaseException:
+        end_keeper(keeper.pid)
+        raise
+    _lock_path(wanted.endpoint).write_text(f"{keeper.pid}\n")
+    stops = f"stops after {short_duration(IDLE_STOP_S)} without an engine"
+    return Found(wanted.endpoint, True, [f"started the server at {wanted.endpoint}: {why}; {stops}; log: {log}"])
+
+
+def _spawned(log: Path, options: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start `kvframework hold`, whose log goes through a process that bounds the file. Both outlive this process."""
+    writer = subprocess.Popen(
+        [sys.executable, "-P" if sys.version_info >= (3, 11) else "-s", "-m", "kvf_run.log_file", str(log)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    assert writer.stdin is not None
+    with writer.stdin as pipe:
+        return subprocess.Popen(
+            [*_command("hold"), "--", *options],
+            stdin=subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=pipe,
+            start_new_session=True,
+        )
+
+
+def _command(name: str) -> list[str]:
+    return [sys.executable, "-m", "kvframework", name]
+
+
+def _wait_ready(keeper: subprocess.Popen[bytes], wanted: Wanted, log: Path) -> None:
+    deadline = time.monotonic() + _READY_S
+    plain = wanted._replace(l1=None, config=None)
+    while _answering(plain) is None:
+        code = keeper.poll()
+        if code is not None or time.monotonic() > deadline:
+            why = "did not answer in time" if code is None else f"ended with status {code}"
+            raise EndpointError(f"the server {why}: {_last_line(log)}", where=wanted.endpoint, hint=f"see {log}")
+        time.sleep(_PAUSE_S)
+
+
+def _last_line(log: Path) -> str:
+    with contextlib.suppress(OSError):
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        told = [line for line in lines[-8:] if "error:" in line or " ERROR " in line] or lines[-1:]
+        return told[0].strip() if told else "its log is empty"
+    return "it has no log"
+
+
+def _lock_path(endpoint: str) -> Path:
+    return Path(f"{parse_endpoint(endpoint).path}.run")
+
+
+@contextlib.contextmanager
+def _alone(endpoint: str) -> Iterator[None]:
+    """One `kvframework run` at a time starts a server at an endpoint; others wait, and find it. Raises
+    `EndpointError`."""
+    path = _lock_path(endpoint)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.parent.lstat()
+        if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
+            raise EndpointError("the folder is not this user's", where=str(path.parent), hint="name another --endpoint")
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise EndpointError(
+            f"no server can be started here: {error.strerror}",
+            where=str(path.parent),
+            hint="set XDG_RUNTIME_DIR to a folder of yours, or name another --endpoint",
+        ) from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _ended_within(process: int, timeout_s: float) -> bool:
+    import select
+
+    poll = select.poll()
+    poll.register(process, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))

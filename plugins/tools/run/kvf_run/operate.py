@@ -1,0 +1,80 @@
+"""`kvframework stop`, `restart` and `logs`: for the server that `kvframework run` has started."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from kvf_run.log_file import followed, last_lines, log_path
+from kvf_run.node_server import end_keeper, keeper_of, started_keeper
+from kvframework.api.command import Endpoint, EndpointConfig, examples
+from kvframework.api.console import print_text
+from kvframework.client import server_endpoint
+from kvframework.errors import EndpointError
+
+stop_app, restart_app, logs_app = typer.Typer(), typer.Typer(), typer.Typer()
+
+
+@stop_app.command("stop", epilog=examples("kvframework stop     L1 is freed; tiers keep what they have"))
+def stop(endpoint: Endpoint = None, config: EndpointConfig = None) -> None:
+    """End the server that `kvframework run` has started, and free its L1. Engines go on, and compute."""
+    chosen = server_endpoint(endpoint, config)
+    keeper = _keeper(chosen)
+    if not end_keeper(keeper):
+        raise EndpointError(f"process {keeper} does not end", where=chosen, hint=f"kill -9 {keeper}")
+    print_text(f"stopped the server at {chosen}")
+
+
+@restart_app.command("restart", epilog=examples("kvframework restart     after an upgrade: L1 stays"))
+def restart(endpoint: Endpoint = None, config: EndpointConfig = None) -> None:
+    """Have the installed release take over from the server that `kvframework run` has started. L1 stays."""
+    chosen = server_endpoint(endpoint, config)
+    _keeper(chosen)
+    command = [sys.executable, "-m", "kvframework", "hold", "--reload", "--endpoint", chosen]
+    raise typer.Exit(subprocess.run(command, check=False).returncode)
+
+
+@logs_app.command("logs", epilog=examples("kvframework logs -n 20", "kvframework logs --follow"))
+def logs(
+    lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="How many of the last lines.")] = 100,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on with new lines, until Ctrl-C.")] = False,
+    endpoint: Endpoint = None,
+    config: EndpointConfig = None,
+) -> None:
+    """Show the log of the server that `kvframework run` has started: two files of at most 8 MiB beside its socket."""
+    path = log_path(server_endpoint(endpoint, config))
+    try:
+        for line in last_lines(path, lines):
+            typer.echo(line)
+        if follow:
+            for text in followed(path):
+                typer.echo(text, nl=False)
+    except FileNotFoundError:
+        _no_log(path)
+
+
+def _keeper(endpoint: str) -> int:
+    """Return the process that keeps a server which `run` has started. Raises `EndpointError` for any other."""
+    found = started_keeper(endpoint)
+    if found is not None:
+        return found
+    keeper = keeper_of(endpoint)
+    if keeper is not None:
+        raise EndpointError(
+            f"`kvframework run` has not started this server: process {keeper['pid']} keeps it",
+            where=endpoint,
+            hint=f"end it where it was started, or: kill {keeper['pid']}",
+        )
+    raise EndpointError(
+        "no server of `kvframework run` is here",
+        where=endpoint,
+        hint="start one with: kvframework run -- vllm serve MODEL; a server of `kvframework serve` ends by Ctrl-C",
+    )
+
+
+def _no_log(path: Path) -> NoReturn:
+    raise EndpointError("there is no log", where=str(path), hint="only a server of `kvframework run` writes one")

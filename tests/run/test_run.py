@@ -1,0 +1,242 @@
+"""`kvframework run` before engines that are small programs: the server that it starts outlives them, their streams,
+signals and exit codes are their own, and nothing of ours keeps them from running."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvf_run.node_server import chosen_capacity, keeper_of, started_keeper
+from kvframework.errors import EndpointError
+from tests.support.terminal import Terminal
+from tests.support.waiting import wait_until
+
+SLOW_S = 90.0
+
+
+class Node:
+    """A user's environment with a runtime folder of its own; its server ends with it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.environ = {**os.environ, "XDG_RUNTIME_DIR": str(folder), "TMPDIR": str(folder)}
+        self.environ.pop("KVFRAMEWORK_ENDPOINT", None)
+        self.endpoint = f"ipc://{folder}/kvframework/server.sock"
+
+    def command(self, *words: str) -> list[str]:
+        return [sys.executable, "-m", "kvframework", *words]
+
+    def ask(self, *words: str, code: int = 0, timeout: float = SLOW_S) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            self.command(*words),
+            env=self.environ,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+        assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
+        return done
+
+    def engine(self, program: str, *options: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+        return self.ask("run", *options, "--", sys.executable, "-c", program, code=code)
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        return subprocess.Popen(self.command(*words), env=self.environ, stdout=pipe, stderr=pipe, text=True)
+
+    @property
+    def keeper(self) -> int | None:
+        return started_keeper(self.endpoint)
+
+    def processes(self) -> list[str]:
+        """The processes of this node: its folder stands in what they were started with."""
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if str(self.folder).encode() in (entry / "cmdline").read_bytes():
+                    found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        return found
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    with tempfile.TemporaryDirectory(prefix="kvf-run-") as folder:
+        made = Node(Path(folder))
+        try:
+            yield made
+        finally:
+            if (keeper := made.keeper) is not None:
+                os.kill(keeper, signal.SIGTERM)
+            wait_until(lambda: made.processes() == [], SLOW_S, "the end of the node's processes")
+
+
+SMALL = ("--l1", "64MiB")
+SHOW = "import os; print(os.environ['KVFRAMEWORK_ENDPOINT'])"
+
+
+def test_the_server_outlives_the_engine_and_the_next_one_finds_it(node: Node) -> None:
+    first = node.engine(SHOW, *SMALL)
+    assert first.stdout == f"{node.endpoint}\n"
+    assert "started the server" in first.stderr
+    assert "L1 64.0 MiB" in first.stderr
+    keeper = node.keeper
+    second = node.engine(SHOW)
+    assert second.stdout == first.stdout
+    assert "started" not in second.stderr
+    assert node.keeper == keeper
+    status = json.loads(node.ask("status", "--json").stdout) if _has("kvf_observe") else None
+    assert status is None or status["l1"]["capacity_bytes"] == 64 << 20
+    assert "a server runs already" in node.engine(SHOW, "--l1", "1GiB").stderr
+    assert "serving at" in node.ask("logs").stdout
+    assert "stopped the server" in node.ask("stop").stdout
+    assert node.keeper is None
+    assert "no server of `kvframework run`" in node.ask("stop", code=2).stderr
+
+
+def test_a_restart_keeps_the_keeper(node: Node) -> None:
+    node.ask("run", *SMALL)
+    before = keeper_of(node.endpoint)
+    assert before is not None
+    node.ask("restart")
+    after = keeper_of(node.endpoint)
+    assert after is not None
+    assert (after["pid"], after["server"]["pid"]) != (before["pid"], before["server"]["pid"])
+    assert after["pid"] == before["pid"]
+
+
+@pytest.mark.parametrize(
+    ("program", "code"),
+    [("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", -9), ("1 / 0", 1)],
+)
+def test_the_exit_code_is_that_of_the_engine(node: Node, program: str, code: int) -> None:
+    node.engine(program, *SMALL, code=code)
+
+
+def test_streams_are_those_of_the_engine(node: Node) -> None:
+    program = "import sys; sys.stdout.write(sys.stdin.read()); sys.stderr.write('bad\\n')"
+    command = node.command("run", *SMALL, "--", sys.executable, "-c", program)
+    text = "line \N{SNOWMAN}\n" * 20_000
+    done = subprocess.run(
+        command, env=node.environ, input=text, capture_output=True, text=True, timeout=SLOW_S, check=True
+    )
+    assert done.stdout == text
+    assert done.stderr.endswith("bad\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_signals_reach_the_engine(node: Node, number: signal.Signals) -> None:
+    program = f"import signal; signal.sigwait; signal.pthread_sigmask(0, [{int(number)}]); print('up', flush=True); "
+    program += f"print(signal.sigwait([{int(number)}]), flush=True)"
+    running = node.start("run", *SMALL, "--", sys.executable, "-c", program)
+    assert running.stdout is not None
+    assert running.stdout.readline() == "up\n"
+    running.send_signal(number)
+    output, _ = running.communicate(timeout=SLOW_S)
+    assert output == f"{int(number)}\n" or output == f"{number!s}\n"
+    assert running.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("program", "code"), [("raise SystemExit(5)", 5), ("import os; os.kill(os.getpid(), 15)", -15)]
+)
+def test_in_front_of_a_terminal_it_stays_and_ends_as_the_engine(node: Node, program: str, code: int) -> None:
+    command = node.command("run", *SMALL, "--", sys.executable, "-c", f"print('here'); {program}")
+    with Terminal(command, node.environ) as terminal:
+        assert terminal.ended() == code
+        assert "here" in terminal.shown
+
+
+def test_a_key_of_the_terminal_interrupts_the_engine_once(node: Node) -> None:
+    lines = "import time", "try:", " print('up', flush=True)", " time.sleep(600)", "except KeyboardInterrupt:"
+    program = "\n".join((*lines, " raise SystemExit(3)"))
+    with Terminal(node.command("run", *SMALL, "--", sys.executable, "-c", program), node.environ) as terminal:
+        wait_until(lambda: "up" in terminal.shown, SLOW_S)
+        terminal.type("\x03")
+        assert terminal.ended() == 3
+
+
+def test_two_commands_at_once_start_one_server(node: Node) -> None:
+    both = [node.start("run", *SMALL, "--", sys.executable, "-c", SHOW) for _ in range(3)]
+    said = [each.communicate(timeout=SLOW_S)[1] for each in both]
+    assert [each.returncode for each in both] == [0, 0, 0]
+    assert sum("started the server" in each for each in said) == 1
+
+
+def test_stale_files_of_a_killed_server_do_not_matter(node: Node) -> None:
+    node.ask("run", *SMALL)
+    keeper = keeper_of(node.endpoint)
+    assert keeper is not None
+    for pid in (keeper["pid"], keeper["server"]["pid"]):
+        os.kill(pid, signal.SIGKILL)
+    assert "started the server" in node.engine(SHOW, *SMALL).stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--config", "/no/such/file.toml"), "no such file"),
+        (("--set", "l1.use=nonsense", *SMALL), "nonsense"),
+        (("--l1", "1KiB"), "no server"),
+    ],
+)
+def test_an_engine_runs_without_a_server_that_cannot_start(node: Node, options: Sequence[str], said: str) -> None:
+    if options[0] == "--config":
+        assert said in node.engine(SHOW, *options, code=2).stderr.lower()
+        return
+    done = node.engine(SHOW, *options)
+    assert done.stdout == f"{node.endpoint}\n"
+    assert "the engine computes everything" in done.stderr
+    assert said in done.stderr
+    assert node.processes() == []
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(node: Node) -> None:
+    file = node.folder / "file"
+    file.write_text("")
+    done = node.engine(SHOW, "--endpoint", f"ipc://{file}/server.sock")
+    lines = [line for line in done.stderr.splitlines() if line.startswith("kvframework:")]
+    assert len([line for line in lines if "no server" in line]) == 1
+    assert done.stdout
+
+
+def test_a_command_that_is_missing_is_a_shells_status(node: Node) -> None:
+    assert "no such command" in node.ask("run", *SMALL, "--", "/no/such/engine", code=127).stderr
+    assert "Permission denied" in node.ask("run", *SMALL, "--", str(node.folder), code=126).stderr
+
+
+def test_a_contradiction_starts_nothing(node: Node) -> None:
+    done = node.ask("run", *SMALL, "--", "vllm", "serve", "m", "--kv-transfer-config", '{"kv_connector": "X"}', code=2)
+    assert "contradicts" in done.stderr
+    assert node.processes() == []
+
+
+def test_l1_is_a_share_of_what_is_free() -> None:
+    assert chosen_capacity(8 << 30) == 2 << 30
+    assert chosen_capacity((512 << 20) + 5) == 128 << 20
+    with pytest.raises(EndpointError, match="too little"):
+        chosen_capacity(200 << 20)
+
+
+def test_a_server_without_an_engine_ends_by_itself(node: Node) -> None:
+    node.ask("run", *SMALL, "--set", "server.idle_stop_s=1")
+    wait_until(lambda: node.processes() == [], SLOW_S, "the end of the idle server")
+    log = (node.folder / "kvframework" / "server.sock.log").read_text()
+    assert "no engine was there for 1 s" in log
+    assert "what is kept with it" in log
+
+
+def _has(module: str) -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec(module) is not None
