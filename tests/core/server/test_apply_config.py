@@ -46,6 +46,7 @@ OTHER = {
     "server.pin_share": ["server.pin_share=0.25"],
     "server.ticket_s": ["server.ticket_s=9"],
     "server.session_timeout_s": ["server.session_timeout_s=0.2"],
+    "server.idle_stop_s": ["server.idle_stop_s=900"],
     "server.workers": ["server.workers=3"],
     "server.trace_memory": ["server.trace_memory=1MiB"],
     "server.price": ["server.price=true"],
