@@ -59,7 +59,7 @@ class TierConformance(
 
     Attributes: `use`, `options`, `ttl_options`, `capacity_options`, `shared`, `persistent`, `patience_s`, `grace_s`,
     `time_step_s`, `limit_s`, `examples`. Fixtures: `tier_options`, `tier`, `ttl_tier`, `small_tier`, `faulty_tier`, and
-    the method `reopen`. docs/plugins/tiers.md has a table of them, `TierKit` their descriptions.
+    the method `reopen`. `TierKit` describes each, with its default.
 
     Keys are random, so the store may hold other values, but no other client may use it: used bytes, files and
     threads are counted."""
