@@ -1,4 +1,4 @@
-"""docs/engines/own_engine.md shows the example's code, whose second process hits, by socket and over TCP."""
+"""docs/engines/own_engine.md shows parts of the example, whose second process hits, by socket and over TCP."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from runpy import run_path
+from textwrap import indent
 
 import pytest
 
@@ -43,10 +44,11 @@ def engine(**environment: str) -> tuple[int, int, str]:
     return int(said[1]), int(said[2]), done.stdout
 
 
-def test_the_guide_shows_the_program() -> None:
-    shown, *_ = blocks(GUIDE, "python")
-    assert shown == PROGRAM.read_text()
-    assert len(shown.splitlines()) < 120
+def test_the_guide_shows_parts_of_the_program() -> None:
+    connecting, transfers, *_ = blocks(GUIDE, "python")
+    program = PROGRAM.read_text()
+    assert indent(connecting, " " * 8) in program
+    assert indent(transfers, " " * 4) in program
 
 
 def test_the_program_imports_only_the_client_and_the_errors() -> None:
@@ -122,7 +124,7 @@ def test_without_a_server_it_computes() -> None:
 def test_the_guides_other_lines_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In their order, in the example's names: a view, a scheduler process, a rank, a part of a prompt, preemption."""
     monkeypatch.setenv("KVFRAMEWORK_DEADLINE_SCALE", "20")
-    view, scheduling, ranked, part, preemption = blocks(GUIDE, "python")[1:]
+    view, scheduling, ranked, part, preemption = blocks(GUIDE, "python")[2:]
 
     def run_lines(lines: str) -> None:
         file = tmp_path / "lines.py"
