@@ -129,9 +129,8 @@ class ChunkTransfers:
         ]
 
     def tick(self) -> None:
-        pins = self._send_pins.take_sent()
-        if pins:
-            self._table.release(pins)
+        for pin in self._send_pins.take_sent():
+            self._table.unpin(pin.id, owner=INTERNAL_OWNER)
 
     def settle(self) -> bool:
         """Unpin objects that ZMQ sends within a moment; return whether that was all. Blocks for that moment."""

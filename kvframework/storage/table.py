@@ -33,7 +33,7 @@ from kvframework.storage.l1.journal import (
     may_write,
     writer_of,
 )
-from kvframework.storage.l1.leases import INTERNAL_OWNER, PinLease, Pinned, PromptPart, Reservation
+from kvframework.storage.l1.leases import INTERNAL_OWNER, Pinned, PromptPart, Reservation
 from kvframework.storage.l1.objects import ObjectTable, locked
 from kvframework.storage.l2.tiers import Tiers
 from kvframework.storage.namespaces import UNKNOWN_LAYOUT, NamespaceRecords, decode_record, object_checksum
@@ -310,17 +310,15 @@ class Table(ObjectTable):
 
     # for writers and loads, see `kvframework.storage.l2.sealed_tier.L1`
 
-    def pin_present(self, keys: Sequence[PackedKey]) -> list[PinLease]:
+    def pin_present(self, keys: Sequence[PackedKey]) -> list[StoredObject]:
         """Pin each of `keys` that is in L1, without counting as an access for eviction."""
-        leases = [self.hold(key) for part in self._in_turns(keys) for key in part]
-        return [lease for lease in leases if lease is not None]
+        return [stored for part in self._in_turns(keys) for stored in self.hold(part)]
 
-    def release(self, leases: Sequence[PinLease]) -> None:
-        for part in self._in_turns(leases):
-            self.release_all(part)
+    def release(self, objects: Sequence[StoredObject]) -> None:
+        for part in self._in_turns(objects):
+            self.let_go(part)
 
-    def bytes_of(self, lease: PinLease) -> memoryview:
-        stored = lease.objects[0]
+    def bytes_of(self, stored: StoredObject) -> memoryview:
         return self.arena[stored.offset : stored.offset + stored.length]
 
     def reserve_load(
@@ -335,12 +333,12 @@ class Table(ObjectTable):
         return result.lease.id, self.arena[offset : offset + nbytes]
 
     @locked
-    def finish_load(self, lease_id: str, good: bool) -> PinLease | None:
-        """Publish and pin a loaded object, or free its place."""
+    def finish_load(self, lease_id: str, good: bool) -> list[StoredObject]:
+        """Publish and pin a loaded object, or free its place: []."""
         if not good:
             self.abort(lease_id, owner=INTERNAL_OWNER)
-            return None
-        return self.hold(self.commit(lease_id, owner=INTERNAL_OWNER)[0].key)
+            return []
+        return self.hold([stored.key for stored in self.commit(lease_id, owner=INTERNAL_OWNER)])
 
     @locked
     def drop_damaged(self, key: PackedKey) -> bool:
@@ -437,12 +435,12 @@ class Verification:
             log.info("%d recovered objects are verified, %d were damaged", self.verified, self.damaged)
 
     def _check(self, checksums: dict[PackedKey, int]) -> None:
-        leases = self._l1.pin_present(list(checksums))
+        pinned = self._l1.pin_present(list(checksums))
         damaged = []
         try:
-            for lease in leases:
-                key = lease.objects[0].key
-                with self._l1.bytes_of(lease) as place:
+            for stored in pinned:
+                key = stored.key
+                with self._l1.bytes_of(stored) as place:
                     # The layout may have been unknown when the checksum was made.
                     layouts = dict.fromkeys((self._layout_of(key[:16]), UNKNOWN_LAYOUT))
                     whole = any(object_checksum(key, place, layout) == checksums[key] for layout in layouts)
@@ -451,7 +449,7 @@ class Verification:
                 else:
                     damaged.append(key)
         finally:
-            self._l1.release(leases)
+            self._l1.release(pinned)
         for key in damaged:
             self.damaged += 1
             log.error("a recovered object is damaged, and dropped (key %s)", key.hex())

@@ -15,7 +15,6 @@ An object's last use has the time of the latest `expire` or `commit`.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import threading
 import time
@@ -97,9 +96,6 @@ class ObjectTable(Places):
         self._writing: dict[PackedKey, WriteLease] = {}
         self._leases = LeaseBook()
         self.shares = PinShares()
-        # Pins of the server itself, see `hold`.
-        self._held: dict[str, PinLease] = {}
-        self._numbers = itertools.count(1)
         # The session that a STORE counts for, until it has said that it needs room.
         self._needing = 0
 
@@ -135,7 +131,7 @@ class ObjectTable(Places):
 
     @property
     def pin_leases(self) -> int:
-        return len(self._leases.pins) + len(self._held)
+        return len(self._leases.pins)
 
     def account(self, client: int, namespace: bytes, tenant: int) -> Account:
         """Return the account of a client session, see `Accounts`; takes the lock only to make it."""
@@ -402,30 +398,16 @@ class ObjectTable(Places):
         self._drop_pin_lease(lease)
         return lease
 
-    def hold(self, key: PackedKey) -> PinLease | None:
-        """Pin an object for the server itself, until `release_all`; None if it is missing. Counts as no use. Such pins
-        are many and short, and in no lease book. For who holds the lock, as `release_all`."""
-        stored = self._objects.get(key)
-        if stored is None:
-            return None
-        name = f"hold-{next(self._numbers):x}"
-        lease = PinLease(INTERNAL_OWNER, "", NO_DEADLINE, INTERNAL_OWNER, name, [stored])
-        self._held[name] = lease
-        stored.pins += 1
-        stored.holds += 1
-        self.pins += 1
-        return lease
+    def hold(self, keys: Sequence[PackedKey]) -> list[StoredObject]:
+        """Pin the objects of those of `keys` that are here, for the server itself, until `let_go`; return them. Counts
+        as no use. Such pins are many and short, and under no lease. For who holds the lock, as `let_go`."""
+        here = [stored for stored in self._objects.find(keys) if stored is not None]
+        self._pin(here, INTERNAL_OWNER)
+        return here
 
-    def release_all(self, leases: Sequence[PinLease]) -> None:
-        """End pins of the server itself: of `hold`, and leases of `INTERNAL_OWNER`. Raises `LeaseUnknown` for one that
-        has ended."""
-        for lease in leases:
-            if self._held.pop(lease.id, None) is not None:
-                lease.objects[0].pins -= 1
-                lease.objects[0].holds -= 1
-                self.pins -= 1
-            else:
-                self._drop_pin_lease(self._leases.pin(lease.id, INTERNAL_OWNER))
+    def let_go(self, objects: Sequence[StoredObject]) -> None:
+        """End the pins of `hold`."""
+        self._unpin(objects, INTERNAL_OWNER)
 
     # shares of sessions
 

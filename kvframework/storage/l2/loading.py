@@ -18,7 +18,8 @@ from typing import TypeVar
 from kvframework.api.listener import TierCall
 from kvframework.api.requests import PackedKey, PrefetchTask, Select
 from kvframework.errors import TierError
-from kvframework.storage.l1.leases import NO_PROMPT, PinLease, PromptPart
+from kvframework.storage.l1.entries import StoredObject
+from kvframework.storage.l1.leases import NO_PROMPT, PromptPart
 from kvframework.storage.l2.sealed_tier import L1, L2Store
 from kvframework.storage.namespaces import NamespaceRecord, NamespaceRecords
 
@@ -78,7 +79,7 @@ class LoadTask(PrefetchTask):
     # What is worth loading and waits for it, by tier.
     waiting_bytes: dict[L2Store, int] = field(default_factory=dict, init=False)
     # Of what was chosen and found.
-    pins: list[PinLease] = field(default_factory=list, init=False)
+    pins: list[StoredObject] = field(default_factory=list, init=False)
     # No tier returned an object that was chosen: what hangs on it would be loaded for nothing.
     lost: bool = field(default=False, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
@@ -228,7 +229,10 @@ class Loader:
         held, elsewhere = self._fetch(task, store, batch)
         if elsewhere:
             yield WaitForWriters([task.keys[index] for index in elsewhere], store.timeout_s)
-            written = self._pin_written(task, elsewhere)
+            pins = self.l1.pin_present([task.keys[index] for index in elsewhere])
+            task.pins += pins
+            here = {stored.key for stored in pins}
+            written = {index for index in elsewhere if task.keys[index] in here}
             held |= written
             abandoned = [index for index in elsewhere if index not in written]
             if abandoned and not task.cancelled:
@@ -243,12 +247,6 @@ class Loader:
             again = [index for index in lost if source.get(index) is other]
             if again:
                 yield from self._load_from(task, other, again)
-
-    def _pin_written(self, task: LoadTask, indices: Sequence[int]) -> set[int]:
-        pins = self.l1.pin_present([task.keys[index] for index in indices])
-        task.pins += pins
-        here = {lease.objects[0].key for lease in pins}
-        return {index for index in indices if task.keys[index] in here}
 
     def _fetch(self, task: LoadTask, store: L2Store, batch: Sequence[int]) -> tuple[set[int], list[int]]:
         """Load and pin the objects for which there is a place; return the indices of what was loaded, and of what had
@@ -273,9 +271,9 @@ class Loader:
             log.debug("tier %s failed during a load", store.name)
         finally:
             for position, (index, lease_id, view) in enumerate(places):
-                pin = self.l1.finish_load(lease_id, bool(good) and good[position])
-                if pin is not None:
-                    task.pins.append(pin)
+                pins = self.l1.finish_load(lease_id, bool(good) and good[position])
+                task.pins += pins
+                if pins:
                     loaded.add(index)
                 view.release()
             self._loaded([task.keys[index] for index in batch if index in loaded], store)

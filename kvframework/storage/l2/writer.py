@@ -18,7 +18,7 @@ from functools import partial
 from kvframework.api.keys import PackedKey
 from kvframework.config.schema import WritePolicyName
 from kvframework.errors import TierError
-from kvframework.storage.l1.leases import PinLease
+from kvframework.storage.l1.entries import StoredObject
 from kvframework.storage.l2.sealed_tier import L1, L2Store
 from kvframework.storage.l2.tier_calls import CircuitOpen
 from kvframework.storage.namespaces import NamespaceRecords, record_key
@@ -434,32 +434,32 @@ class TierWriter:
             self.changed.notify_all()
 
     def _send_batch(self, batch: Batch) -> None:
-        leases: dict[PackedKey, PinLease] = {}
+        pinned: dict[PackedKey, StoredObject] = {}
         try:
-            leases = {lease.objects[0].key: lease for lease in self._l1.pin_present(batch.keys)}
+            pinned = {stored.key: stored for stored in self._l1.pin_present(batch.keys)}
             with self.changed:
-                mine = set(self._queue.found(batch, list(leases)))
-            self._l1.release([leases.pop(key) for key in [*leases] if key not in mine])
+                mine = set(self._queue.found(batch, list(pinned)))
+            self._l1.release([pinned.pop(key) for key in [*pinned] if key not in mine])
             answered = True
-            while leases and answered and not self.closing:
-                answered = self._send_group(_take_bytes(leases, BATCH_BYTES // self.store.scale))
+            while pinned and answered and not self.closing:
+                answered = self._send_group(_take_bytes(pinned, BATCH_BYTES // self.store.scale))
         except Exception:
             with self.changed:
                 self._queue.give_up_batch(batch)
             raise
         finally:
-            self._l1.release(list(leases.values()))
+            self._l1.release(list(pinned.values()))
             with self.changed:
                 self._queue.put_back(batch)
                 self.changed.notify_all()
 
-    def _send_group(self, group: Sequence[PinLease]) -> bool:
+    def _send_group(self, group: Sequence[StoredObject]) -> bool:
         """Send a group; return whether the tier answered. `group` is unpinned in any case."""
-        keys = [lease.objects[0].key for lease in group]
+        keys = [stored.key for stored in group]
         try:
-            stored = self._put(keys, [self._l1.bytes_of(lease) for lease in group])
+            written = self._put(keys, [self._l1.bytes_of(stored) for stored in group])
             with self.changed:
-                self._queue.answered(keys, stored, self._clock())
+                self._queue.answered(keys, written, self._clock())
             return True
         except CircuitOpen:
             return False
@@ -506,12 +506,12 @@ def _namespaces(keys: Iterable[PackedKey]) -> set[bytes]:
     return {key[:16] for key in keys}
 
 
-def _take_bytes(leases: dict[PackedKey, PinLease], most: int) -> list[PinLease]:
-    """Move as many leases as have `most` bytes, at least one."""
-    group: list[PinLease] = []
-    for lease in [*leases.values()]:
-        most -= lease.objects[0].length
+def _take_bytes(pinned: dict[PackedKey, StoredObject], most: int) -> list[StoredObject]:
+    """Move as many objects as have `most` bytes, at least one."""
+    group: list[StoredObject] = []
+    for stored in [*pinned.values()]:
+        most -= stored.length
         if group and most < 0:
             break
-        group.append(leases.pop(lease.objects[0].key))
+        group.append(pinned.pop(stored.key))
     return group

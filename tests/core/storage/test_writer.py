@@ -11,7 +11,6 @@ import pytest
 from kvframework.api.tier import Outcome, PackedKey
 from kvframework.errors import TierError
 from kvframework.storage.l1.entries import StoredObject
-from kvframework.storage.l1.leases import PinLease
 from kvframework.storage.l2.sealed_tier import DELETE_AT_ONCE, L2Store
 from kvframework.storage.l2.writer import (
     BATCH_OBJECTS,
@@ -341,11 +340,11 @@ def test_namespaces_of_long_ago_are_forgotten() -> None:
 class Held:
     """An L1 that holds whatever is asked for."""
 
-    def pin_present(self, keys: Sequence[PackedKey]) -> list[PinLease]:
-        return [PinLease(0, "", 0.0, 0, 0, objects=[StoredObject(key, 0, SIZE)]) for key in keys]
+    def pin_present(self, keys: Sequence[PackedKey]) -> list[StoredObject]:
+        return [StoredObject(key, 0, SIZE) for key in keys]
 
-    def release(self, leases: Sequence[PinLease]) -> None:
+    def release(self, objects: Sequence[StoredObject]) -> None:
         return
 
-    def bytes_of(self, lease: PinLease) -> memoryview:
-        return memoryview(content(lease.objects[0].key, SIZE))
+    def bytes_of(self, stored: StoredObject) -> memoryview:
+        return memoryview(content(stored.key, SIZE))

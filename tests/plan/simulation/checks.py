@@ -91,14 +91,16 @@ def _leases(world: World) -> None:
     known |= {guard.id for client in world.clients for guard in client.reads}
     pins = {lease.id for lease in book.pins.values() if lease.owner != INTERNAL_OWNER}
     must(pins <= known, "a pin is left that nobody will end")
-    held = [stored for lease in (*book.pins.values(), *table._held.values()) for stored in lease.objects]
+    held = [stored for lease in book.pins.values() for stored in lease.objects]
+    held += [stored for stored, guards in table.holds.items() for _ in guards]
     held += [stored for lease in book.writes.values() for stored in lease.present]
     must(table.pins == len(held), "the number of pins is not that of what is pinned")
     must(sum(stored.pins for stored in table._objects) == len(held), "an object is pinned by nobody")
     quarantined = [item for lease in book.writes.values() if lease.quarantined for item in lease.items]
     must(table.quarantined_bytes == sum(rounded(item[2]) for item in quarantined), "the quarantine is miscounted")
     if not world.jobs and not world.manager.tiers._prefetcher.in_flight:
-        must(all(lease.owner != INTERNAL_OWNER for lease in book.pins.values()), "a job left a pin behind")
+        internal = any(lease.owner == INTERNAL_OWNER for lease in book.pins.values())
+        must(not internal and not any(table.holds.values()), "a job left a pin behind")
         copies = {writing.id for writing in world.copies.writings}
         own = {lease.id for lease in book.writes.values() if lease.owner == INTERNAL_OWNER}
         must(own == copies, "a job left a reservation behind")

@@ -121,15 +121,17 @@ def a_lapsed_pin_is_said_to_hold(_original: Any, table: ObjectTable, lease: PinL
 
 
 @plant(ObjectTable, "hold")
-def what_is_sent_is_not_pinned(original: Any, table: ObjectTable, key: PackedKey) -> PinLease | None:
-    lease: PinLease | None = original(table, key)
-    if lease is not None:
-        table._unpin(lease.objects, lease.payer)
-        lease.held = True
-        kept, lease.objects = lease.objects, []
-        lease.objects = [StoredObject(kept[0].key, kept[0].offset, kept[0].length, 1)]
-        table.pins += 1
-    return lease
+def what_is_sent_is_not_pinned(original: Any, table: ObjectTable, keys: Sequence[PackedKey]) -> list[StoredObject]:
+    held: list[StoredObject] = original(table, keys)
+    for stored in held:
+        stored.pins -= 1
+        stored.holds -= 1
+    return held
+
+
+@plant(ObjectTable, "let_go")
+def what_was_sent_keeps_its_pin(_original: Any, table: ObjectTable, objects: Sequence[StoredObject]) -> None:
+    table.pins -= len(objects)
 
 
 @plant(ObjectTable, "drop_unused")

@@ -3,7 +3,8 @@ is held against the model."""
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from kvframework.api.layout import MemoryLayoutDesc
 from kvframework.api.requests import PackedKey, Select
 from kvframework.storage.l1.entries import StoredObject
-from kvframework.storage.l1.leases import NO_DEADLINE, NO_PROMPT, PinLease, PromptPart, Reservation
+from kvframework.storage.l1.leases import INTERNAL_OWNER, NO_DEADLINE, NO_PROMPT, PinLease, PromptPart, Reservation
 from kvframework.storage.l2.loading import LoadTask, Located
 from kvframework.storage.l2.tier_calls import Breaker
 from kvframework.storage.l2.tiers import Tiers
@@ -59,6 +60,9 @@ class WatchedTable(Table):
         self.model = model
         self.turns = turns
         self.bytes = memory
+        self._numbers = itertools.count()
+        # The pins of the server itself, by object.
+        self.holds: defaultdict[StoredObject, list[Guard]] = defaultdict(list)
         super().__init__(memory, *arguments, **named)
 
     def reserve(
@@ -85,7 +89,7 @@ class WatchedTable(Table):
     def which_present(self, keys: Sequence[PackedKey]) -> list[bool]:
         return self.turns.step("which_present", super().which_present, keys)
 
-    def pin_present(self, keys: Sequence[PackedKey]) -> list[PinLease]:
+    def pin_present(self, keys: Sequence[PackedKey]) -> list[StoredObject]:
         return self.turns.step("pin_present", super().pin_present, keys)
 
     def reserve_load(
@@ -106,7 +110,7 @@ class WatchedTable(Table):
         self.model.ended(self.model.writings[lease_id], 0)
         return freed
 
-    def finish_load(self, lease_id: str, good: bool) -> PinLease | None:
+    def finish_load(self, lease_id: str, good: bool) -> list[StoredObject]:
         if good:
             self.model.writings[lease_id].unwritten = []
         return super().finish_load(lease_id, good)
@@ -118,22 +122,17 @@ class WatchedTable(Table):
 
     def pin_objects(self, objects: list[StoredObject], **named: Any) -> PinLease:
         lease = super().pin_objects(objects, **named)
-        self._guard(lease)
+        self._guard(Guard(lease.id, lease.owner, lease.request_id, lease.deadline, []), lease.objects)
         return lease
 
     def unpin(self, lease_id: str, **named: Any) -> PinLease:
         lease = super().unpin(lease_id, **named)
-        self._unguard(lease)
+        self._unguard(lease.id)
         return lease
 
     def _lapse(self, lease: PinLease) -> None:
         super()._lapse(lease)
         must(self.clock() >= self.model.unpinned(lease.id).deadline, "a pin lapsed before its time")
-
-    def release(self, leases: Sequence[PinLease]) -> None:
-        super().release(leases)
-        for lease in leases:
-            self._unguard(lease)
 
     def cancel(self, owner: int, request_id: str | None = None) -> int:
         ended = super().cancel(owner, request_id)
@@ -148,21 +147,29 @@ class WatchedTable(Table):
     def check_bytes(self, key: PackedKey, offset: int, nbytes: int) -> None:
         must(self.bytes.bytes_at(offset, nbytes) == CONTENT[key], "what can be read is not what was stored")
 
-    def hold(self, key: PackedKey) -> PinLease | None:
-        lease = super().hold(key)
-        if lease is not None:
-            self._guard(lease)
-        return lease
+    def hold(self, keys: Sequence[PackedKey]) -> list[StoredObject]:
+        here = super().hold(keys)
+        for stored in here:
+            guard = Guard(f"hold-{next(self._numbers)}", INTERNAL_OWNER, "", NO_DEADLINE, [])
+            self._guard(guard, [stored])
+            self.holds[stored].append(guard)
+        return here
 
-    def _guard(self, lease: PinLease) -> None:
-        for stored in lease.objects:
+    def let_go(self, objects: Sequence[StoredObject]) -> None:
+        super().let_go(objects)
+        for stored in objects:
+            must(self.holds[stored], "a pin went on after its end")
+            self._unguard(self.holds[stored].pop().id)
+
+    def _guard(self, guard: Guard, objects: Sequence[StoredObject]) -> None:
+        for stored in objects:
             must(self.model.objects.get(stored.key) == (stored.offset, stored.length), "a pin names another place")
             self.check_bytes(stored.key, stored.offset, stored.length)
-        keys = [stored.key for stored in lease.objects]
-        self.model.pinned(Guard(lease.id, lease.owner, lease.request_id, lease.deadline, keys))
+            guard.keys.append(stored.key)
+        self.model.pinned(guard)
 
-    def _unguard(self, lease: PinLease) -> None:
-        guard = self.model.unpinned(lease.id)
+    def _unguard(self, lease_id: str) -> None:
+        guard = self.model.unpinned(lease_id)
         must(not guard.broken, "a pin is said to have held, and did not")
         must(self.clock() < guard.deadline, "a pin's deadline was not honoured")
 
