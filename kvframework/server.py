@@ -204,11 +204,8 @@ class Server:
         change_logging(config.log.level, config.log.format)
         self.service.configure(config.server)
         self._messages.configure(session_timeout_s=config.server.session_timeout_s)
-        self.service.storage.configure(
-            high_watermark=config.l1.keys.high_watermark,
-            low_watermark=config.l1.keys.low_watermark,
-            tiers=[l2.keys for l2 in config.l2],
-        )
+        self.service.storage.table.configure(config.l1.keys)
+        self.service.storage.tiers.configure([l2.keys for l2 in config.l2])
 
     def _maker(self, table: PluginTable, descriptor: type[Provider[Any]], contract: type[Any]) -> Callable[..., Any]:
         """What makes the object of a table, with further arguments of `create`, if there are any."""
@@ -223,16 +220,9 @@ class Server:
         return AttachedTransport(provider.name, provider.is_gpu, server)
 
     def _listen(self, table: PluginTable, hasher: KeyHasher, curve: ServerKeys | None) -> None:
-        context = ServerContext(
-            table.where,
-            server_terms(self._config),
-            hasher,
-            present=self.service.storage.table.which_present,
-            shape=self.service.shape_of,
-            doors=self._listeners.doors,
-            keys=curve,
-            admit_uids=self._config.server.admit_uids,
-        )
+        present, doors = self.service.storage.table.which_present, self._listeners.doors
+        terms, admitted = server_terms(self._config), self._config.server.admit_uids
+        context = ServerContext(table.where, terms, hasher, present, self.service.shape_of, doors, curve, admitted)
         self._listeners.add(table.use, self._maker(table, ListenerProvider, Listener)(context))
 
     def _storage(self, identity: Callable[[], Identity]) -> StorageManager:

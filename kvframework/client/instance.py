@@ -9,7 +9,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -270,7 +270,7 @@ class Instance:
             timeout=client.deadlines.export_s if handles else client.deadlines.setup_s,
             on_late=lambda _: client.send("UNREGISTER_KV_CACHE", m.Unregister(identity.instance_id)),
         )
-        with self._taken_back():
+        try:
             if (reply.namespace, reply.desc) != (payload.namespace, desc):
                 raise VersionMismatch(
                     f"the server computes another object layout: {reply.desc}",
@@ -288,6 +288,9 @@ class Instance:
                 since=time.monotonic(),
             )
             self.transfer.on_registered(moved, layout)
+        except BaseException:
+            self._unregister(urgent=True)  # the engine's side refuses what the server has registered
+            raise
         return Registered(replace(moved, layout=self._declared, desc=whole), moved, shards)
 
     def _shards(self, desc: MemoryLayoutDesc, hello: m.HelloReply) -> Shards | None:
@@ -303,15 +306,6 @@ class Instance:
         text = "instance %d shares objects only with engines of its own sizes, although tp_lcm is %d, pp_lcm %d: %s"
         log.warning(text, self._identity.instance_id, hello.tp_lcm, hello.pp_lcm, why)
         return None
-
-    @contextlib.contextmanager
-    def _taken_back(self) -> Iterator[None]:
-        """Unregister at the server if the engine's side refuses what the server has registered."""
-        try:
-            yield
-        except BaseException:
-            self._unregister(urgent=True)
-            raise
 
     def _unregister(self, *, urgent: bool) -> None:
         if not urgent and not self._client.usable:

@@ -30,7 +30,6 @@ from kvframework.errors import BadRange, LeaseUnknown, MalformedFrames, MessageT
 from kvframework.service.keys import KeyGrid, prompt_part
 from kvframework.service.records import Plan, Transfers
 from kvframework.storage.l1.leases import INTERNAL_OWNER, PinLease
-from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m
 from kvframework.wire.frames import MAX_BUFFER_BYTES, MAX_BUFFERS
 from kvframework.wire.protocol import REQUESTS
@@ -116,10 +115,10 @@ _Copies = Sequence[tuple[int, memoryview]]
 class ChunkTransfers:
     """Moves objects between frames and the arena. `close` after the last request has been answered."""
 
-    def __init__(self, storage: StorageManager, transfers: Transfers, *, workers: int) -> None:
-        self._table = storage.table
+    def __init__(self, transfers: Transfers, *, workers: int) -> None:
+        self._table = transfers.table
         self._transfers = transfers
-        self._send_pins = SendPins(storage.table.arena)
+        self._send_pins = SendPins(self._table.arena)
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="kvf-copy")
 
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]

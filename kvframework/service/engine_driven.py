@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -213,101 +214,88 @@ def _truncated(key: CacheKey, grid: KeyGrid, hit: int) -> CacheKey:
     )
 
 
+@dataclass(eq=False)
 class EngineDrivenTransfers:
     """Leases of arena ranges, owned by the client session that requested them."""
 
-    def __init__(
-        self,
-        storage: StorageManager,
-        transfers: Transfers,
-        grants: Grants,
-        config: ServerConfig,
-    ) -> None:
-        self._table = storage.table
-        self._transfers = transfers
-        self._grants = grants
-        # Of the next lease: its lifetime, and the share of its client. Replaced from any thread.
-        self.config = config
+    transfers: Transfers
+    grants: Grants
+    # Of the next lease: its lifetime, and the share of its client. Replaced from any thread.
+    config: ServerConfig
 
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
         return [
             Handler(REQUESTS["PREPARE_STORE"], self._prepare_store),
-            Handler(REQUESTS["PREPARE_STORE_KEYS"], self._prepare_store_keys),
+            Handler(REQUESTS["PREPARE_STORE_KEYS"], self._prepare_store),
             Handler(REQUESTS["COMMIT_STORE"], self._commit_store),
             Handler(REQUESTS["ABORT"], self._abort),
             Handler(REQUESTS["PREPARE_RETRIEVE"], self._prepare_retrieve),
             Handler(REQUESTS["COMMIT_RETRIEVE"], self._commit_retrieve),
         ]
 
-    def _prepare_store(self, client: ClientInfo, payload: m.Prepare, _buffers: object) -> m.StorePlan:
+    def _prepare_store(self, client: ClientInfo, payload: m.Prepare | m.PrepareKeys, _buffers: object) -> m.StorePlan:
+        key, groups = payload.key, payload.groups if isinstance(payload, m.PrepareKeys) else ()
         if not client.local:
             # Such a client could only commit bytes that it has not written.
-            raise TransportMismatch("this client does not map the arena", available="STORE_CPU_CHUNKS")
-        grid = self._transfers.engine_driven(client, payload.instance_id, payload.key)
-        return self._reserve(client, payload.key, grid, grid.stored(payload.first_chunks))
-
-    def _prepare_store_keys(self, client: ClientInfo, payload: m.PrepareKeys, _buffers: object) -> m.StorePlan:
-        if not client.local:
-            raise TransportMismatch("this client does not map the arena", available="a client on the server's node")
-        grid = self._transfers.engine_driven(client, payload.instance_id, payload.key, payload.groups)
-        return self._reserve(client, payload.key, grid, range(len(grid.flat)))
-
-    def _reserve(self, client: ClientInfo, key: CacheKey, grid: KeyGrid, wanted: Sequence[int]) -> m.StorePlan:
-        begun = self._transfers.begun("STORE", client, key, "engine")
+            available = "a client on the server's node" if groups else "STORE_CPU_CHUNKS"
+            raise TransportMismatch("this client does not map the arena", available=available)
+        grid = self.transfers.engine_driven(client, payload.instance_id, key, groups)
+        wanted = grid.stored(payload.first_chunks if isinstance(payload, m.Prepare) else ())
+        begun = self.transfers.begun("STORE", client, key, "engine")
         owner, lease_s, share = client.session_id, self.config.store_lease_s, self._share_of(client)
-        plan = self._transfers.reserve(begun, key, grid, wanted, owner=owner, lease_s=lease_s, share=share)
-        self._transfers.keep(plan)
+        plan = self.transfers.reserve(begun, key, grid, wanted, owner=owner, lease_s=lease_s, share=share)
+        self.transfers.keep(plan)
         return m.StorePlan(plan.lease, plan.ranges, plan.outcome, lease_s if plan.lease else 0.0)
 
     def _share_of(self, client: ClientInfo) -> float:
         """Return the share of L1 that the client may reserve: all of it for a sole client; otherwise `store_share`, so
         that a stalled writer cannot starve others."""
-        alone = all(context.session_id == client.session_id for context in self._transfers.contexts.values())
+        alone = all(context.session_id == client.session_id for context in self.transfers.contexts.values())
         return 1.0 if alone else self.config.store_share
 
     def _commit_store(self, client: ClientInfo, payload: m.Commit, _buffers: object) -> m.Committed:
-        promised = self._table.lease_size(payload.lease, owner=client.session_id)
-        self._transfers.check(self._transfers.under(payload.lease), payload.content)
-        published = len(self._table.commit(payload.lease, owner=client.session_id))
-        self._transfers.end_lease(payload.lease, payload.content, ok=published > 0)
+        promised = self.transfers.table.lease_size(payload.lease, owner=client.session_id)
+        self.transfers.check(self.transfers.under(payload.lease), payload.content)
+        published = len(self.transfers.table.commit(payload.lease, owner=client.session_id))
+        self.transfers.end_lease(payload.lease, payload.content, ok=published > 0)
         lapsed = promised - published
         return m.Committed(StoreOutcome(stored=published, dropped=lapsed, error=LeaseUnknown.code if lapsed else ""))
 
     def _abort(self, client: ClientInfo, payload: m.LeaseRef, _buffers: object) -> m.Aborted:
-        freed = self._table.abort(payload.lease, owner=client.session_id)
-        self._transfers.end_lease(payload.lease, ok=False)
+        freed = self.transfers.table.abort(payload.lease, owner=client.session_id)
+        self.transfers.end_lease(payload.lease, ok=False)
         return m.Aborted(freed)
 
     def _prepare_retrieve(self, client: ClientInfo, payload: m.Prepare, _buffers: object) -> m.RetrievePlan:
-        begun = self._transfers.begun("RETRIEVE", client, payload.key, "engine" if client.local else "wire")
-        grid = self._transfers.engine_driven(client, payload.instance_id, payload.key)
+        begun = self.transfers.begun("RETRIEVE", client, payload.key, "engine" if client.local else "wire")
+        grid = self.transfers.engine_driven(client, payload.instance_id, payload.key)
         lease_s = self.config.retrieve_lease_s
-        plan = self._transfers.pin(begun, payload.key, grid, owner=client.session_id, lease_s=lease_s)
+        plan = self.transfers.pin(begun, payload.key, grid, owner=client.session_id, lease_s=lease_s)
         if not plan.lease:
             return m.RetrievePlan(False, reason=plan.reason)
-        self._transfers.keep(plan)
+        self.transfers.keep(plan)
         return m.RetrievePlan(True, plan.lease, plan.ranges, lease_s)
 
     def _commit_retrieve(self, client: ClientInfo, payload: m.Commit, _buffers: object) -> m.RetrieveCommitted:
         lease, owner = payload.lease, client.session_id
-        granted = self._grants.find(client, lease)
-        transfer = granted.transfer if granted else self._transfers.under(lease)
-        self._transfers.check(transfer, payload.content)
+        granted = self.grants.find(client, lease)
+        transfer = granted.transfer if granted else self.transfers.under(lease)
+        self.transfers.check(transfer, payload.content)
         if granted is not None:
-            self._grants.take(client, lease, granted, payload.took_s)
-            self._table.count(retrieves=1)
+            self.grants.take(client, lease, granted, payload.took_s)
+            self.transfers.table.count(retrieves=1)
         held = True
         try:
             if granted is None:
-                self._table.unpin(lease, owner=owner)
+                self.transfers.table.unpin(lease, owner=owner)
             else:
-                self._table.unpin(lease, owner=owner, use="retrieve", prompt=granted.prompt)
+                self.transfers.table.unpin(lease, owner=owner, use="retrieve", prompt=granted.prompt)
         except LeaseUnknown:
-            if granted is None and not self._transfers.lapsed(lease, owner):
+            if granted is None and not self.transfers.lapsed(lease, owner):
                 raise
             held = False
         if granted is None:
-            self._transfers.end_lease(lease, payload.content, ok=held)
+            self.transfers.end_lease(lease, payload.content, ok=held)
         else:
-            self._transfers.end(transfer, payload.content, ok=held)
+            self.transfers.end(transfer, payload.content, ok=held)
         return m.RetrieveCommitted(held)

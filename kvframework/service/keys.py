@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, cycle, product, repeat
 from typing import TypeVar, cast
@@ -220,27 +221,22 @@ class KeyGrid:
         return windows * len(self.ranks)
 
 
+@dataclass(eq=False)
 class KeyResolver:
     """Resolves cache keys to object keys. Thread-safe, without state of requests. `orders` maps a namespace to the
     layer order of each rank that has one. `on_salts` receives the salts that keys get, and the salt of their request,
     unless that is ""."""
 
-    def __init__(
-        self,
-        hasher: KeyHasher,
-        orders: Callable[[bytes], Mapping[int, bytes]] = lambda _namespace: {},
-        on_salts: Callable[[str, Iterable[bytes]], None] | None = None,
-    ) -> None:
-        self._hasher = hasher
-        self._orders = orders
-        self._on_salts = on_salts
+    hasher: KeyHasher
+    orders: Callable[[bytes], Mapping[int, bytes]] = lambda _namespace: {}
+    on_salts: Callable[[str, Iterable[bytes]], None] | None = None
 
     def prefixes(self, namespace: bytes, cache_salt: str, ranks: Sequence[int], groups: int) -> list[bytes]:
         """Return the prefixes of the object keys of `ranks`, rank by rank and in each by layer group."""
-        orders = self._orders(namespace)
+        orders = self.orders(namespace)
         salts = {order: salt_digest(cache_salt, order) for order in {b"", *orders.values()}}
-        if cache_salt and self._on_salts is not None:
-            self._on_salts(cache_salt, salts.values())
+        if cache_salt and self.on_salts is not None:
+            self.on_salts(cache_salt, salts.values())
         if not orders:  # the usual case
             start = namespace + salts[b""]
             of = _remembered_ends if len(ranks) * groups <= _SMALL else _prefix_ends
@@ -304,7 +300,7 @@ class KeyResolver:
                 hint="the content covers the request from its first token to end",
             )
         if key.tokens:
-            packed = self._hasher.chunk_digests(packed, chunk)
+            packed = self.hasher.chunk_digests(packed, chunk)
         first = key.start // chunk
         count = len(packed) // DIGEST_BYTES - first
         if count <= _SMALL:  # one call, instead of a slice for each

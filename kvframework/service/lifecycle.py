@@ -91,12 +91,7 @@ class CacheService(CacheServices):
         self._tenants = TenantNames(tenants)
         self._resolver = KeyResolver(hasher, storage.records.orders, self._owned if tenants else None)
         self._registrations = Registrations(
-            self.contexts,
-            storage,
-            transports=transports,
-            layouts=layouts,
-            chunk_size=config.chunk_size,
-            hasher_fingerprint=hasher.fingerprint,
+            self.contexts, storage.records, transports, layouts, config.chunk_size, hasher.fingerprint
         )
         requests = self._request_log = RequestLog(storage.clock, self._tenants, self._listeners.ring)
         self.finished = FinishedRequests(self.boot_id, requests)
@@ -110,16 +105,10 @@ class CacheService(CacheServices):
             price=config.price,
             trace_memory=config.trace_memory,
         )
-        transfers = Transfers(
-            self.contexts,
-            self._resolver,
-            storage,
-            requests,
-            lookups.miss_facts.of_retrieve,
-            chunk_size=config.chunk_size,
-        )
-        self._chunks = ChunkTransfers(storage, transfers, workers=config.workers)
-        self._engine_driven = EngineDrivenTransfers(storage, transfers, grants, config)
+        why_missed = lookups.miss_facts.of_retrieve
+        transfers = Transfers(self.contexts, self._resolver, storage.table, requests, why_missed, config.chunk_size)
+        self._chunks = ChunkTransfers(transfers, workers=config.workers)
+        self._engine_driven = EngineDrivenTransfers(transfers, grants, config)
         self._losses = ClientLosses()
         self._server_facts = {"boot_id": self.boot_id.hex(), **server_facts}
         self._started = time.monotonic()
@@ -130,7 +119,7 @@ class CacheService(CacheServices):
         self._parts = (
             self._registrations,
             self._engine_driven,
-            ServerDrivenTransfers(storage, transfers, chunk_size=config.chunk_size),
+            ServerDrivenTransfers(transfers),
             self._chunks,
             lookups,
             lookups.recording,

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -26,38 +27,27 @@ EVENTS = "events"
 _FEATURES = {"none": (), "plain": (TOKEN_IDS,), "salted": (TOKEN_IDS, SALTED_TOKEN_IDS)}
 
 
+@dataclass(eq=False)
 class ServerContext(ListenerContext):
-    """What this server offers to one listener; `shape` and `present` are those of its service and storage."""
+    """What this server offers to one listener; `shape_of` and `which_present` are those of its service and storage."""
 
-    def __init__(
-        self,
-        where: str,
-        server: ServerTerms,
-        hasher: KeyHasher,
-        *,
-        present: Callable[[Sequence[PackedKey]], Sequence[bool]],
-        shape: Callable[[bytes, str], ChunkShape | None],
-        doors: ListenerDoors,
-        keys: ServerKeys | None,
-        admit_uids: Collection[int],
-    ) -> None:
-        self.where = where
-        self.server = server
-        self.hasher = hasher
-        self._present = present
-        self._shape = shape
-        self._doors = doors
-        self._keys = keys
-        self._admit_uids = admit_uids
+    where: str
+    server: ServerTerms
+    hasher: KeyHasher
+    which_present: Callable[[Sequence[PackedKey]], Sequence[bool]]
+    shape_of: Callable[[bytes, str], ChunkShape | None]
+    doors: ListenerDoors
+    keys: ServerKeys | None = None
+    admit_uids: Collection[int] = ()
 
     def present(self, keys: Sequence[PackedKey]) -> Sequence[bool]:
-        return self._present(keys)
+        return self.which_present(keys)
 
     def shape(self, namespace: bytes, cache_salt: str) -> ChunkShape | None:
-        return self._shape(namespace, cache_salt)
+        return self.shape_of(namespace, cache_salt)
 
     def sockets(self, *, insecure: bool = False) -> ListenerSockets:
-        return ListenerSockets(self._doors, None if insecure else self._keys, self._admit_uids)
+        return ListenerSockets(self.doors, None if insecure else self.keys, self.admit_uids)
 
 
 class _Running:

@@ -176,7 +176,7 @@ class Lookups:
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
         return [
             Handler(REQUESTS["LOOKUP"], self._lookup),
-            Handler(REQUESTS["LOOKUP_KEYS"], self._lookup_keys),
+            Handler(REQUESTS["LOOKUP_KEYS"], self._lookup),
             Handler(REQUESTS["QUERY_PREFETCH_STATUS"], self._query),
             Handler(REQUESTS["FREE_LOOKUP_LOCKS"], self._free),
             Handler(REQUESTS["END_SESSION"], self._end_session),
@@ -208,15 +208,8 @@ class Lookups:
             with contextlib.suppress(LeaseUnknown):
                 self.tickets.free(wait.ticket, wait.owner)
 
-    def _lookup_keys(
-        self, client: ClientInfo, payload: m.LookupKeys, buffers: object
-    ) -> m.LookupReply | Future[Message]:
-        return self._lookup(client, payload, buffers, payload.groups)
-
-    def _lookup(
-        self, client: ClientInfo, payload: m.Lookup, _buffers: object, groups: Sequence[m.KeyGroup] = ()
-    ) -> m.LookupReply | Future[Message]:
-        key = payload.key
+    def _lookup(self, client: ClientInfo, payload: m.Lookup, _buffers: object) -> m.LookupReply | Future[Message]:
+        key, groups = payload.key, payload.groups if isinstance(payload, m.LookupKeys) else ()
         if payload.free:
             self.free(client, payload.free)
         check_key(key)

@@ -32,7 +32,7 @@ from kvframework.storage.l1.entries import StoredObject
 from kvframework.storage.l1.eviction_statistics import FindRow
 from kvframework.storage.l1.leases import Reservation
 from kvframework.storage.l2.loading import LoadTask
-from kvframework.storage.manager import StorageManager
+from kvframework.storage.table import Table
 from kvframework.wire.messages import KeyGroup
 
 log = logging.getLogger(__name__)
@@ -226,29 +226,22 @@ MAX_UNDER_WAY, MAX_KEYS = 4096, 1024
 WhyMissed = Callable[[CacheKey, bytes | None, int, float], MissReason]
 
 
+@dataclass(eq=False)
 class Transfers:
     """What all ways of a transfer share: its keys and objects, its record, and the content that it brings for
     listeners. `why_missed` gives the reason of a RETRIEVE that missed. `end` runs on any thread, the rest on the
     serving one."""
 
-    def __init__(
-        self,
-        contexts: Contexts,
-        resolver: KeyResolver,
-        storage: StorageManager,
-        requests: RequestLog,
-        why_missed: WhyMissed,
-        *,
-        chunk_size: int,
-    ) -> None:
-        self.contexts = contexts
-        self.begun = requests.begun
-        self._resolver = resolver
-        self._chunk_size = chunk_size
-        self._table = storage.table
-        self._requests = requests
-        self._ring = requests.ring
-        self._why_missed = why_missed
+    contexts: Contexts
+    resolver: KeyResolver
+    table: Table
+    requests: RequestLog
+    why_missed: WhyMissed
+    chunk_size: int
+
+    def __post_init__(self) -> None:
+        self.begun = self.requests.begun
+        self._ring = self.requests.ring
         self._under_way: dict[str, Transfer] = {}
 
     def grid(self, context: RegisteredContext, key: CacheKey, groups: Sequence[KeyGroup] = ()) -> KeyGrid:
@@ -257,8 +250,8 @@ class Transfers:
         check_key(key)
         context.check(key)
         if groups:
-            return key_set(self._resolver, key, context.rank_desc(self._chunk_size), groups)
-        return self._resolver.resolve(key, context.rank_desc(self._chunk_size), context.held)
+            return key_set(self.resolver, key, context.rank_desc(self.chunk_size), groups)
+        return self.resolver.resolve(key, context.rank_desc(self.chunk_size), context.held)
 
     def engine_driven(
         self, client: ClientInfo, instance_id: int, key: CacheKey, groups: Sequence[KeyGroup] = ()
@@ -286,12 +279,12 @@ class Transfers:
     ) -> Plan:
         """Reserve places for a STORE of the objects `wanted` of `grid.flat`, as far as they are absent."""
         sized = grid.sized()
-        result = self._table.reserve(
+        result = self.table.reserve(
             [sized[index] for index in wanted],
             owner=owner,
             request_id=key.request_id,
             lease_s=lease_s,
-            most_bytes=math.inf if share >= 1.0 else share * self._table.capacity,
+            most_bytes=math.inf if share >= 1.0 else share * self.table.capacity,
             client=begun.session_id,
             prompt=prompt_part(key, grid, wanted),
         )
@@ -308,14 +301,14 @@ class Transfers:
         transfer = self._transfer(begun, key, grid, outcome, ranges, added)
         plan = StoreOutcome(0, result.present, result.in_flight, result.dropped)
         if result.lease is None:
-            self._requests.end(transfer.record, outcome)
+            self.requests.end(transfer.record, outcome)
             return Plan("", outcome=plan)
         return Plan(result.lease.id, ranges, plan, transfer=transfer)
 
     def pin(self, begun: RequestRecord, key: CacheKey, grid: KeyGrid, *, owner: int, lease_s: float | None) -> Plan:
         """Pin the objects that a hit of the whole key uses; a miss, which ends here, if one of them is missing, or the
         share of L1 of the session that asks is pinned."""
-        lease = self._table.pin_found(
+        lease = self.table.pin_found(
             grid.whole,
             owner=owner,
             request_id=key.request_id,
@@ -323,7 +316,7 @@ class Transfers:
             prompt=found_part(key, grid, grid.chunks),
             asked_by=begun.session_id,
         )
-        self._table.count(retrieves=1, retrieve_misses=lease is None)
+        self.table.count(retrieves=1, retrieve_misses=lease is None)
         if lease is None:
             return Plan("", reason=self._missed(begun, key, grid))
         ranges = tuple(
@@ -333,12 +326,12 @@ class Transfers:
         return Plan(lease.id, ranges, transfer=self._transfer(begun, key, grid, "hit", ranges))
 
     def _missed(self, begun: RequestRecord, key: CacheKey, grid: KeyGrid) -> str:
-        with self._table.lock:
-            missing = grid.first_missing(self._table.row, grid.find(self._table.row)[0])
-        self._requests.end(
+        with self.table.lock:
+            missing = grid.first_missing(self.table.row, grid.find(self.table.row)[0])
+        self.requests.end(
             begun,
             "miss",
-            self._why_missed(key, missing and missing[1], begun.session_id, begun.monotonic),
+            self.why_missed(key, missing and missing[1], begun.session_id, begun.monotonic),
             missing=key.start + missing[0] * grid.desc.chunk_tokens if missing else -1,
             chunk_tokens=grid.desc.chunk_tokens,
         )
@@ -371,9 +364,9 @@ class Transfers:
             return
         record, key = transfer.record, transfer.key
         if ok:
-            self._requests.end(record, record.outcome)
+            self.requests.end(record, record.outcome)
         else:
-            self._requests.end(record, "failed", added_tokens=min(record.added_tokens, 0))
+            self.requests.end(record, "failed", added_tokens=min(record.added_tokens, 0))
         if ok and key is not None and (content is not None or key.tokens):
             self._ring.registered(key, content)
 

@@ -27,8 +27,7 @@ from kvframework.errors import (
 )
 from kvframework.service.contexts import Contexts, RegisteredContext, own_context
 from kvframework.service.keys import MAX_TEXT, MAX_WORLD_SIZE
-from kvframework.storage.manager import StorageManager
-from kvframework.storage.namespaces import NamespaceRecord
+from kvframework.storage.namespaces import NamespaceRecord, NamespaceRecords
 from kvframework.wire import messages as m
 from kvframework.wire.protocol import REQUESTS, natural, non_gpu_layout, non_gpu_namespace
 
@@ -95,25 +94,16 @@ class AttachedTransport:
     server: ServerTransport | None
 
 
+@dataclass(eq=False)
 class Registrations:
     """Fills the contexts registry."""
 
-    def __init__(
-        self,
-        contexts: Contexts,
-        storage: StorageManager,
-        *,
-        transports: Mapping[str, AttachedTransport],
-        layouts: Mapping[str, Layout],
-        chunk_size: int,
-        hasher_fingerprint: str,
-    ) -> None:
-        self._contexts = contexts
-        self._storage = storage
-        self._transports = transports
-        self._layouts = layouts
-        self._chunk_size = chunk_size
-        self._hasher_fingerprint = hasher_fingerprint
+    contexts: Contexts
+    records: NamespaceRecords
+    transports: Mapping[str, AttachedTransport]
+    layouts: Mapping[str, Layout]
+    chunk_size: int
+    hasher_fingerprint: str
 
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
         return [
@@ -123,7 +113,7 @@ class Registrations:
         ]
 
     def end_session(self, client: ClientInfo) -> int:
-        ending = [c for c in self._contexts.values() if c.session_id == client.session_id]
+        ending = [c for c in self.contexts.values() if c.session_id == client.session_id]
         for context in ending:
             self._end(context)
         return len(ending)
@@ -131,18 +121,18 @@ class Registrations:
     def _register(
         self, client: ClientInfo, payload: m.RegisterKvCache, _buffers: object
     ) -> m.Registered | Future[Message]:
-        transport = self._transports.get(payload.transport)
+        transport = self.transports.get(payload.transport)
         if transport is None:
             raise TransportMismatch(
                 f"transport {payload.transport!r} is not configured",
-                available=", ".join(self._transports),
+                available=", ".join(self.transports),
                 hint="add a [[transport]] table to the server's TOML",
             )
-        plugin = self._layouts.get(payload.layout.format)
+        plugin = self.layouts.get(payload.layout.format)
         if plugin is None:
             raise BadLayout(
                 f"layout {payload.layout.format!r} is not configured",
-                available=", ".join(self._layouts),
+                available=", ".join(self.layouts),
                 hint="add a [[layout]] table to the server's TOML",
             )
         if (transport.server is None) == bool(payload.handles):
@@ -176,22 +166,22 @@ class Registrations:
         self, client: ClientInfo, payload: m.RegisterNonGpuContextPayload, _buffers: object
     ) -> m.Registered | Future[Message]:
         _check_identity(payload.model_name, payload.world_size, 0)
-        engine_driven = next((t for t in self._transports.values() if t.server is None), None)
+        engine_driven = next((t for t in self.transports.values() if t.server is None), None)
         if engine_driven is None:
             raise TransportMismatch(
                 "this registration needs an engine-driven transport",
-                available=", ".join(self._transports),
+                available=", ".join(self.transports),
                 hint='add [[transport]] use = "cpu_gather" to the server\'s TOML',
             )
         layout = non_gpu_layout(payload)
         validate_layout(layout)
-        namespace = non_gpu_namespace(payload, self._hasher_fingerprint, self._chunk_size)
+        namespace = non_gpu_namespace(payload, self.hasher_fingerprint, self.chunk_size)
         context = self._context(client, payload, engine_driven, layout, rank=None, namespace=namespace, plugin=None)
         return self._add(context, client, ())
 
     def _unregister(self, client: ClientInfo, payload: m.Unregister, _buffers: object) -> m.Empty | Future[Message]:
         """Answered once the server no longer maps the engine's memory, which may then be freed."""
-        context = own_context(self._contexts, payload.instance_id, client)
+        context = own_context(self.contexts, payload.instance_id, client)
         self._end(context)
         return _answer_after(context.memory.when_closed() if context.memory is not None else None, m.Empty())
 
@@ -206,11 +196,11 @@ class Registrations:
         namespace: bytes,
         plugin: Layout | None,
     ) -> RegisteredContext:
-        mine = sum(1 for context in self._contexts.values() if context.session_id == client.session_id)
-        if mine >= MAX_INSTANCES or len(self._contexts) >= MAX_INSTANCES_IN_ALL:
-            fact = f"{len(self._contexts)} instances are registered, {mine} of them by this client"
+        mine = sum(1 for context in self.contexts.values() if context.session_id == client.session_id)
+        if mine >= MAX_INSTANCES or len(self.contexts) >= MAX_INSTANCES_IN_ALL:
+            fact = f"{len(self.contexts)} instances are registered, {mine} of them by this client"
             raise AlreadyRegistered(fact, available="one per rank, usually")
-        known = self._contexts.get(payload.instance_id)
+        known = self.contexts.get(payload.instance_id)
         if known is not None:
             if known.memory is None or known.memory.failure() is None:
                 raise AlreadyRegistered(
@@ -239,20 +229,20 @@ class Registrations:
     def _add(
         self, context: RegisteredContext, client: ClientInfo, handles: Sequence[bytes]
     ) -> m.Registered | Future[Message]:
-        desc = context.get_layout_desc(self._chunk_size)
+        desc = context.get_layout_desc(self.chunk_size)
         self._check_layers(context)
-        record = NamespaceRecord(context.model_name, context.world_size, context.rank_desc(self._chunk_size))
-        self._storage.records.add(context.namespace, record)
-        server = self._transports[context.transport].server
+        record = NamespaceRecord(context.model_name, context.world_size, context.rank_desc(self.chunk_size))
+        self.records.add(context.namespace, record)
+        server = self.transports[context.transport].server
         if server is not None:
             context.memory = server.open(client, context.layout, desc, handles)
-        self._contexts[context.instance_id] = context
-        self._storage.records.retain(context.namespace)
+        self.contexts[context.instance_id] = context
+        self.records.retain(context.namespace)
         if context.rank is None:
-            self._storage.records.order(context.namespace, None, layer_order(context.layout))
+            self.records.order(context.namespace, None, layer_order(context.layout))
         else:
             for rank in context.ranks:
-                self._storage.records.order(context.namespace, rank, layer_order(context.layout_of(rank)))
+                self.records.order(context.namespace, rank, layer_order(context.layout_of(rank)))
         log.info(
             "instance %d registered: model %s, rank %s of %d, %s over %s, %d bytes a chunk, namespace %s",
             context.instance_id,
@@ -270,7 +260,7 @@ class Registrations:
     def _check_layers(self, context: RegisteredContext) -> None:
         """Check that instances of one namespace and rank hold the same layers in the same places; otherwise they would
         read each other's layers. Raises `NamespaceMismatch`."""
-        for other in self._contexts.values():
+        for other in self.contexts.values():
             if other.namespace != context.namespace:
                 continue
             for rank in _shared_ranks(context, other):
@@ -296,7 +286,7 @@ class Registrations:
             raise NamespaceMismatch(
                 f"ranks {list(held)}", available=f"different ones below {context.world_size}, rank {context.rank} first"
             )
-        desc = context.get_layout_desc(self._chunk_size)
+        desc = context.get_layout_desc(self.chunk_size)
         count = context.rank_groups
         if not count or desc.groups != desc.groups[:count] * len(held):
             raise BadLayout(
@@ -306,8 +296,8 @@ class Registrations:
             raise BadLayout("shards of opaque objects", where="layout.groups", available=f"form {CANONICAL}")
 
     def _end(self, context: RegisteredContext) -> None:
-        del self._contexts[context.instance_id]
-        self._storage.records.release(context.namespace)
+        del self.contexts[context.instance_id]
+        self.records.release(context.namespace)
         if context.memory is not None:
             context.memory.close()
         log.info("instance %d unregistered", context.instance_id)

@@ -24,7 +24,6 @@ from kvframework.service.contexts import RegisteredContext, own_context
 from kvframework.service.keys import KeyGrid
 from kvframework.service.records import Plan, Transfers
 from kvframework.storage.l1.leases import INTERNAL_OWNER
-from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m
 from kvframework.wire.protocol import REQUESTS
 from kvframework.wire.transfer_blocks import INDEX_BYTES, check_bound, checked_blocks, unpack_indices
@@ -53,10 +52,9 @@ _CANARY_SALT = b"kvf/canary/1\0\0\0\0"
 class ServerDrivenTransfers:
     """Transfers whose leases belong to the server itself: they end with the copy, not with the client."""
 
-    def __init__(self, storage: StorageManager, transfers: Transfers, *, chunk_size: int) -> None:
-        self._table = storage.table
+    def __init__(self, transfers: Transfers) -> None:
+        self._table = transfers.table
         self._transfers = transfers
-        self._chunk_size = chunk_size
 
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
         return [
@@ -113,7 +111,7 @@ class ServerDrivenTransfers:
     def _gather_block(self, client: ClientInfo, payload: m.GatherBlock, _buffers: object) -> Future[Message]:
         """Copy the block as a STORE would, as often as a chunk has blocks, to a place that is never committed."""
         context = self._server_driven(client, payload.instance_id)
-        desc = context.get_layout_desc(self._chunk_size)
+        desc = context.get_layout_desc(self._transfers.chunk_size)
         counts = [group.object_blocks(desc.chunk_tokens) for group in context.layout.groups]
         blocks = [block for (block,) in _unpack(payload.block_ids, [1] * len(counts))]
         for group, block in enumerate(blocks):

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from kvframework.api.keys import PackedKey
 from kvframework.api.tier import Loan, Node, NodeIdentity
-from kvframework.config import L2Keys
 from kvframework.errors import TierError
 from kvframework.storage.l2.sealed_tier import Shares
 from kvframework.storage.l2.tiers import Tiers
@@ -50,11 +49,6 @@ class StorageManager:
         if threads:
             self.tiers.start()
             self.table.verification.start()
-
-    def configure(self, *, high_watermark: float, low_watermark: float, tiers: Sequence[L2Keys]) -> None:
-        """Change the watermarks, and the settings of each tier that its objects allow to change."""
-        self.table.configure(high_watermark=high_watermark, low_watermark=low_watermark)
-        self.tiers.configure(tiers)
 
     def clear(self, *, l2: bool = False, model: str = "") -> ClearedObjects:
         """Drop the objects, of one model or all, present at the call that are unused at their turn.

@@ -18,6 +18,7 @@ from kvframework.api.eviction import EvictionPolicy, PackedKey, Use
 from kvframework.api.keys import DIGEST_BYTES
 from kvframework.api.memory import Memory
 from kvframework.api.plugin import ByteSize
+from kvframework.config.schema import L1Keys
 from kvframework.overdue import call_within
 from kvframework.record_ring import NO_RECORDS, RecordRing
 from kvframework.status import L1Counters, zeros
@@ -159,9 +160,9 @@ class Table(ObjectTable):
         return self.shares.by_session()
 
     @locked
-    def configure(self, *, high_watermark: float, low_watermark: float) -> None:
+    def configure(self, keys: L1Keys) -> None:
         """Change the watermarks."""
-        self._high, self._low = high_watermark, low_watermark
+        self._high, self._low = keys.high_watermark, keys.low_watermark
 
     def absent(self, key: PackedKey, most: int) -> tuple[Ghost | None, list[bytes]]:
         """Return why L1 lacks the object, as far as that is remembered; if it is not, the key prefixes, of the `most`

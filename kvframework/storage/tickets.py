@@ -77,28 +77,22 @@ class Ticket:
     ended: bool = False
 
 
+@dataclass(eq=False)
 class LookupTickets:
     """`ticket_s` is a ticket's lifetime after its last pin or the end of its load, in seconds; it may be changed.
     `on_end` is called with the id of each ticket that ends, in the thread of the call that ends it, under the storage
     lock; `on_growth` with that of a ticket whose load has brought more or is decided, in a storage thread, and
     `on_change` once it is over, also in a thread that asks again, under that lock."""
 
-    def __init__(
-        self,
-        storage: StorageManager,
-        *,
-        ticket_s: float,
-        on_end: Callable[[str], object] = lambda _ticket: None,
-        on_change: Callable[[str], object] = lambda _ticket: None,
-        on_growth: Callable[[str], object] = lambda _ticket: None,
-    ) -> None:
-        self.ticket_s = ticket_s
-        self._storage = storage
-        self._on_end = on_end
-        self._on_change = on_change
-        self._on_growth = on_growth
-        self._lock = storage.table.lock
-        self._clock = storage.clock
+    storage: StorageManager
+    ticket_s: float
+    on_end: Callable[[str], object] = lambda _ticket: None
+    on_change: Callable[[str], object] = lambda _ticket: None
+    on_growth: Callable[[str], object] = lambda _ticket: None
+
+    def __post_init__(self) -> None:
+        self._lock = self.storage.table.lock
+        self._clock = self.storage.clock
         self._tickets: dict[str, Ticket] = {}
         # The client sessions that have begun and not ended.
         self._owners: set[int] = set()
@@ -152,7 +146,7 @@ class LookupTickets:
         with self._lock:
             if not keys or owner not in self._owners:
                 return ""
-            lease = self._storage.table.pin(keys, owner=owner, request_id=request_id, lease_s=self.ticket_s)
+            lease = self.storage.table.pin(keys, owner=owner, request_id=request_id, lease_s=self.ticket_s)
             if lease is None:
                 return ""
             ticket = self._open(owner, request_id)
@@ -172,15 +166,15 @@ class LookupTickets:
         """Look up like `look_up` in a namespace that is not known here: its record is first read from L2. `wanted` is
         called in a storage thread, and its exceptions are logged."""
         with self._lock:
-            ticket, tiers = self._open(owner, request_id), self._storage.tiers
+            ticket, tiers = self._open(owner, request_id), self.storage.tiers
 
             def known() -> None:
                 with self._lock:
                     self._load_ended(ticket)
-                    record = None if ticket.ended else self._storage.records.get(namespace)
+                    record = None if ticket.ended else self.storage.records.get(namespace)
                     if record is not None:
                         self._ask(ticket, wanted(record))
-                self._on_change(ticket.id)
+                self.on_change(ticket.id)
 
             absent = tiers.lacked(record_key(namespace))
             if not absent and self._may_load(owner) and tiers.submit_record_task(namespace, known):
@@ -190,7 +184,7 @@ class LookupTickets:
     def pinned(self, ticket_id: str, owner: int) -> list[StoredObject]:
         """Return the objects that a ticket pins, [] if it has ended. The list is the table's."""
         with self._lock, contextlib.suppress(LeaseUnknown):
-            return self._storage.table.pinned(self._get(ticket_id, owner).pins, owner=owner)
+            return self.storage.table.pinned(self._get(ticket_id, owner).pins, owner=owner)
         return []
 
     def is_loading(self, ticket_id: str, owner: int) -> bool:
@@ -229,13 +223,13 @@ class LookupTickets:
         """Return the state of a ticket; one without pins and without a load leaves the table."""
         if not ticket.pending and not ticket.pins:
             if self._tickets.pop(ticket.id, None) is not None:
-                self._on_change(ticket.id)  # for others that wait for it: the load's last step may be to come
+                self.on_change(ticket.id)  # for others that wait for it: the load's last step may be to come
             return Answer(0, "", False)
         self._tickets[ticket.id] = ticket
         return Answer(ticket.hit_tokens, ticket.id, ticket.pending, ticket.decided)
 
     def _ask(self, ticket: Ticket, wanted: Wanted) -> None:
-        table = self._storage.table
+        table = self.storage.table
         hit = self._pin(ticket, wanted)
         table.looked_up(table.row, wanted.prefix, wanted.digests, hit, wanted.chunk_tokens)
         if hit < len(wanted.digests) and self._may_load(ticket.owner):
@@ -245,7 +239,7 @@ class LookupTickets:
 
     def _may_load(self, owner: int) -> bool:
         """Whether the owner may load from L2, else it is answered from L1: one client must not keep others from L2."""
-        return bool(self._storage.tiers.stores) and self._loading[owner] < MAX_LOADS
+        return bool(self.storage.tiers.stores) and self._loading[owner] < MAX_LOADS
 
     def _load_begun(self, ticket: Ticket, cancel: Callable[[], object] | None) -> None:
         ticket.pending, ticket.decided, ticket.cancel_load = True, False, cancel
@@ -274,15 +268,15 @@ class LookupTickets:
             loads = ticket.pending and not ticket.ended
             if loads:
                 ticket.decided, ticket.grown = True, wanted
-        (self._on_growth if loads else self._on_change)(ticket.id)
+        (self.on_growth if loads else self.on_change)(ticket.id)
 
     def _pin(self, ticket: Ticket, wanted: Wanted, *, use: bool = True) -> int:
         """Pin the present hit in L1, in place of the ticket's former pins; return its chunks. Once more while it grows
         is no `use`."""
-        hit, objects = wanted.find(self._storage.table.row)
+        hit, objects = wanted.find(self.storage.table.row)
         lease_id = ""
         if hit:
-            lease_id = self._storage.table.pin_objects(
+            lease_id = self.storage.table.pin_objects(
                 objects,
                 owner=ticket.owner,
                 request_id=ticket.request_id,
@@ -300,7 +294,7 @@ class LookupTickets:
     def _end(self, ticket: Ticket) -> int:
         """End a ticket and cancel its load; return the number of objects it had pinned."""
         ticket.ended = True
-        self._on_end(ticket.id)
+        self.on_end(ticket.id)
         del self._tickets[ticket.id]
         if ticket.cancel_load is not None:
             ticket.cancel_load()
@@ -309,6 +303,6 @@ class LookupTickets:
     def _unpin(self, ticket: Ticket) -> int:
         lease_id, ticket.pins = ticket.pins, ""
         try:
-            return len(self._storage.table.unpin(lease_id, owner=ticket.owner).objects) if lease_id else 0
+            return len(self.storage.table.unpin(lease_id, owner=ticket.owner).objects) if lease_id else 0
         except LeaseUnknown:
             return 0  # it has lapsed

@@ -415,47 +415,38 @@ class Refusals:
         except ProtocolError:
             who = Introduction()
         versions = f"{who.min_version} to {who.max_version}"
-        self._add("HELLO", error.code, _reason(error), who.client, who.pid, versions, who.client_version)
+        asked = Refused(client=who.client, pid=who.pid, client_version=who.client_version, versions=versions)
+        self._add(asked, "HELLO", error.code, _reason(error))
 
     def request(self, session: ClientSession | None, name: str, error: KVFrameworkError) -> None:
         """Record a message of a session, or of an unknown peer, that could not be parsed or served."""
-        if session is None:
-            self._add(name, error.code, _reason(error), "?", 0, "", "")
-        else:
-            self.of(session, name, error.code, _reason(error))
+        self.of(session, name, error.code, _reason(error))
 
-    def of(self, session: ClientSession, what: str, code: str, reason: str) -> None:
+    def of(self, session: ClientSession | None, what: str, code: str, reason: str) -> None:
         """Record what a client was refused, or that it cannot use this "server"."""
-        self._add(what, code, reason, session.name, session.pid, str(session.version), session.client_version)
+        asked = Refused(client="?")
+        if session is not None:
+            pid, version, release = session.pid, str(session.version), session.client_version
+            asked = Refused(client=session.name, pid=pid, client_version=release, versions=version)
+        self._add(asked, what, code, reason)
 
     def report(self) -> list[dict[str, object]]:
         """For the status document, the latest first."""
         now, latest = self._clock(), reversed(list(self._kept.values()))
         return [{**msgspec.structs.asdict(refused), "ago_s": round(now - last, 1)} for refused, last in latest]
 
-    def _add(
-        self, what: str, code: str, reason: str, client: str, pid: int, versions: str, client_version: str
-    ) -> None:
+    def _add(self, asked: Refused, what: str, code: str, reason: str) -> None:
         now = self._clock()
-        client, what, code = printable(client[:_MAX_NAME]), printable(what), printable(code[:_MAX_NAME])
-        release, reason = printable(client_version[:_MAX_NAME]), printable(reason[:_MAX_REASON])
-        key = (client, pid, what, code)
+        client, what, code = printable(asked.client[:_MAX_NAME]), printable(what), printable(code[:_MAX_NAME])
+        release, reason = printable(asked.client_version[:_MAX_NAME]), printable(reason[:_MAX_REASON])
+        key = (client, asked.pid, what, code)
         before, _ = self._kept.pop(key, (Refused(), 0.0))
         if len(self._kept) >= MAX_KEPT:
             del self._kept[next(iter(self._kept))]
-        refused = Refused(
-            client=client,
-            pid=pid,
-            client_version=release,
-            versions=versions,
-            what=what,
-            code=code,
-            reason=reason,
-            count=before.count + 1,
-        )
-        self._kept[key] = (refused, now)
+        said = {"client": client, "client_version": release, "what": what, "code": code, "reason": reason}
+        self._kept[key] = msgspec.structs.replace(asked, **said, count=before.count + 1), now
         if self._logged_any.passes("") and self._logged.passes(key):
-            who = f"{client!r} (process {pid}{f', kvframework {release}' if release else ''})"
+            who = f"{client!r} (process {asked.pid}{f', kvframework {release}' if release else ''})"
             done = {"HELLO": "was refused", "server": "refuses this server"}.get(what, f"was refused {what!r}")
             logger.warning("%s %s: [%s] %s", who, done, code, reason)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -120,25 +119,19 @@ class LoadTask(PrefetchTask):
         self.cancelled = True
 
 
+@dataclass(eq=False)
 class Loader:
-    """Makes the steps of loads; keeps no state of a load. `stores` are the tiers in their order, from which `at_once`
-    batches are fetched at once; `loaded` hears what came from one."""
+    """Makes the steps of loads; keeps no state of a load. `at_once` are the batches that are fetched at once from each
+    tier, in the order of the tiers; `loaded` hears what came from one."""
 
-    def __init__(
-        self,
-        l1: L1,
-        stores: Sequence[L2Store],
-        at_once: Sequence[int],
-        records: NamespaceRecords,
-        loaded: Callable[[Sequence[PackedKey], L2Store], None] = lambda *_: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.l1 = l1
-        self.stores = stores
-        self.at_once = dict(zip(stores, at_once, strict=True))
-        self.clock = clock
-        self._records = records
-        self._loaded = loaded
+    l1: L1
+    at_once: Mapping[L2Store, int]
+    records: NamespaceRecords
+    loaded: Callable[[Sequence[PackedKey], L2Store], None]
+    clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
+        self.stores = tuple(self.at_once)
 
     def load(self, task: LoadTask, on_done: Callable[[], None]) -> LoadSteps[None]:
         """Load, then run `on_done` once, in any case, while the chosen objects that were found are pinned."""
@@ -158,12 +151,12 @@ class Loader:
             # They refer to this task in turn.
             task.select, task.on_change, task.located = lambda _available: (), lambda: None, None
 
-    def record(self, namespace: bytes, on_done: Callable[[], None]) -> LoadSteps[None]:
+    def load_record(self, namespace: bytes, on_done: Callable[[], None]) -> LoadSteps[None]:
         """Read a namespace's record from the tiers, and add it to the records; `on_done` runs once, in any case."""
         try:
             record = yield from self._record(namespace)
             if record is not None:
-                self._records.add(namespace, record, learned=True)
+                self.records.add(namespace, record, learned=True)
         except Exception:
             log.exception("a record was not read")
         on_done()
@@ -276,7 +269,7 @@ class Loader:
                 if pins:
                     loaded.add(index)
                 view.release()
-            self._loaded([task.keys[index] for index in batch if index in loaded], store)
+            self.loaded([task.keys[index] for index in batch if index in loaded], store)
             task.arrived(len(loaded))
         return loaded, elsewhere
 

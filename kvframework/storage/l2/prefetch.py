@@ -148,7 +148,7 @@ class Prefetcher:
 
     def submit_record(self, namespace: bytes, on_done: Callable[[], None]) -> bool:
         """Queue a read of a namespace's record from the tiers, which is added to the records; False as in `submit`."""
-        return self._submit(_Load(None, self._loader.record(namespace, on_done)))
+        return self._submit(_Load(None, self._loader.load_record(namespace, on_done)))
 
     def writers_ended(self, any_writing: Callable[[Sequence[PackedKey]], bool]) -> None:
         """React to writers of L1 that have committed or given up. `any_writing` says whether keys are still being

@@ -90,8 +90,8 @@ class Tiers:
             if not store.read_only:  # others announce what is theirs
                 store.on_seen = partial(ring.accessed, tier)
         self.writers = [TierWriter(l1, tier, records, clock) for tier in attached]
-        at_once = [tier.loads for tier in attached]
-        self._prefetcher = Prefetcher(Loader(l1, self.stores, at_once, records, self.loaded, clock))
+        at_once = {tier.store: tier.loads for tier in attached}
+        self._prefetcher = Prefetcher(Loader(l1, at_once, records, self.loaded, clock))
         self.writers_ended = self._prefetcher.writers_ended
         writing = [(writer, tier.writes) for writer, tier in zip(self.writers, attached, strict=True)]
         loading = [(queue, queue.at_once + 1) for queue in self._prefetcher.queues]

@@ -104,11 +104,9 @@ class ListenerConformance(NamedKit):
             "[[listener]] #1",
             ServerTerms(256, (self.endpoint,)),
             hasher.create(hasher.options()),
-            present=lambda keys: [key == _KEY for key in keys],
-            shape=lambda namespace, _salt: ChunkShape("model", 256, [_KEY[:40]]) if namespace == _NAMESPACE else None,
-            doors=ListenerDoors(),
-            keys=None,
-            admit_uids=(),
+            lambda keys: [key == _KEY for key in keys],
+            lambda namespace, _salt: ChunkShape("model", 256, [_KEY[:40]]) if namespace == _NAMESPACE else None,
+            ListenerDoors(),
         )
         heard = _Heard(make_listener(context))
         yield heard
