@@ -12,11 +12,11 @@ from pathlib import Path
 import msgspec
 
 from kvframework.api.requests import ClientInfo, Handler
+from kvframework.bounded_calls import call_bounded
 from kvframework.config import Config, Layers, PluginTable, TenantConfig, assemble, toml_value
 from kvframework.config.schema import CodecsConfig
 from kvframework.errors import KVFrameworkError, RequestError
 from kvframework.masking import secrets_of, shown, shown_options
-from kvframework.overdue import call_bounded
 from kvframework.preflight import refusals
 from kvframework.registry import PluginRegistry, complete_config, named_tables, resolve_table
 from kvframework.service.contexts import check_own_user

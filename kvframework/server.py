@@ -37,7 +37,7 @@ from kvframework.record_ring import RecordRing
 from kvframework.registry.registry import PluginRegistry
 from kvframework.registry.tables import Creator, codec_tables, resolve_table, server_terms
 from kvframework.running_config import RunningConfig
-from kvframework.service.lifecycle import CacheService
+from kvframework.service.cache_service import CacheService
 from kvframework.service.listeners import Listeners, ServerContext
 from kvframework.service.operator_requests import Diagnosis, HandOver
 from kvframework.service.registration import AttachedTransport

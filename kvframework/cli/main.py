@@ -22,8 +22,8 @@ def main() -> None:
     _open_standard_streams()
     flags = {"debug": False}
     try:
+        from kvframework.bounded_calls import bounded
         from kvframework.cli.serving import plain_options, run_server
-        from kvframework.overdue import bounded
 
         options = plain_options(sys.argv[1:])
         with bounded(_end_at_once):

@@ -15,8 +15,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvframework.bounded_calls import bounded
 from kvframework.errors import ConfigFileError, EndpointError, KVFrameworkError
-from kvframework.overdue import bounded
 
 if TYPE_CHECKING:
     from kvframework.cli.signals import ServerSignals

@@ -15,9 +15,9 @@ from contextlib import ExitStack
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from kvframework.bounded_calls import call_within
 from kvframework.errors import KVFrameworkError
 from kvframework.logs.form import STDERR, chosen_log, end_logging
-from kvframework.overdue import call_within
 
 if TYPE_CHECKING:
     from kvframework.wire.messages import ConfigApplied

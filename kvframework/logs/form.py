@@ -22,8 +22,8 @@ from datetime import datetime, timezone
 from queue import SimpleQueue
 from typing import NamedTuple
 
+from kvframework.bounded_calls import call_within
 from kvframework.logs.limit import LogLimit
-from kvframework.overdue import call_within
 from kvframework.text import one_line, visible
 
 MAX_LINE = 8 << 10

@@ -18,8 +18,8 @@ import pluggy
 import kvframework
 from kvframework.api.codec import MAX_CODEC_NAME
 from kvframework.api.plugin import API_VERSION, Options, Provider
+from kvframework.bounded_calls import timed
 from kvframework.errors import PluginBroken, PluginError, PluginWrongApi, PluginWrongKind
-from kvframework.overdue import timed
 from kvframework.registry.discovery import KINDS, EntryPointInfo
 
 AnyProvider = Provider[Any]

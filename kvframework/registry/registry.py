@@ -16,6 +16,7 @@ import pluggy
 from kvframework.api import hookspecs
 from kvframework.api.installing import install_command
 from kvframework.api.plugin import API_VERSION, ENTRY_POINT_GROUP, PROJECT, Options
+from kvframework.bounded_calls import named_at
 from kvframework.config import closest, convert
 from kvframework.errors import (
     ConfigFieldError,
@@ -27,7 +28,6 @@ from kvframework.errors import (
     PluginWrongApi,
     PluginWrongKind,
 )
-from kvframework.overdue import named_at
 from kvframework.registry.discovery import FIRST_PARTY, KINDS, EntryPointInfo, discover
 from kvframework.registry.plugin_check import (
     AnyProvider,

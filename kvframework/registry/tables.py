@@ -22,10 +22,10 @@ from kvframework.api.plugin import ByteSize, Options, Provider, ServerTerms, Tab
 from kvframework.api.requests import RequestsProvider
 from kvframework.api.tier import TierProvider
 from kvframework.api.transport import AnyTransportProvider
+from kvframework.bounded_calls import named_at, timed
 from kvframework.config import Config, PluginTable, default_endpoint
 from kvframework.errors import ConfigFieldError, KVFrameworkError, PluginBroken, PluginUnavailable
 from kvframework.masking import secret_mark
-from kvframework.overdue import named_at, timed
 from kvframework.registry.registry import PluginRegistry
 from kvframework.text import described
 

@@ -19,14 +19,14 @@ from kvframework.api.keys import DIGEST_BYTES
 from kvframework.api.requests import ClientInfo, Handler, Message, PrefetchTask
 from kvframework.errors import LeaseUnknown, NamespaceMismatch
 from kvframework.messaging.polling import Deadlines
-from kvframework.service.counts import Use
 from kvframework.service.engine_driven import Grants
-from kvframework.service.finished import Recording
 from kvframework.service.key_sets import key_set
 from kvframework.service.keys import KeyGrid, KeyResolver, check_key, found_part, prompt_part
 from kvframework.service.miss_reasons import MissFacts
 from kvframework.service.pricing import Pricing
+from kvframework.service.recent_requests import Recording
 from kvframework.service.records import PendingLookup, RequestLog
+from kvframework.service.usage_counts import Use
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecord
 from kvframework.storage.tickets import Answer, LookupTickets, Wanted

@@ -23,7 +23,7 @@ from kvframework.errors import RequestError
 from kvframework.logs.form import recent_lines
 from kvframework.masking import Redaction
 from kvframework.service.contexts import check_own_user
-from kvframework.service.finished import FinishedRequests
+from kvframework.service.recent_requests import FinishedRequests
 from kvframework.service.records import MAX_TEXT
 from kvframework.wire import messages as m
 from kvframework.wire.protocol import REQUESTS

@@ -18,8 +18,8 @@ from kvframework.api.eviction import EvictionPolicy, PackedKey, Use
 from kvframework.api.keys import DIGEST_BYTES
 from kvframework.api.memory import Memory
 from kvframework.api.plugin import ByteSize
+from kvframework.bounded_calls import call_within
 from kvframework.config.schema import L1Keys
-from kvframework.overdue import call_within
 from kvframework.record_ring import NO_RECORDS, RecordRing
 from kvframework.status import L1Counters, zeros
 from kvframework.storage.l1.entries import StoredObject

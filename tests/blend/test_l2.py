@@ -17,7 +17,7 @@ from kvframework.api.plugin import NoOptions
 from kvframework.api.tier import TierProvider
 from kvframework.errors import Cancelled, DeadlineExceeded
 from kvframework.server import Server
-from kvframework.service.lifecycle import CacheService
+from kvframework.service.cache_service import CacheService
 from kvframework.wire import messages as m
 from tests.blend.blend_client import CHUNK, SETTINGS, BlendWire, packed, pairs, spans
 from tests.core.server.in_process import serving

@@ -14,7 +14,7 @@ from kvframework.api.keys import DIGEST_BYTES, CacheKey
 from kvframework.client import KVClient
 from kvframework.errors import InvalidPayload, LeaseUnknown, MessageTooLarge
 from kvframework.server import Server
-from kvframework.service.lifecycle import CacheService
+from kvframework.service.cache_service import CacheService
 from kvframework.wire import messages as m
 from tests.blend.blend_client import CHUNK, ROTARY, SETTINGS, BlendWire, packed, pairs, spans
 from tests.core.server.in_process import serving

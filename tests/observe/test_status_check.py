@@ -24,7 +24,7 @@ from tests.support.wire_client import WireClient, key_for
 HANGING = """
 import os, sys, time
 from kvframework.cli.main import main
-from kvframework.service.lifecycle import CacheService
+from kvframework.service.cache_service import CacheService
 tick = CacheService.tick
 def hang(self):
     while os.path.exists(os.environ["KVF_TEST_HANG"]):

@@ -23,7 +23,7 @@ from kvf_hashers import Sha256
 from kvf_plan.cli.amounts import parsed_duration
 from kvf_plan.cli.trace.recording import Recorder
 from kvf_plan.trace.reading import open_trace
-from kvframework.service import finished as ring
+from kvframework.service import recent_requests as ring
 from kvframework.wire import messages as m
 from tests.core.cli.command import COMMAND, environment, run
 from tests.core.server.in_process import serving, serving_without

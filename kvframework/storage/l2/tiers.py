@@ -13,9 +13,9 @@ from typing import Protocol
 from kvframework.api.keys import PackedKey
 from kvframework.api.layout import MemoryLayoutDesc
 from kvframework.api.requests import Select
+from kvframework.bounded_calls import call_within
 from kvframework.config import L2Keys
 from kvframework.errors import TierError
-from kvframework.overdue import call_within
 from kvframework.record_ring import NO_RECORDS, RecordRing
 from kvframework.storage.l1.entries import NO_CLIENT
 from kvframework.storage.l1.leases import NO_PROMPT, PromptPart

@@ -16,7 +16,7 @@ from tests.core.registry.fake_distributions import install
 from tests.support.waiting import wait_until
 
 # The command, with bounds that a test can wait for.
-QUICK = "import kvframework.overdue as each; each.BOUND_S = 2.0; from kvframework.cli.main import main; main()"
+QUICK = "import kvframework.bounded_calls as each; each.BOUND_S = 2.0; from kvframework.cli.main import main; main()"
 HANGS_IN = {
     "import": "codec.stuck (acme_stuck) of acme 1.0: the import has not returned within 2 s",
     "hook": "codec.stuck (acme_stuck) of acme 1.0: kvf_codecs has not returned within 2 s",

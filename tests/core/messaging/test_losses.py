@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvframework.api.requests import ClientInfo
 from kvframework.errors import InvalidPayload
 from kvframework.messaging.client.liveness import Reports
-from kvframework.service.counts import MAX_RECENT, RECENT_S, ClientLosses
+from kvframework.service.usage_counts import MAX_RECENT, RECENT_S, ClientLosses
 from kvframework.wire.frames import decode
 from kvframework.wire.messages import MAX_LOST, MOST_LOST, Lost, Ping
 

@@ -217,7 +217,7 @@ def test_a_client_takes_what_arrives(node: Node) -> None:
 
 
 def test_a_client_asks_an_older_server_again_and_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvframework.service.lifecycle.FEATURES", ())
+    monkeypatch.setattr("kvframework.service.cache_service.FEATURES", ())
     with KVClient(node.server.endpoint) as client:
         assert client.wait_up(20.0)
         assert SINCE_0_3 not in client.hello.features

@@ -15,8 +15,8 @@ from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.api.listener import Finished, RequestRecord, TierCall
 from kvframework.api.requests import ClientInfo
 from kvframework.record_ring import RecordRing
-from kvframework.service.finished import MOST, FinishedRequests
 from kvframework.service.miss_reasons import START_EXPLAINS_S, Row, decide, elsewhere
+from kvframework.service.recent_requests import MOST, FinishedRequests
 from kvframework.service.records import MissReason, RequestLog
 from kvframework.status import REASONS
 from kvframework.storage.l1.eviction_statistics import Cause, Ghost

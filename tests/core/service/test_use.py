@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from kvframework.service import counts
-from kvframework.service.counts import MAX_ROWS, OTHER, HotPrefixes, _rows
+from kvframework.service import usage_counts
+from kvframework.service.usage_counts import MAX_ROWS, OTHER, HotPrefixes, _rows
 from kvframework.storage.l1.entries import Account
 
 
@@ -31,13 +31,13 @@ def test_of_many_prefixes_the_hot_ones_are_found_within_their_error() -> None:
     numbers = [chance.choice((chance.randrange(10), chance.randrange(1_000_000))) for _ in range(30_000)]
     true = Counter(numbers)
     sketch = counted(numbers)
-    assert 0 < sketch.floor <= len(numbers) / counts.ENTRIES
-    assert len(sketch.rows) <= counts.MOST
+    assert 0 < sketch.floor <= len(numbers) / usage_counts.ENTRIES
+    assert len(sketch.rows) <= usage_counts.MOST
     for number in true:
         count, error = sketch.rows.get(prefix_of(number), (sketch.floor, sketch.floor, 0))[:2]
         assert count - error <= true[number] <= count
     shown = sketch.status()
-    assert len(shown) == counts.SHOWN
+    assert len(shown) == usage_counts.SHOWN
     assert {row["count"] for row in shown[:10]} == {sketch.rows[prefix_of(number)][0] for number in range(10)}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from kvframework.logs import form
-from kvframework.service import counts, finished
+from kvframework.service import recent_requests, usage_counts
 from tests.core.survival import traced
 
 
@@ -17,8 +17,8 @@ def main() -> None:
         from kvframework.cli.main import main as serve
     else:
         from kvf_dev.testing.transport.node import main as serve
-    finished.MOST = form.RECENT = counts.ENTRIES = 16
-    counts.MOST = 32
+    recent_requests.MOST = form.RECENT = usage_counts.ENTRIES = 16
+    usage_counts.MOST = 32
     traced.start()
     serve()
 

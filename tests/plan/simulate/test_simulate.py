@@ -25,7 +25,7 @@ from kvf_plan.trace.form import Request
 from kvframework.config import load_config
 from kvframework.errors import ConfigFieldError, PluginError, TierError
 from kvframework.pricing import EngineSpeed
-from kvframework.service.lifecycle import CacheService
+from kvframework.service.cache_service import CacheService
 from tests.plan.planning.traces import MadeTrace
 from tests.plan.simulate.made import made_trace
 

@@ -10,9 +10,9 @@ import pytest
 from kvframework.api.keys import CacheKey
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.api.requests import ClientInfo
-from kvframework.service import finished
-from kvframework.service.finished import READER_S, UNDECIDED_S, Recording
+from kvframework.service import recent_requests
 from kvframework.service.keys import KeyGrid
+from kvframework.service.recent_requests import READER_S, UNDECIDED_S, Recording
 from kvframework.wire import messages as m
 
 _DESC = MemoryLayoutDesc(16, (GroupDesc((1,), "uint8"),))
@@ -50,7 +50,7 @@ class _World:
 
 @pytest.fixture(autouse=True)
 def _own_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finished, "check_own_user", lambda _client, _what: None)
+    monkeypatch.setattr(recent_requests, "check_own_user", lambda _client, _what: None)
 
 
 def test_it_keeps_nothing_until_somebody_records() -> None:
@@ -96,7 +96,7 @@ def test_prompts_that_cannot_be_kept_take_a_number() -> None:
     world.ask()
     world.look_up(grid=None)
     world.look_up()
-    assert world.look_up(finished.MAX_DIGEST_BYTES // 32 + 1) == 0
+    assert world.look_up(recent_requests.MAX_DIGEST_BYTES // 32 + 1) == 0
     reply = world.ask(0)
     assert [each.number for each in reply.records] == [2]
     assert reply.last == 3
@@ -134,7 +134,7 @@ def test_an_answer_is_bounded_and_says_that_there_is_more() -> None:
     assert not world.ring.on
     world.ask()
     for _ in range(4):
-        world.look_up(finished.MAX_DIGEST_BYTES // 32)
+        world.look_up(recent_requests.MAX_DIGEST_BYTES // 32)
     reply = world.ask(reply.last)
     assert (len(reply.records), reply.more) == (2, True)
 

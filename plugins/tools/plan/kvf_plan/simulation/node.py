@@ -19,7 +19,7 @@ from kvframework.api.memory import Memory
 from kvframework.api.requests import ClientInfo, Message
 from kvframework.registry.registry import PluginRegistry
 from kvframework.registry.tables import Creator, resolve_table
-from kvframework.service.lifecycle import CacheService
+from kvframework.service.cache_service import CacheService
 from kvframework.service.registration import AttachedTransport
 from kvframework.storage.l2.sealed_tier import L2Store, Watermarks
 from kvframework.storage.l2.writer import AttachedTier

@@ -6,15 +6,15 @@ import threading
 
 import pytest
 
-from kvframework import overdue
+from kvframework import bounded_calls
+from kvframework.bounded_calls import bounded, named_at, timed
 from kvframework.errors import PluginBroken
-from kvframework.overdue import bounded, named_at, timed
 from tests.support.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)
 def bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overdue, "BOUND_S", 0.3)
+    monkeypatch.setattr(bounded_calls, "BOUND_S", 0.3)
 
 
 def test_a_call_that_does_not_return_is_overdue() -> None:

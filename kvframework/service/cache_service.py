@@ -30,23 +30,23 @@ from kvframework.api.requests import (
     Select,
 )
 from kvframework.api.transport import ServerContext, ServerTransport
+from kvframework.bounded_calls import call_within
 from kvframework.config import ServerConfig, TenantConfig
 from kvframework.errors import NotRegistered, RequestError
 from kvframework.logs.form import log_status
-from kvframework.overdue import call_within
 from kvframework.record_ring import RecordRing
 from kvframework.service.chunks_over_wire import ChunkTransfers
 from kvframework.service.contexts import Contexts, RegisteredContext, own_context
-from kvframework.service.counts import ClientLosses
 from kvframework.service.engine_driven import EngineDrivenTransfers, Grants
-from kvframework.service.finished import FinishedRequests
 from kvframework.service.health import EVERY_S, CounterReport, problems
 from kvframework.service.keys import KeyResolver, check_key
 from kvframework.service.listeners import EVENTS, Listeners
 from kvframework.service.lookups import Lookups
+from kvframework.service.recent_requests import FinishedRequests
 from kvframework.service.records import RequestLog, TenantNames, Transfers
 from kvframework.service.registration import AttachedTransport, Registrations
 from kvframework.service.server_driven import ServerDrivenTransfers
+from kvframework.service.usage_counts import ClientLosses
 from kvframework.storage.manager import StorageManager
 from kvframework.text import counted
 from kvframework.wire import messages as m
