@@ -52,15 +52,15 @@ def test_a_full_ring_tells_a_slow_reader_its_gap_and_a_quick_one_none(monkeypatc
     monkeypatch.setattr(module, "MOST_BYTES", 1000)
     ring = RecordRing(wanted=True)
     slow, quick = ring.open(), ring.open()
-    heard: list[Record] = []
+    received: list[Record] = []
     for number in range(10):
         ring.added([bytes([number])])
         batch = quick.take()
         assert not batch.lost
-        heard += batch.records
-    assert heard == [Added([bytes([number])]) for number in range(10)]
+        received += batch.records
+    assert received == [Added([bytes([number])]) for number in range(10)]
     assert slow.lost == 8
-    assert slow.take() == Batch(heard[-2:], 8)
+    assert slow.take() == Batch(received[-2:], 8)
     assert (slow.lost, quick.lost) == (8, 0)
     assert slow.take() == Batch([])
 
@@ -81,14 +81,14 @@ def test_a_reader_that_is_closed_keeps_nothing(monkeypatch: pytest.MonkeyPatch) 
 def test_batches_end_with_the_server_and_the_last_one_is_whole() -> None:
     ring = RecordRing(wanted=True)
     reader = ring.open()
-    heard: list[Record] = []
-    thread = threading.Thread(target=lambda: heard.extend(each for batch in reader for each in batch.records))
+    received: list[Record] = []
+    thread = threading.Thread(target=lambda: received.extend(each for batch in reader for each in batch.records))
     thread.start()
     for record in RECORDS:
         put(ring, record)
     reader.end(handed_over=True)
     thread.join(10)
-    assert heard == RECORDS
+    assert received == RECORDS
     assert (reader.ended, reader.handed_over) == (True, True)
 
 
@@ -98,10 +98,10 @@ def test_records_of_many_threads_are_all_there() -> None:
     threads = [threading.Thread(target=lambda: [put(ring, RECORDS[0]) for _ in range(2000)]) for _ in range(4)]
     for thread in threads:
         thread.start()
-    heard = 0
+    received = 0
     while any(thread.is_alive() for thread in threads):
-        heard += len(reader.take().records)
-    assert heard + len(reader.take().records) == 8000
+        received += len(reader.take().records)
+    assert received + len(reader.take().records) == 8000
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ class Told(RuleBasedStateMachine):
         self.named: set[int] = set()
 
     @rule(chunk=some, row=rows, place=places)
-    def came(self, chunk: int, row: int, place: int) -> None:
+    def added(self, chunk: int, row: int, place: int) -> None:
         self.here.add((chunk, row, place))
         self.index.added(PREFIXES[row] + CHUNKS[chunk].digest, place)
 
@@ -80,9 +80,9 @@ class Told(RuleBasedStateMachine):
         self._forget()
 
     @rule(chunk=some)
-    def all_came(self, chunk: int) -> None:
+    def all_added(self, chunk: int) -> None:
         for row in range(len(PREFIXES)):
-            self.came(chunk, row, L1)
+            self.added(chunk, row, L1)
 
     @rule(chunk=some)
     def name(self, chunk: int) -> None:

@@ -27,7 +27,7 @@ def config(folder: Path) -> EventsOptions:
     return EventsOptions(endpoint=f"ipc://{folder}/told.sock", replay=f"ipc://{folder}/again.sock")
 
 
-def is_heard(sockets: EventSockets, endpoint: str) -> bool:
+def is_readable(sockets: EventSockets, endpoint: str) -> bool:
     with zmq.Context() as context, context.socket(zmq.SUB) as reader:
         reader.linger = 0
         reader.subscribe(b"")
@@ -52,12 +52,12 @@ def test_a_second_server_does_not_take_the_sockets_of_the_first(key: str, tmp_pa
     try:
         with pytest.raises(EndpointError, match="another server"):
             EventSockets(second, listener_context())
-        assert is_heard(first, named.endpoint)
+        assert is_readable(first, named.endpoint)
     finally:
         first.close()
     after = EventSockets(named, listener_context())
     try:
-        assert is_heard(after, named.endpoint)
+        assert is_readable(after, named.endpoint)
     finally:
         after.close()
     assert list(tmp_path.iterdir()) == []
@@ -123,7 +123,7 @@ def test_a_reader_that_subscribes_without_an_end_is_disconnected_and_others_come
                 sockets.wait(0.05)
                 sockets.publish(Numbered(b"t", 1, b"p"))
             assert good.recv_multipart()[2] == b"p"
-            assert is_heard(sockets, named.endpoint)
+            assert is_readable(sockets, named.endpoint)
     finally:
         sockets.close()
     assert list(tmp_path.iterdir()) == []

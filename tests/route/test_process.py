@@ -26,7 +26,7 @@ def node(name: str, publisher: ZmqPublisher) -> tuple[str, str]:
     return "--node", f"{name}={publisher.events}" + (f",{publisher.replay}" if publisher.replay else "")
 
 
-def is_heard(router: RouteProcess) -> bool:
+def is_connected(router: RouteProcess) -> bool:
     return all(each["in_step"] for each in router.publishers())
 
 
@@ -109,7 +109,7 @@ def test_without_an_answer_to_the_replay_events_count_as_they_come(publisher: Zm
 
 def test_without_a_replay_a_gap_is_counted() -> None:
     with ZmqPublisher(ANY) as publisher, RouteProcess(*node("a", publisher)) as router:
-        wait_until(lambda: is_heard(router), what="the connection")
+        wait_until(lambda: is_connected(router), what="the connection")
         # The subscription takes effect some time after the connection.
         wait_until(lambda: publisher.publish(FIRST) or router.publishers()[0]["batches"], what="a batch")
         publisher.lose(FIRST)
@@ -123,7 +123,7 @@ def test_old_and_new_formats_and_other_sizes_of_blocks_beside_each_other(publish
         publisher.publish(as_array(FIRST))
         other.publish(stored([1], None, PROMPT[:6], size=6, medium="GPU"))
         with RouteProcess(*node("a", publisher), *node("b", other)) as router:
-            wait_until(lambda: is_heard(router), what="both")
+            wait_until(lambda: is_connected(router), what="both")
             assert router.score(PROMPT) == {"a": {"cpu": 8}, "b": {"gpu": 6}}
 
 
@@ -133,7 +133,7 @@ def test_a_publisher_of_several_nodes_and_a_node_with_several_publishers(publish
     with ZmqPublisher(ANY, ANY) as engine:
         engine.publish(stored([b"x" * 32], None, PROMPT[:4], medium=None), topic=b"")
         with RouteProcess(*node("e1", publisher), *node("e2", publisher), *node("e2", engine)) as router:
-            wait_until(lambda: is_heard(router), what="both")
+            wait_until(lambda: is_connected(router), what="both")
             assert router.score(PROMPT, model="model") == {"e1": {"cpu": 12}, "e2": {"gpu": 4, "cpu": 8}}
             assert router.score(PROMPT, model="other") == {"e1": {}, "e2": {"gpu": 4}}
 
@@ -141,7 +141,7 @@ def test_a_publisher_of_several_nodes_and_a_node_with_several_publishers(publish
 def test_a_hostile_publisher_harms_no_other(publisher: ZmqPublisher) -> None:
     publisher.publish(FIRST)
     with ZmqPublisher(ANY, ANY) as hostile, RouteProcess(*node("a", publisher), *node("h", hostile)) as router:
-        wait_until(lambda: is_heard(router), what="both")
+        wait_until(lambda: is_connected(router), what="both")
         for frames in ((b"",), (b"x", b"y", b"z"), (b"x", b"12345678"), (b"", b"", b"", b"", b"")):
             hostile.send_frames(*frames)
         hostile.publish(stored([1, 2, 3], None, PROMPT))
@@ -214,7 +214,7 @@ def test_over_curve(tmp_path: Path) -> None:
 def test_scores_are_answered_while_a_publisher_has_much_to_say(publisher: ZmqPublisher) -> None:
     publisher.publish(FIRST)
     with ZmqPublisher(ANY, ANY) as busy, RouteProcess(*node("a", publisher), *node("b", busy)) as router:
-        wait_until(lambda: is_heard(router), what="both")
+        wait_until(lambda: is_connected(router), what="both")
         stopping = threading.Event()
 
         def say() -> None:

@@ -121,7 +121,7 @@ class Browser:
                 assert "error" not in answer, (method, answer["error"])
                 result: dict[str, Any] = answer["result"]
                 return result
-            self._heard(answer)
+            self._on_event(answer)
 
     def _next(self, deadline: float, method: str) -> dict[str, Any]:
         while b"\0" not in self._received:
@@ -134,7 +134,7 @@ class Browser:
         answer: dict[str, Any] = json.loads(message)
         return answer
 
-    def _heard(self, event: dict[str, Any]) -> None:
+    def _on_event(self, event: dict[str, Any]) -> None:
         method, parameters = event.get("method"), event.get("params", {})
         if method == "Runtime.exceptionThrown":
             self.said.append(str(parameters["exceptionDetails"]))

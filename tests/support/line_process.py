@@ -1,4 +1,4 @@
-"""A Python program that a test steers by lines: it tells one on the standard input, and hears one on the output."""
+"""A Python program that a test controls by lines: one on its standard input, one on its standard output."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from typing import Any
+
+import msgspec
 
 from tests.support.processes import send
 
@@ -44,3 +46,27 @@ class LineProcess:
 
     def signal(self, number: int) -> None:
         send(self.pid, number)
+
+
+class JsonProcess(LineProcess):
+    """A program that prints a line once it is ready, then takes commands and prints answers, both as JSON."""
+
+    def __enter__(self) -> Any:
+        try:
+            self.hear()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def ask(self, command: str, *arguments: object) -> Any:
+        """Run a command and return its answer."""
+        self.tell(command, *arguments)
+        return self.hear()
+
+    def tell(self, command: str, *arguments: object) -> None:
+        """Send a command, which the program runs at once or when it wakes up."""
+        super().tell(msgspec.json.encode([command, *arguments]).decode())
+
+    def hear(self) -> Any:
+        return msgspec.json.decode(super().hear())

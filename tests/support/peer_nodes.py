@@ -45,8 +45,8 @@ class ValuesNode(Node):
 
     def set(self, key: PackedKey, value: bytes) -> None:
         self.values[key] = value
-        for came in self._watching:
-            came([key])
+        for added in self._watching:
+            added([key])
 
     def holds(self, keys: Sequence[PackedKey]) -> Sequence[bool]:
         return [key in self.values for key in keys]
@@ -66,9 +66,9 @@ class ValuesNode(Node):
     def models(self) -> Mapping[str, Collection[bytes]]:
         return self.told
 
-    def watch(self, came: Callable[[Sequence[PackedKey]], None]) -> None:
-        came(list(self.values))
-        self._watching.append(came)
+    def watch(self, added: Callable[[Sequence[PackedKey]], None]) -> None:
+        added(list(self.values))
+        self._watching.append(added)
 
 
 class Lender:

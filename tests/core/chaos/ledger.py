@@ -77,7 +77,7 @@ class Ledger:
                 for work in self._works
             )
 
-    def hear(self, engine: int, event: Event) -> None:
+    def record(self, engine: int, event: Event) -> None:
         """Record an engine's report, in the thread that reads it."""
         if isinstance(event, Tally):
             self.count(**msgspec.structs.asdict(event))

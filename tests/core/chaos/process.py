@@ -34,16 +34,16 @@ def start_nursery(mark: str) -> None:
 
 
 class EngineProcess:
-    """One engine process, used by one thread. `hear` is called with the engine's reports in its own thread, which calls
-    `died` if the process ends unasked. `heard` is set at the first report."""
+    """One engine process, used by one thread. `on_report` is called with the engine's reports in its own thread, which
+    calls `died` if the process ends unasked. `has_reported` is set at the first report."""
 
     def __init__(
-        self, settings: Settings, log: Path, hear: Callable[[AnyEvent], None], died: Callable[[str], None]
+        self, settings: Settings, log: Path, on_report: Callable[[AnyEvent], None], died: Callable[[str], None]
     ) -> None:
         self.log = log
-        self.heard = threading.Event()
+        self.has_reported = threading.Event()
         self._settings = settings
-        self._hear = hear
+        self._on_report = on_report
         self._died = died
         self._context = multiprocessing.get_context("forkserver")
         self._process: BaseProcess | None = None
@@ -108,8 +108,8 @@ class EngineProcess:
                 said = line.recv_bytes()
             except (EOFError, OSError):
                 break
-            self._hear(decode(said))
-            self.heard.set()
+            self._on_report(decode(said))
+            self.has_reported.set()
         if not self._ending:
             process.join(_END_S)
             self._died(f"ended with status {process.exitcode}: {self._last_lines()}")

@@ -103,7 +103,7 @@ class World:
                 self._stack.callback(self.engines[-1].kill9)
                 self.engines[-1].start()
             for engine in self.engines:
-                assert engine.heard.wait(_START_S), f"an engine does not start: {engine.log.read_text()}"
+                assert engine.has_reported.wait(_START_S), f"an engine does not start: {engine.log.read_text()}"
         except BaseException:
             self._stack.close()
             raise
@@ -153,15 +153,15 @@ class World:
             deadline_scale=0.5 if number == 0 else 5.0,
         )
 
-        def hear(event: AnyEvent) -> None:
+        def report(event: AnyEvent) -> None:
             if isinstance(event, Claim):
                 self.witness.ask(event)
-            self.ledger.hear(number, event)
+            self.ledger.record(number, event)
 
         def died(text: str) -> None:
             self.ledger.violate(f"engine {number} {text}")
 
-        return EngineProcess(settings, self.folder / f"engine-{number}.log", hear, died)
+        return EngineProcess(settings, self.folder / f"engine-{number}.log", report, died)
 
     def _environment(self, name: str, value: str) -> None:
         """Set a variable that all processes of the run inherit."""

@@ -161,9 +161,9 @@ def test_the_copier_rests_while_copies_wait_for_their_pace(copier: tuple[Copier,
     working._launcher.add(Job(1, 1, True, batches(20, 20, 1), None, 0))
     thread = threading.Thread(target=working.run)
     thread.start()
-    frames, heard = Frames(), []
-    while not any(isinstance(each, Done) for each in heard):
-        heard += [from_copier(payload) for payload in frames.feed(sock.recv(4096))]
+    frames, received = Frames(), []
+    while not any(isinstance(each, Done) for each in received):
+        received += [from_copier(payload) for payload in frames.feed(sock.recv(4096))]
     sock.shutdown(socket.SHUT_RDWR)
     thread.join(PATIENCE_S)
     assert not thread.is_alive()

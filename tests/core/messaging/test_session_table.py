@@ -29,17 +29,17 @@ class SessionMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.table = SessionTable(lambda: self.now, session_timeout_s=TIMEOUT, max_sessions=4)
         self.owner: dict[bytes, ClientSession] = {}
-        self.heard: dict[ClientSession, float] = {}
+        self.last_message: dict[ClientSession, float] = {}
         self.ids: list[int] = []
 
     @rule(target=sessions, identity=IDENTITIES)
     def open(self, identity: bytes) -> object:
-        if identity in self.owner or len(self.heard) == 4:
+        if identity in self.owner or len(self.last_message) == 4:
             with pytest.raises(ProtocolError if identity in self.owner else ServerFull):
                 self.table.open(identity, Hello("c", 1))
             return None
         session = self.table.open(identity, Hello("c", 1))
-        self.owner[identity], self.heard[session] = session, self.now
+        self.owner[identity], self.last_message[session] = session, self.now
         self.ids.append(session.session_id)
         return session
 
@@ -47,7 +47,7 @@ class SessionMachine(RuleBasedStateMachine):
     def join(self, session: ClientSession | None, identity: bytes) -> None:
         if session is None:
             return
-        if session not in self.heard:
+        if session not in self.last_message:
             with pytest.raises(HelloRequired):
                 self.table.join(identity, session.token)
         elif self.owner.get(identity, session) is not session:
@@ -55,7 +55,7 @@ class SessionMachine(RuleBasedStateMachine):
                 self.table.join(identity, session.token)
         else:
             assert self.table.join(identity, session.token) is session
-            self.owner[identity], self.heard[session] = session, self.now
+            self.owner[identity], self.last_message[session] = session, self.now
 
     @rule(session=sessions, local=st.booleans())
     def liveness(self, session: ClientSession | None, local: bool) -> None:
@@ -66,7 +66,7 @@ class SessionMachine(RuleBasedStateMachine):
     def touch(self, identity: bytes) -> None:
         if (session := self.table.by_identity(identity)) is not None:
             self.table.touch(session)
-            self.heard[session] = self.now
+            self.last_message[session] = self.now
 
     @rule(seconds=st.floats(0, 40))
     def wait(self, seconds: float) -> None:
@@ -74,8 +74,8 @@ class SessionMachine(RuleBasedStateMachine):
 
     @rule()
     def expire(self) -> None:
-        patience = PRESSED_S if len(self.heard) > 2 else TIMEOUT
-        silent = {s for s, heard in self.heard.items() if not s.local and self.now - heard >= patience}
+        patience = PRESSED_S if len(self.last_message) > 2 else TIMEOUT
+        silent = {s for s, heard in self.last_message.items() if not s.local and self.now - heard >= patience}
         assert set(self.table.expire(self.now)) == silent
         for session in silent:
             self._end(session)
@@ -86,19 +86,19 @@ class SessionMachine(RuleBasedStateMachine):
             self._end(session)
 
     def _end(self, session: ClientSession) -> None:
-        assert self.table.end(session) == (session in self.heard)
-        self.heard.pop(session, None)
+        assert self.table.end(session) == (session in self.last_message)
+        self.last_message.pop(session, None)
         self.owner = {identity: owner for identity, owner in self.owner.items() if owner is not session}
         assert not self.table.end(session)
         assert self.table.by_token(session.token) is None
 
     @invariant()
     def agrees(self) -> None:
-        assert set(self.table.sessions()) == set(self.heard)
+        assert set(self.table.sessions()) == set(self.last_message)
         for n in range(7):
             assert self.table.by_identity(b"id%d" % n) is self.owner.get(b"id%d" % n)
         assert len(set(self.ids)) == len(self.ids)
-        for session in self.heard:
+        for session in self.last_message:
             assert session.identities == {i for i, owner in self.owner.items() if owner is session}
 
 

@@ -63,13 +63,13 @@ def test_it_hears_requests_and_objects() -> None:
         client.store(key, b"kv")
         assert client.lookup(key).hit_tokens == 64
 
-        def heard() -> dict[str, int]:
+        def counts() -> dict[str, int]:
             found: dict[str, int] = client.status()["listeners"]["tally"]
             return found
 
-        wait_until(lambda: heard().get("LOOKUP hit"), what="the second lookup")
-        assert heard()["LOOKUP miss"] == heard()["STORE stored"] == heard()["LOOKUP hit"] == 1
-        assert heard()["Added"] == 2
+        wait_until(lambda: counts().get("LOOKUP hit"), what="the second lookup")
+        assert counts()["LOOKUP miss"] == counts()["STORE stored"] == counts()["LOOKUP hit"] == 1
+        assert counts()["Added"] == 2
 
 
 def test_one_that_fails_is_a_problem_of_the_server_which_serves() -> None:

@@ -19,14 +19,14 @@ KEYS = [b"k"]
 
 class Counting(Listener):
     def __init__(self) -> None:
-        self.heard = 0
+        self.received = 0
 
     def listen(self, records: Records) -> None:
         for batch in records:
-            self.heard += len(batch.records)
+            self.received += len(batch.records)
 
     def status(self) -> Mapping[str, object]:
-        return {"heard": self.heard}
+        return {"received": self.received}
 
 
 class Failing(Counting):
@@ -71,8 +71,8 @@ def test_one_that_fails_is_a_problem_and_others_hear_on(listeners: Listeners) ->
     listeners.ring.added(KEYS)
     wait_until(lambda: "broken" in str(listeners.status("bad").get("problem")), what="the problem")
     listeners.ring.added(KEYS)
-    wait_until(lambda: good.heard == 2, what="both records")
-    assert listeners.others()["good"] == {"heard": 2}
+    wait_until(lambda: good.received == 2, what="both records")
+    assert listeners.others()["good"] == {"received": 2}
 
 
 def test_one_that_returns_too_early_is_a_problem(listeners: Listeners) -> None:
@@ -95,7 +95,7 @@ def test_one_that_is_stuck_delays_the_end_by_the_bound_alone(
     began = time.monotonic()
     listeners.stop(handed_over=False)
     assert time.monotonic() - began < 5
-    wait_until(lambda: good.heard == 1, what="the record")
+    wait_until(lambda: good.received == 1, what="the record")
     stuck.goes_on.set()
 
 
@@ -105,7 +105,7 @@ def test_a_status_that_fails_is_a_problem_of_its_listener(listeners: Listeners, 
     listeners.add("two", Counting())
     found = listeners.others()
     assert "its status fails" in str(found["one"])
-    assert found["two"] == {"heard": 0}
+    assert found["two"] == {"received": 0}
 
 
 def test_contents_are_asked_for_if_one_wants_them(listeners: Listeners) -> None:

@@ -203,18 +203,18 @@ def test_sampled_requests_have_a_ring_of_their_own_and_their_calls_to_tiers() ->
 
 
 def test_records_are_counted_without_being_asked_for_or_at_once_where_somebody_asks() -> None:
-    requests, heard = RequestLog(), list[str]()
-    requests.listeners.append(lambda record: heard.append(record.request_id))
+    requests, received = RequestLog(), list[str]()
+    requests.listeners.append(lambda record: received.append(record.request_id))
     for number in range(100):
         add(requests, "STORE", "stored", str(number))
     assert requests.count(10)
-    assert len(heard) == 10
+    assert len(received) == 10
     assert not requests.count()
-    assert heard == [str(number) for number in range(100)]
+    assert received == [str(number) for number in range(100)]
     requests.start()
     try:
         add(requests, "STORE", "stored", "last")
-        wait_until(lambda: heard[-1] == "last", what="the record")
+        wait_until(lambda: received[-1] == "last", what="the record")
     finally:
         requests.stop()
 
@@ -222,14 +222,14 @@ def test_records_are_counted_without_being_asked_for_or_at_once_where_somebody_a
 def test_a_listener_of_a_plugin_gets_the_same_record() -> None:
     ring = RecordRing(wanted=True)
     reader = ring.open()
-    requests, heard = RequestLog(ring=ring), list[RequestRecord]()
-    requests.listeners.append(heard.append)
+    requests, received = RequestLog(ring=ring), list[RequestRecord]()
+    requests.listeners.append(received.append)
     add(requests, "RETRIEVE", "hit", objects=2, nbytes=9)
     ring.added([])
     requests.count()
     (record, _) = reader.take().records
-    assert [record] == heard
-    assert record is heard[0]
+    assert [record] == received
+    assert record is received[0]
     with pytest.raises(AttributeError):
         record.nbytes = 0  # type: ignore[misc, union-attr]
 

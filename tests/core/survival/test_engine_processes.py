@@ -17,7 +17,7 @@ from kvframework.errors import ServerGone
 from tests.core.survival import offload_program
 from tests.core.survival.offload_program import OBJECT, TOKENS, about, keys, objects
 from tests.support.held_server import HeldServer
-from tests.support.line_process import LineProcess
+from tests.support.line_process import JsonProcess
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 
@@ -27,20 +27,9 @@ IN_ALL, CHUNKS, PATIENCE_S = 32, 4, 60.0
 MINE, LATE = 0x11, 0xEE
 
 
-class Program(LineProcess):
+class Program(JsonProcess):
     def __init__(self, role: str, place: str) -> None:
         super().__init__("-m", offload_program.__name__, role, place)
-
-    def __enter__(self) -> Program:
-        try:
-            self.hear()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def ask(self, command: str, *arguments: object) -> Any:
-        return msgspec.json.decode(super().ask(msgspec.json.encode([command, *arguments]).decode()))
 
     def kill9(self) -> None:
         self.process.kill()
