@@ -1,4 +1,4 @@
-"""docs/tutorial.md can be followed: its commands run in their order, in one shell, and print what stands there."""
+"""docs/tutorial.md can be followed on a CPU: its commands run in order, in one shell, and print what stands there."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.shown import blocks
 from tests.support.ports import free_port
 from tests.support.redis_server import redis_executable
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "tutorial.md").read_text()
+WHOLE = (ROOT / "docs" / "tutorial.md").read_text()
+PAGE = WHOLE.split("\n## On a CPU\n")[1].split("\n## ")[0]
 STEP = re.compile(r"(?:^Save as `([\w.]+)`:\n\n)?^```(bash|toml|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MARK = "=== step"
 
@@ -132,3 +134,11 @@ def test_every_block_is_one_of_those_that_are_run() -> None:
     fences = re.findall(r"^```(\w+)$", PAGE, re.MULTILINE)
     assert fences == [language for _, language, _ in STEP.findall(PAGE)]
     assert all(name for name, language, _ in STEP.findall(PAGE) if language == "toml")
+
+
+def test_a_hit_takes_fewer_than_15_commands() -> None:
+    """On a CPU up to the second engine's hit, on a GPU all."""
+    for section, end in (("On a CPU", "\n### "), ("On a GPU", "\n## ")):
+        text = WHOLE.split(f"\n## {section}\n")[1].split(end)[0]
+        commands = [line for block in blocks(text, "bash") for line in block.splitlines()]
+        assert 5 < len(commands) < 15, section
