@@ -122,8 +122,8 @@ class OpaqueInstance:
         return self._client.begin("LOOKUP_KEYS", payload, m.LookupReply)
 
     def ask_again(self, ticket: str, *, wait_s: float = 0.0) -> Future[m.LookupReply]:
-        """Ask for the state of a lookup that was pending. Never blocks, never raises."""
-        return self._client.begin("QUERY_PREFETCH_STATUS", m.PrefetchQuery(ticket, wait_s), m.LookupReply)
+        """Ask for the state of a lookup that was pending. Never waits, never raises."""
+        return self._client.begin("QUERY_PREFETCH_STATUS", m.PrefetchQuery(ticket, wait_s), m.LookupReply, waits=False)
 
     def release(self, *tickets: str) -> None:
         """Give back tickets, and leases of grants that no load uses. Never blocks."""
@@ -134,8 +134,8 @@ class OpaqueInstance:
         self._client.send("COMMIT_RETRIEVE", m.Commit(lease, took_s=took_s))
 
     def prepare_store(self, prompt: Prompt, groups: Sequence[KeyGroup]) -> Future[StorePlan]:
-        """Reserve places for the objects that are absent; `chunk` of a range counts from its group's first key. Never
-        blocks, never raises."""
+        """Reserve places for the objects that are absent; `chunk` of a range counts from its group's first key. Neither
+        it nor the plan's `commit` waits or raises."""
         key = self._key(prompt, 0)
         if key is None:
             return Future.failed(ServerGone("not registered"))

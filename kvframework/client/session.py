@@ -20,7 +20,7 @@ from kvframework.client.arena_mapping import MappedArena
 from kvframework.config import default_endpoint
 from kvframework.errors import Cancelled, DeadlineExceeded, KVFrameworkError, ServerGone, VersionMismatch
 from kvframework.messaging.client.connection import Connection
-from kvframework.messaging.client.link import Answer
+from kvframework.messaging.client.link import Answer, OnLate
 from kvframework.messaging.curve import CurveKeys, keys_for
 from kvframework.registry.registry import PluginRegistry
 from kvframework.wire import messages as m
@@ -244,10 +244,12 @@ class ServerSession:
         late = only(response, on_late)
         return as_response(self._connection.ask(name, payload, timeout=wait, urgent=urgent, on_late=late), response)
 
-    def begin(self, name: str, payload: Message, response: type[M], *, urgent: bool = False) -> Future[M]:
-        """Send a request from an engine's thread, which waits `deadlines.engine_s` at most: the future is resolved by
-        then, or later, by the request's own deadline. Never raises."""
-        sent = self._begin(name, payload, urgent=urgent)
+    def begin(
+        self, name: str, payload: Message, response: type[M], *, urgent: bool = False, waits: bool = True
+    ) -> Future[M]:
+        """Send a request from an engine's thread, which waits `deadlines.engine_s` at most if it `waits`: the future is
+        resolved by then, or later, by the request's own deadline. Never raises."""
+        sent = self._begin(name, payload, urgent=urgent, waits=waits)
         return mapped(sent, lambda answer: as_response(answer.payload, response))
 
     def reachable(self, request: str) -> bool:
@@ -276,9 +278,9 @@ class ServerSession:
         return self._connection.reports.take_freed()
 
     def _begin(
-        self, name: str, payload: Message, *, urgent: bool = False, on_late: Callable[[Message], None] | None = None
+        self, name: str, payload: Message, *, urgent: bool = False, on_late: OnLate | None = None, waits: bool = True
     ) -> Future[Answer]:
-        wait, turn = self.deadlines.of(name), self.deadlines.engine_s
+        wait, turn = self.deadlines.of(name), self.deadlines.engine_s if waits else 0.0
         return self._connection.begin(
             name, payload, timeout=wait, turn=turn, urgent=urgent, silence_s=wait, on_late=on_late
         )

@@ -205,11 +205,12 @@ class KVClient(ServerSession, EngineLink):
     def prepare_store_keys(
         self, payload: m.PrepareKeys, check: Callable[[Sequence[ArenaRange]], None]
     ) -> Future[StorePlan]:
-        """Reserve places for keys by group; `check` raises `ProtocolError` for ranges that are not theirs."""
+        """Reserve places for keys by group; `check` raises `ProtocolError` for ranges that are not theirs. Never waits,
+        nor does the plan's `commit`."""
         arena = self._arena
         if arena is None:
             return Future.failed(ServerGone("the server's arena is not mapped in this process"))
-        return self._prepared(arena, "PREPARE_STORE_KEYS", payload, lambda reply: check(reply.ranges), None)
+        return self._prepared(arena, "PREPARE_STORE_KEYS", payload, lambda reply: check(reply.ranges), waits=False)
 
     def _prepared(
         self,
@@ -217,9 +218,12 @@ class KVClient(ServerSession, EngineLink):
         name: str,
         payload: Message,
         check: Callable[[m.StorePlan], None],
-        content: ChunkContent | None,
+        content: ChunkContent | None = None,
+        *,
+        waits: bool = True,
     ) -> Future[StorePlan]:
-        sent = self._begin(name, payload, on_late=only(m.StorePlan, lambda late: self._abort(late.lease)))
+        on_late = only(m.StorePlan, lambda late: self._abort(late.lease))
+        sent = self._begin(name, payload, on_late=on_late, waits=waits)
 
         def plan_of(answer: Answer) -> StorePlan:
             reply = as_response(answer.payload, m.StorePlan)
@@ -234,7 +238,7 @@ class KVClient(ServerSession, EngineLink):
                 arena.view,
                 reply.ranges,
                 reply.outcome,
-                commit=partial(self._commit_store, commit, len(reply.ranges), reply.outcome),
+                commit=partial(self._commit_store, commit, len(reply.ranges), reply.outcome, waits),
                 abort=partial(self._abort, reply.lease),
             )
 
@@ -339,7 +343,7 @@ class KVClient(ServerSession, EngineLink):
         if self._arena is not arena:
             raise ServerGone("the server was restarted in between")
 
-    def _commit_store(self, commit: m.Commit, objects: int, others: StoreOutcome) -> Future[StoreOutcome]:
+    def _commit_store(self, commit: m.Commit, objects: int, others: StoreOutcome, waits: bool) -> Future[StoreOutcome]:
         def failed(error: BaseException) -> StoreOutcome:
             # After the COMMIT: nothing stays reserved, whatever its outcome.
             self._abort(commit.lease)
@@ -348,7 +352,7 @@ class KVClient(ServerSession, EngineLink):
             return others + StoreOutcome(dropped=objects, error=error_code(error))
 
         # Urgent: a doubt about the server must not leave the range reserved until this process ends.
-        sent = self._begin("COMMIT_STORE", commit, urgent=True)
+        sent = self._begin("COMMIT_STORE", commit, urgent=True, waits=waits)
         return mapped(sent, lambda answer: others + as_response(answer.payload, m.Committed).outcome, failed=failed)
 
     def _abort(self, lease: str) -> None:

@@ -119,8 +119,13 @@ class RaisesEverywhere(Watched):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         if self.connector_scheduler is not None:
-            for name in ("_begin", "_prompt", "_release", "_grouped"):
-                setattr(self._manager, name, _raise)
+            for part, name in (
+                ("searches", "_begin"),
+                ("searches", "release"),
+                ("engine", "prompt"),
+                ("stores", "begin"),
+            ):
+                setattr(getattr(self._manager, part), name, _raise)
 
 
 def _raise(*_arguments: Any, **_named: Any) -> None:

@@ -136,7 +136,7 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
                 "this model has several KV cache groups, sliding windows or recurrent states, which vLLM can only load "
                 "asynchronously",
                 where="kvframework.load",
-                available="async",
+                available="auto, async",
             )
         self.errors = ErrorNotes(self._count_error)
         self._client: KVClient | None = None
@@ -248,7 +248,7 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         worker = WorkerSide(
             self._instance,
             worker=parallel.rank,
-            is_async=self._options.load == "async",
+            is_async=self._options.load != "sync",
             stores=place.stores,
             block_size=0 if only_between_steps(self._groups) else self._groups[0].block_size,
             adapters=adapters_of(config.lora_config),

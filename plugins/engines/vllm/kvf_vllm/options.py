@@ -22,12 +22,14 @@ class VllmOptions(EngineOptions, frozen=True):
     """Each field is the key `kvframework.<field>`."""
 
     load: Annotated[
-        Literal["async", "sync"],
+        Literal["auto", "async", "sync"],
         msgspec.Meta(
             description='"async": requests wait for their load while others run, and a whole prompt may be loaded; '
-            '"sync": loads happen within the step that uses them, only for models with one KV group of full attention'
+            '"sync": loads happen within the step that uses them, only for models with one KV group of full attention; '
+            '"auto": KvFrameworkOffloading loads within the step what it copies in a quarter of a short step, or in '
+            "50 ms if the engine is idle, and all else between steps; KvFrameworkConnector is async"
         ),
-    ] = "async"
+    ] = "auto"
     layout: Annotated[
         Literal["opaque", "canonical"],
         msgspec.Meta(

@@ -107,7 +107,7 @@ class SchedulerSide:
         self._stores = stores and not unread
         self._unread = unread
         self._clock = clock
-        self._is_async = options.load == "async" or only_between_steps(self._groups)
+        self._is_async = options.load != "sync" or only_between_steps(self._groups)
         self._whole_prompt = self._is_async and whole_prompt_loadable(self._groups)
         self._names = EngineNames(workers, weights or EngineWeights(), service.serve)
         self._first_asked: float | None = None

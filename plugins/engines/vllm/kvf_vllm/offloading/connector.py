@@ -41,10 +41,11 @@ from kvf_vllm.facts import model_of, packing_of, place_of, why_unread
 from kvf_vllm.identity import Named, identify
 from kvf_vllm.offloading.checks import check_room, refusals
 from kvf_vllm.offloading.copies import Slot
-from kvf_vllm.offloading.manager import ArenaManager, Group
+from kvf_vllm.offloading.manager import ArenaManager
 from kvf_vllm.offloading.messages import Laid, StepPlan, StepReport
 from kvf_vllm.offloading.metrics import BothCounted, BothShown
 from kvf_vllm.offloading.spec import ArenaSpec
+from kvf_vllm.offloading.tracked import Group
 from kvf_vllm.offloading.worker import CpuWorker, ServedArena, WorkerSide
 from kvf_vllm.options import caches_adapters_by_path, check_offloading, check_version, parse_options
 from kvf_vllm.registration import join_log
@@ -94,6 +95,8 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
         self._resets: CacheResets | None = None
         self._named: Named | None = None
         self._slot_bytes = 0
+        # Blocks that loads fill within the step that is planned now, by job.
+        self._within: dict[int, list[int]] = {}
         self._is_beside_others = is_beside_others(transfer)
         self.connector_scheduler: Any = None
         self.connector_worker: Any = None
@@ -140,13 +143,14 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
             adapters=AdapterNames(workers, by_path=caches_adapters_by_path(vllm.__version__)),
             weights=EngineWeights(caches_prefixes=bool(config.cache_config.enable_prefix_caching)),
             event_block_size=event_block_size(config, self._kv_cache_config),
+            within_step=self._within_step(),
         )
         with refusals():
             self.connector_scheduler = OffloadingConnectorScheduler(self._spec, config, self._kv_cache_config)
-        self._manager.groups = [_group(each) for each in self.connector_scheduler.config.kv_group_configs]
-        self._manager.align = self.connector_scheduler._mamba_align_size
+        groups = [_group(each) for each in self.connector_scheduler.config.kv_group_configs]
+        self._manager.engine.groups, self._manager.engine.align = groups, self.connector_scheduler._mamba_align_size
         self._client = connect(self._options, "vllm scheduler")
-        chunks = [(group.tokens, group.window) for group in self._manager.groups]
+        chunks = [(group.tokens, group.window) for group in groups]
         try:
             self._client.wait_up(self._options.connect_timeout_s)
             largest = self._spec.slots * self._spec.slot_bytes
@@ -154,6 +158,21 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
         except BaseException:
             self._client.close()
             raise
+
+    def _within_step(self) -> tuple[int, int] | None:
+        """Return the tokens of a block and the bytes of a worker's chunk, if loads may be within steps. vLLM is told of
+        blocks that failed only where it has one group of them."""
+        kinds = [type(spec).__name__ for each in self._kv_cache_config.kv_cache_groups for spec in [each.kv_cache_spec]]
+        if kinds in (["FullAttentionSpec"], ["MLAAttentionSpec"]):
+            return self._spec.tokens_per_block[0], self._spec.slot_bytes
+        if self._options.load == "sync":
+            raise ConfigFieldError(
+                f"'sync', and this model has {len(kinds)} KV cache groups: {', '.join(kinds)}",
+                where="kvframework.load",
+                available="auto, async",
+                hint="loads within a step need one group of full attention",
+            )
+        return None
 
     @harmless()
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
@@ -170,22 +189,49 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
         if not self._manager.ask(request, num_computed_tokens):
             return None, False
         matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        return matched
+        within = self._manager.within_step(request, matched[0]) if matched[0] else 0
+        return (within, False) if within else matched
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._manager.allocated(request, num_external_tokens)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if num_external_tokens and self._manager.is_within_step(request.request_id):
+            self._load_within(request.request_id)
+
+    def _load_within(self, request_id: str) -> None:
+        """Take the load that vLLM has just planned out of its books: it has ended when the step begins to compute, so
+        the request may be stored in the same step, and vLLM hears of it only if it fails."""
+        scheduler = self.connector_scheduler
+        (job_id,) = scheduler._req_status[request_id].transfer_jobs
+        scheduler._req_status[request_id].transfer_jobs.clear()
+        status = scheduler._jobs.pop(job_id)
+        if scheduler._chunks_being_loaded:
+            scheduler._chunks_being_loaded.difference_update(status.keys)
+        self._within[job_id] = scheduler._current_batch_load_jobs[job_id].dst_spec.block_ids.tolist()
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        # Whatever fails here, the workers learn which blocks are to be loaded before they are read.
+        within, self._within = self._within, {}
+        plan = self._plan(scheduler_output)
+        plan.within = within
+        return plan
 
     @harmless(lambda: StepPlan({}, {}))
-    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+    def _plan(self, scheduler_output: Any) -> StepPlan:
         manager, scheduled = self._manager, scheduler_output.num_scheduled_tokens
         manager.begin_step(scheduled)
         plan: OffloadingConnectorMetadata = super().build_connector_meta(scheduler_output)
         manager.step += bool(scheduled or plan.load_jobs)
-        manager.places()
-        ticket = manager.instance.ticket if manager.instance is not None else None
-        updates = manager.names.weights.updates
-        return StepPlan.of(plan, arena=ticket, slot_bytes=self._slot_bytes, step=manager.step, updates=updates)
+        flushed, instance = plan.jobs_to_flush or (), manager.engine.instance
+        return StepPlan(
+            plan.load_jobs,
+            manager.stores.give_out(plan.store_jobs, flushed),
+            plan.jobs_to_flush,
+            arena=instance.ticket if instance is not None else None,
+            slot_bytes=self._slot_bytes,
+            step=manager.step,
+            updates=manager.names.weights.updates,
+        )
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> Any:
         return KVConnectorBase_V1.get_external_cache_hit_sources(self, request, num_external_tokens)
@@ -315,9 +361,8 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         super().start_load_kv(forward_context, **kwargs)
 
-    @harmless()
     def wait_for_save(self) -> None:
-        self.connector_worker.prepare_store_kv(self._connector_metadata)
+        """See `WorkerSide`: what this step has computed is stored with the next one."""
 
     @harmless()
     def build_connector_worker_meta(self) -> StepReport | None:
@@ -326,11 +371,12 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
     @harmless(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         worker = self.connector_worker
-        # vLLM 0.30 does not call `wait_for_save` in a step without a forward pass.
-        worker.prepare_store_kv(self._connector_metadata)
         _, received = worker.get_finished(finished_req_ids)
         failed, worker.failed_loads = worker.failed_loads, set()
         return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set(self.connector_worker.take_failed_blocks())
 
     # Both sides.
 
@@ -371,7 +417,7 @@ def _group(group: Any) -> Group:
 
 def _check_options(options: Any) -> None:
     """Raise `ConfigFieldError` for an option that means nothing here."""
-    for name, only in (("load", "async"), ("layout", "opaque"), ("transport", "auto"), ("transport_options", {})):
+    for name, only in (("layout", "opaque"), ("transport", "auto"), ("transport_options", {})):
         if getattr(options, name) != only:
             raise ConfigFieldError(
                 f"kvframework.{name} is {getattr(options, name)!r}",

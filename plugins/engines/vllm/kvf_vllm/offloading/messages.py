@@ -4,7 +4,7 @@ the arena, what a worker packs its blocks by, and which jobs have failed."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ class ArenaPlaces(LoadStoreSpec):  # type: ignore[misc]
     """The places of a job's objects in the arena, in the order of its keys: offsets in bytes, or `NOWHERE`. `number` is
     the store's or load's own. A load is good as long as the arena of `session` is served, until the time `until` of
     the node's monotonic clock; a store that ends later is not published. `adapter` is what the KV is computed with, and
-    `tokens` are how many it stands for."""
+    `tokens` are how many it stands for. `is_within`: the worker's step reads what this loads."""
 
     number: int
     offsets: list[int] = field(default_factory=list)
@@ -35,6 +35,7 @@ class ArenaPlaces(LoadStoreSpec):  # type: ignore[misc]
     until: float = 0.0
     adapter: AdapterUse | None = None
     tokens: int = 0
+    is_within: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,17 +53,15 @@ class Laid(Served):
 
 @dataclass
 class StepPlan(OffloadingConnectorMetadata):  # type: ignore[misc]
-    """vLLM's plan of a step, the arena that its jobs are for, and the bytes of a worker's slot in an object. `step` and
-    `updates` are those of the other connector's plan."""
+    """vLLM's plan of a step, the arena that its jobs are for, and the bytes of a worker's slot in an object. Its stores
+    are those whose chunks were computed in steps before. `within` has the blocks of the loads that this step reads, by
+    job. `step` and `updates` are those of the other connector's plan."""
 
     arena: ArenaTicket | None = None
     slot_bytes: int = 0
     step: int = 0
     updates: Mapping[int, int] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, plan: OffloadingConnectorMetadata, **more: Any) -> StepPlan:
-        return cls(plan.load_jobs, plan.store_jobs, plan.jobs_to_flush, **more)
+    within: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass
@@ -70,7 +69,8 @@ class StepReport(OffloadingWorkerMetadata):  # type: ignore[misc]
     """vLLM's report of a worker, and of all once they are merged. `served` are the names of the workers' blocks, by
     rank, None for one that cannot take part, and `weights` those that were updated; `ended` counts the workers that
     have ended each store, by its number, and `failed` has the numbers of those that are not whole. `adapters` are the
-    news of each worker's, `spoils_base` says whether requests without one may have been computed by one."""
+    news of each worker's, `spoils_base` says whether requests without one may have been computed by one,
+    `spoils_step` whether this step has read what was not loaded."""
 
     served: dict[int, Served | None] = field(default_factory=dict)
     weights: dict[int, Weights] = field(default_factory=dict)
@@ -78,6 +78,7 @@ class StepReport(OffloadingWorkerMetadata):  # type: ignore[misc]
     failed: set[int] = field(default_factory=set)
     adapters: dict[int, dict[int, AdapterNews | None]] = field(default_factory=dict)
     spoils_base: bool = False
+    spoils_step: bool = False
 
     @property
     def says_anything(self) -> bool:
@@ -95,4 +96,5 @@ class StepReport(OffloadingWorkerMetadata):  # type: ignore[misc]
             self.failed | other.failed,
             self.adapters | other.adapters,
             self.spoils_base or other.spoils_base,
+            self.spoils_step or other.spoils_step,
         )

@@ -12,13 +12,12 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
-from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
 from kvf_vllm.adapters import LoadedAdapters
@@ -112,7 +111,12 @@ class CpuWorker(OffloadingWorker):  # type: ignore[misc]
         return self._submit(_Job(job_id, src_spec, dst_spec, storing=True))
 
     def submit_load(self, job_id: int, src_spec: ArenaPlaces, dst_spec: GPULoadStoreSpec) -> bool:
-        return self._submit(_Job(job_id, dst_spec, src_spec, storing=False))
+        job = _Job(job_id, dst_spec, src_spec, storing=False)
+        if not src_spec.is_within:
+            return self._submit(job)
+        # The step waits for it, so it does not wait for stores.
+        self._do(job)
+        return True
 
     def get_finished(self) -> list[TransferResult]:
         return [self._ended.popleft() for _ in range(len(self._ended))]
@@ -134,16 +138,19 @@ class CpuWorker(OffloadingWorker):  # type: ignore[misc]
 
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
-            began, copied = time.monotonic(), None
-            try:
-                copied = self._copy(job)
-            except Exception:
-                log.exception("a copy of KV failed")
-            took_s = time.monotonic() - began
-            self._ended.append(TransferResult(job.job_id, copied is not None, copied, took_s))
-            with self._changed:
-                self._open.discard(job.job_id)
-                self._changed.notify_all()
+            self._do(job)
+
+    def _do(self, job: _Job) -> None:
+        began, copied = time.monotonic(), None
+        try:
+            copied = self._copy(job)
+        except Exception:
+            log.exception("a copy of KV failed")
+        took_s = time.monotonic() - began
+        self._ended.append(TransferResult(job.job_id, copied is not None, copied, took_s))
+        with self._changed:
+            self._open.discard(job.job_id)
+            self._changed.notify_all()
 
     def _copy(self, job: _Job) -> int | None:
         """Copy the blocks of a job; return the bytes, None if it is not whole."""
@@ -192,16 +199,16 @@ class WorkerSide(OffloadingConnectorWorker):  # type: ignore[misc]
         self._arena = arena
         self._adapters = adapters
         self._spoils_base = False
-        self._at_once = bool(current_platform.is_cpu())
         self._laid: Laid | None = None
         self._reported: list[Laid | None] = []
         self._weights = WorkerWeights()
         self._reported_weights = self._weights.now
         # The names that updates by files have, by their number.
         self._renamed: dict[int, KvIdentity] = {}
-        # The last plan that was taken in, and the last one whose stores were.
+        # The last plan that was taken in.
         self._plan: StepPlan | None = None
-        self._stored: StepPlan | None = None
+        # Blocks of loads within this step that have not succeeded yet, by job.
+        self._within: dict[int, Sequence[int]] = {}
         # Jobs under way: what they are about, and when they began; loads that have become useless.
         self._jobs: dict[int, tuple[ArenaPlaces, float]] = {}
         self._spoiled: set[int] = set()
@@ -245,28 +252,24 @@ class WorkerSide(OffloadingConnectorWorker):  # type: ignore[misc]
         super().handle_preemptions(metadata)
 
     def start_kv_transfers(self, metadata: StepPlan) -> None:
+        self._within = dict(metadata.within)
         self._begin(metadata)
         began, fits = time.monotonic(), self._weights.fit(self._rank, metadata)
         for job_id, job in metadata.load_jobs.items():
             places = job.src_spec
             if not fits or (places.adapter is not None and not self._adapters.holds(places.adapter)):
                 places.session = b""  # that of no session
+            places.is_within = job_id in self._within
             self._jobs[job_id] = places, began
         super().start_kv_transfers(metadata)
+        if self._within:
+            self.worker.wait(set(self._within))
 
-    def prepare_store_kv(self, metadata: StepPlan) -> None:
-        """Plan the stores of a step, which vLLM begins with the next one. The forward pass of a CPU has ended here, and
-        its blocks are complete: they are stored at once."""
-        self._begin(metadata)
-        if metadata is self._stored:
-            return
-        self._stored = metadata
-        super().prepare_store_kv(metadata)
-        if not self._at_once:
-            return
-        for job_id, blocks, places in self._unsubmitted_store_jobs:
-            self.worker.submit_store(job_id, blocks, places)
-        self._unsubmitted_store_jobs.clear()
+    def take_failed_blocks(self) -> set[int]:
+        """Return the blocks of this step's loads that have not succeeded by now, whatever the reason is."""
+        failed, self._within = self._within, {}
+        self._connector_worker_meta.spoils_step |= bool(failed)
+        return {block for blocks in failed.values() for block in blocks}
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         finished: set[str] = set()
@@ -280,15 +283,19 @@ class WorkerSide(OffloadingConnectorWorker):  # type: ignore[misc]
             if succeeded and result.transfer_size is not None and result.transfer_time is not None:
                 getattr(report.transfer_stats, what).record(result.transfer_size, result.transfer_time)
             self._count(what, places, result.transfer_size, now - began, succeeded=succeeded)
+            if places.is_within or request_id is None:
+                report.ended[places.number] += 1
+                if not succeeded:
+                    report.failed.add(places.number)
+            if places.is_within:
+                if succeeded:
+                    self._within.pop(result.job_id, None)
+                continue
             report.mark_completed(result.job_id)
             if request_id is not None:
                 finished.add(request_id)
                 if not succeeded:
                     self.failed_loads.add(request_id)
-            elif places.number:
-                report.ended[places.number] += 1
-                if not succeeded:
-                    report.failed.add(places.number)
         return set(), finished
 
     def build_connector_worker_meta(self) -> StepReport | None:
@@ -312,7 +319,8 @@ class WorkerSide(OffloadingConnectorWorker):  # type: ignore[misc]
         return report
 
     def _begin(self, plan: StepPlan) -> None:
-        """Take in the plan of a step, at the first of its calls. Stores that were planned for other weights fail."""
+        """Take in the plan of a step, at the first of its calls. Its stores begin here, since earlier steps have
+        computed their blocks; those that were planned for other weights fail."""
         if plan is self._plan:
             return
         self._plan = plan
@@ -324,10 +332,13 @@ class WorkerSide(OffloadingConnectorWorker):  # type: ignore[misc]
         for job_id, job in plan.store_jobs.items():
             if self._is_store_writer:
                 self._jobs[job_id] = job.dst_spec, now
+                self._unsubmitted_store_jobs.append((job_id, job.src_spec, job.dst_spec))
                 if not fits:
                     self._spoiled.add(job_id)
             else:
+                self._connector_worker_meta.mark_completed(job_id)
                 self._connector_worker_meta.ended[job.dst_spec.number] += 1
+        plan.store_jobs.clear()
 
     def _count(self, what: str, places: ArenaPlaces, nbytes: int | None, seconds: float, *, succeeded: bool) -> None:
         if not succeeded:

@@ -1,0 +1,173 @@
+"""What this engine's scheduler knows: the engine, its requests, and how the server names their chunks."""
+
+from __future__ import annotations
+
+import array
+import hashlib
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import TimeoutError as NotYet
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm.v1.kv_offload.base import OffloadKey, make_offload_key
+
+from kvf_vllm.adapters import NOT_LOADED, AdapterNames
+from kvf_vllm.engine_names import EngineNames
+from kvf_vllm.events import Announcements
+from kvf_vllm.requests import Wish, chunk_extras, salted, traceparent
+from kvf_vllm.speed import Prefill
+from kvf_vllm.step_messages import AdapterUse
+from kvf_vllm.tally import Tally
+from kvframework.api.keys import DIGEST_BYTES
+from kvframework.client import ErrorNotes, KeyGroup, OpaqueInstance, Prompt
+from kvframework.errors import DeadlineExceeded, ServerGone
+
+if TYPE_CHECKING:
+    from kvf_vllm.offloading.searches import Search
+    from kvf_vllm.options import VllmOptions
+    from kvf_vllm.requests import EngineRequest
+
+
+@dataclass(frozen=True)
+class Group:
+    """One of vLLM's groups: its index, the tokens and the block hashes of a chunk, and how many tokens before its end a
+    hit needs, 0 for all. `ends_hits`: a hit ends only where one of its chunks ends."""
+
+    index: int
+    tokens: int
+    hashes: int
+    window: int = 0
+    ends_hits: bool = False
+
+
+@dataclass(eq=False)
+class Tracked:
+    """A request. `computed` are the tokens that vLLM had when it asked last, `external` those that it then took of what
+    was found, and `miss` is the reason if there were none.
+    `was_asked_again`: it waited a step for news of the weights."""
+
+    request: EngineRequest
+    wish: Wish
+    search: Search | None = None
+    computed: int = 0
+    external: int = 0
+    # The token up to which vLLM has computed it or this connector loads it; `is_foreign`: in this step another
+    # connector loads more, which may fail.
+    own_end: int = sys.maxsize
+    is_foreign: bool = False
+    # What was found is loaded within the step.
+    is_within: bool = False
+    miss: str = ""
+    # How long the last lookup took.
+    found_s: float = 0.0
+    was_asked_again: bool = False
+    failed: bool = False
+    finished: bool = False
+    # None without an adapter, or as long as it has no name.
+    adapter: AdapterUse | None = None
+    # Where its whole chunks end, by key, and how many of each group are among them.
+    ends: dict[OffloadKey, int] = field(default_factory=dict)
+    known: dict[int, int] = field(default_factory=dict)
+    # The names of its content, if vLLM's will not do.
+    own: bytearray = field(default_factory=bytearray)
+    # Loads between steps that are under way: their leases and when they began.
+    loads: list[tuple[str, float]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Engine:
+    """What its requests have in common. `unit` are the tokens of which every group's chunk is a multiple; a hit ends at
+    a multiple of `align`, if there is one."""
+
+    options: VllmOptions
+    unit: int
+    workers: int
+    adapters: AdapterNames
+    names: EngineNames
+    tally: Tally
+    errors: ErrorNotes
+    events: Announcements
+    prefill: Prefill = field(default_factory=Prefill)
+    groups: Sequence[Group] = ()
+    align: int | None = None
+    # None until the workers have told what their blocks are named by.
+    instance: OpaqueInstance | None = None
+    # Whether requests without an adapter may have been computed by one.
+    spoils_base: bool = False
+
+    @property
+    def is_ready(self) -> bool:
+        return self.names.served is not None and self.instance is not None and self.instance.is_ready
+
+    @property
+    def main(self) -> int:
+        """The place of the group whose chunks stand for the prompt: the first of full attention, else the first."""
+        return next((place for place, group in enumerate(self.groups) if not group.window), 0)
+
+    def prompt(self, tracked: Tracked, start: int, end: int) -> Prompt:
+        request, wish = tracked.request, tracked.wish
+        salt = salted(wish.salt, self.names.generation)
+        if tracked.adapter is not None:
+            salt = salted(salt, f"lora {tracked.adapter.content}")
+        return Prompt(request.request_id, start, end, salt, traceparent(request), wish.retain)
+
+    def keys(self, tracked: Tracked, group: Group, hashes: Sequence[bytes], ends: Sequence[int]) -> KeyGroup:
+        """Return the server's keys of a group's chunks; `hashes` are vLLM's of each, `ends` where they end."""
+        digests = b"".join(map(_digest, hashes)) if tracked.adapter is None else self._own_digests(tracked, ends)
+        first = ends[0] // group.tokens - 1 if ends else 0
+        return KeyGroup(digests, group.tokens, first, group.window, aligned=group.ends_hits)
+
+    def by_group(self, tracked: Tracked, keys: Sequence[OffloadKey]) -> Iterator[list[OffloadKey]]:
+        """Yield the keys of each group; those of partial tails, which are not looked up, are left out."""
+        request, ends = tracked.request, tracked.ends
+        for place, group in enumerate(self.groups):
+            known = tracked.known.get(place, 0)
+            hashes = request.block_hashes[known * group.hashes + group.hashes - 1 :: group.hashes]
+            for number, each in enumerate(hashes, known + 1):
+                ends[make_offload_key(each, group.index)] = number * group.tokens
+            tracked.known[place] = known + len(hashes)
+            suffix = make_offload_key(b"", group.index)
+            yield [key for key in keys if key.endswith(suffix) and key in ends]
+
+    def adapter_lacks(self, tracked: Tracked) -> str:
+        """Return why the request's adapter has no name, "" if it has one, or there is none. A request whose adapter
+        gets none, or another one than before, is left out."""
+        lora = tracked.request.lora_request
+        if lora is None or not (tracked.wish.load or tracked.wish.store):
+            return ""
+        found = self.adapters.use_of(lora)
+        if isinstance(found, AdapterUse):
+            before, tracked.adapter = tracked.adapter, found
+            if before in (None, found):
+                return ""
+            found = "lora_changed"
+        if found != NOT_LOADED:
+            tracked.wish = Wish(False, False, reason=found)
+        return found
+
+    def is_spoiled(self, tracked: Tracked) -> bool:
+        """Whether the request, which has no adapter, may have been computed by one."""
+        return tracked.request.lora_request is None and self.spoils_base
+
+    def failed(self, what: str, error: Exception) -> None:
+        """Log why the server did not answer a call, if it is not a matter of time."""
+        if not isinstance(error, (ServerGone, DeadlineExceeded, TimeoutError, NotYet)):
+            self.errors.note(what, error)
+
+    def _own_digests(self, tracked: Tracked, ends: Sequence[int]) -> bytes:
+        """Return the names of the content up to these tokens. vLLM's hashes have the name and the path of an adapter in
+        them; these are of the tokens and images alone, and the adapter's content is in the salt."""
+        request, unit, own = tracked.request, self.unit, tracked.own
+        if ends and len(own) < ends[-1] // unit * DIGEST_BYTES:
+            extras = chunk_extras(request, unit)
+            for chunk in range(len(own) // DIGEST_BYTES, request.num_tokens // unit):
+                tokens = array.array("I", request.all_token_ids[chunk * unit : (chunk + 1) * unit]).tobytes()
+                own += _digest(bytes(own[-DIGEST_BYTES:]) + tokens + extras.get(chunk, b"") + b"lora")
+        return b"".join(own[end // unit * DIGEST_BYTES - DIGEST_BYTES :][:DIGEST_BYTES] for end in ends)
+
+
+def _digest(block_hash: bytes) -> bytes:
+    if len(block_hash) == DIGEST_BYTES:
+        return block_hash
+    return hashlib.blake2b(block_hash, digest_size=DIGEST_BYTES, person=b"kvf-vllm-hash").digest()
