@@ -19,12 +19,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import canonical_format_id
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    TransferJob,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
-from vllm.v1.kv_offload.base import OffloadingWorker
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingWorker
 
 import vllm
 from kvf_vllm.adapters import AdapterNames, LoadedAdapters
@@ -194,20 +197,28 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._manager.allocated(request, num_external_tokens)
-        super().update_state_after_alloc(request, blocks, num_external_tokens)
         if num_external_tokens and self._manager.is_within_step(request.request_id):
-            self._load_within(request.request_id)
+            self._load_within(request.request_id, blocks, num_external_tokens)
+        else:
+            super().update_state_after_alloc(request, blocks, num_external_tokens)
 
-    def _load_within(self, request_id: str) -> None:
-        """Take the load that vLLM has just planned out of its books: it has ended when the step begins to compute, so
-        the request may be stored in the same step, and vLLM hears of it only if it fails."""
-        scheduler = self.connector_scheduler
-        (job_id,) = scheduler._req_status[request_id].transfer_jobs
-        scheduler._req_status[request_id].transfer_jobs.clear()
-        status = scheduler._jobs.pop(job_id)
-        if scheduler._chunks_being_loaded:
-            scheduler._chunks_being_loaded.difference_update(status.keys)
-        self._within[job_id] = scheduler._current_batch_load_jobs[job_id].dst_spec.block_ids.tolist()
+    def _load_within(self, request_id: str, blocks: Any, tokens: int) -> None:
+        """Plan a load within the step. vLLM's own plan takes blocks that have a hash for loaded, as they have here; and
+        it would not store a request that is being loaded. It hears of this one only if it fails."""
+        scheduler, per_chunk = self.connector_scheduler, self._spec.blocks_per_chunk
+        status, (group,) = scheduler._req_status[request_id], scheduler.config.kv_group_configs
+        first = status.num_locally_computed_tokens // group.tokens_per_block
+        ids = [each.block_id for each in blocks.blocks[group.group_idx][first:][: tokens // group.tokens_per_block]]
+        end = -(-(first + len(ids)) // per_chunk)
+        (state,) = status.group_states
+        state.next_stored_chunk_idx = end
+        places = self._manager.prepare_load(state.offload_keys[first // per_chunk : end], status.req_context)
+        job_id = scheduler._generate_job_id()
+        target = GPULoadStoreSpec(ids, group_sizes=[len(ids)], block_indices=[first])
+        scheduler._current_batch_load_jobs[job_id] = TransferJob(request_id, places, target)
+        # Stores that still read these blocks end first.
+        scheduler._current_batch_allocated_block_ids.update(ids)
+        self._within[job_id] = ids
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         # Whatever fails here, the workers learn which blocks are to be loaded before they are read.

@@ -183,7 +183,7 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
         for worker, each in report.adapters.items():
             self.engine.adapters.heard(worker, each)
         self.engine.spoils_base |= report.spoils_base
-        if copied := report.transfer_stats.load:
+        if (copied := report.transfer_stats.load).bytes:
             self.pace.copied(copied.bytes, copied.time)
         if report.spoils_step:
             # Also what others have computed who share the blocks, and what a step computes that is planned already.

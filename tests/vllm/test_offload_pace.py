@@ -1,0 +1,76 @@
+"""Which loads are short beside the engine's step."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.vllm
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def pace(clock: Clock) -> Any:
+    """Of an engine whose steps take 40 ms, and whose loads copy 1 GB/s."""
+    made = importlib.import_module("kvf_vllm.offloading.pace").Pace(clock)
+    for seconds in (0.2, 0.04, 0.05):
+        made.begin_step(computes=True)
+        clock.now += seconds
+        made.end_step()
+    made.copied(10_000_000, 0.01)
+    return made
+
+
+def test_nothing_is_short_before_a_load_was_copied() -> None:
+    pace = importlib.import_module("kvf_vllm.offloading.pace").Pace()
+    assert not pace.is_short(1, idle=True)
+
+
+def test_a_load_is_short_beside_the_shortest_step(pace: Any) -> None:
+    assert pace.is_short(9_000_000, idle=False)
+    assert not pace.is_short(11_000_000, idle=False)
+    # No request waits for a step that would compute nothing else.
+    assert pace.is_short(49_000_000, idle=True)
+    assert not pace.is_short(51_000_000, idle=True)
+
+
+def test_the_loads_of_one_step_are_short_together(pace: Any) -> None:
+    pace.plan(6_000_000)
+    assert pace.has_planned
+    assert not pace.is_short(6_000_000, idle=False)
+    pace.begin_step(computes=True)
+    assert pace.is_short(6_000_000, idle=False)
+
+
+def test_a_step_with_loads_says_nothing_of_how_long_steps_take(pace: Any, clock: Clock) -> None:
+    pace.plan(1_000_000)
+    pace.begin_step(computes=True)
+    clock.now += 0.001
+    pace.end_step()
+    assert pace.is_short(9_000_000, idle=False)
+
+
+def test_of_two_steps_under_way_the_second_waits_for_the_first(pace: Any, clock: Clock) -> None:
+    pace.begin_step(computes=True)
+    clock.now += 0.04
+    pace.begin_step(computes=True)
+    clock.now += 0.01
+    pace.end_step()
+    clock.now += 0.02
+    pace.end_step()
+    # The second took 20 ms behind the first.
+    assert pace.is_short(4_900_000, idle=False)
+    assert not pace.is_short(5_100_000, idle=False)
