@@ -5,18 +5,18 @@ from __future__ import annotations
 import sys
 import time
 from concurrent.futures import TimeoutError as NotYet
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm.v1.kv_offload.base import OffloadKey, make_offload_key
 
+from kvf_vllm.offloading.tracked import Search
 from kvframework.client import granted_objects
 from kvframework.errors import DeadlineExceeded
 
 if TYPE_CHECKING:
     from kvf_vllm.offloading.tracked import Engine, Tracked
     from kvframework.api.futures import Future
-    from kvframework.client import KeyGroup, LookupReply
+    from kvframework.client import LookupReply
 
 # The engine's thread waits so long for the answer to a lookup; later the request is asked about again.
 ANSWER_S = 0.05
@@ -24,28 +24,6 @@ ANSWER_S = 0.05
 DECIDED_S = 0.002
 # The time that a grant must have left for its load to be begun.
 SPARE_S = 5.0
-
-
-@dataclass(eq=False)
-class Search:
-    """The lookup of one request's tokens from `start` to `end`, and what it has found: offsets by key, of `lease` until
-    a time of the monotonic clock."""
-
-    start: int
-    end: int
-    began: float
-    keys: list[KeyGroup]
-    names: list[list[OffloadKey]]
-    sent: Future[LookupReply]
-    ticket: str = ""
-    lease: str = ""
-    until: float = 0.0
-    session: bytes = b""
-    found: dict[OffloadKey, int] = field(default_factory=dict)
-    # The token up to which all is found.
-    hit_end: int = 0
-    decided: bool = False
-    unanswered: bool = False
 
 
 class Searches:

@@ -24,9 +24,10 @@ from kvframework.client import ErrorNotes, KeyGroup, OpaqueInstance, Prompt
 from kvframework.errors import DeadlineExceeded, ServerGone
 
 if TYPE_CHECKING:
-    from kvf_vllm.offloading.searches import Search
     from kvf_vllm.options import VllmOptions
     from kvf_vllm.requests import EngineRequest
+    from kvframework.api.futures import Future
+    from kvframework.client import LookupReply
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,28 @@ class Group:
     hashes: int
     window: int = 0
     ends_hits: bool = False
+
+
+@dataclass(eq=False)
+class Search:
+    """The lookup of one request's tokens from `start` to `end`, and what it has found: offsets by key, of `lease` until
+    a time of the monotonic clock."""
+
+    start: int
+    end: int
+    began: float
+    keys: list[KeyGroup]
+    names: list[list[OffloadKey]]
+    sent: Future[LookupReply]
+    ticket: str = ""
+    lease: str = ""
+    until: float = 0.0
+    session: bytes = b""
+    found: dict[OffloadKey, int] = field(default_factory=dict)
+    # The token up to which all is found.
+    hit_end: int = 0
+    decided: bool = False
+    unanswered: bool = False
 
 
 @dataclass(eq=False)
