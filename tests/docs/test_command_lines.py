@@ -58,9 +58,9 @@ def refused(line: str) -> str:
         if name not in command.commands:
             return f"no command {name!r}"
         command = command.commands[name]
-    if "--" in words:  # what follows are options of `serve`
+    if "--" in words:  # what follows are options of `serve`, or an engine's command
         at = words.index("--")
-        if why := refused(shlex.join(["serve", *words[at + 1 :]])):
+        if command.name != "run" and (why := refused(shlex.join(["serve", *words[at + 1 :]]))):
             return why
         words = words[:at]
     known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
