@@ -1,4 +1,4 @@
-"""docs/operations.md and docs/status.md quote what exists: log lines, fields, codes, statuses, the unit file."""
+"""docs/operations.md, docs/commands.md and docs/status.md quote what exists: log lines, codes, statuses, fields."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "operations.md").read_text()
 RESTART = (ROOT / "docs" / "restart.md").read_text()
 STATUS = (ROOT / "docs" / "status.md").read_text()
+COMMANDS = (ROOT / "docs" / "commands.md").read_text()
 SOURCES = [file for top in ("kvframework", "plugins") for file in (ROOT / top).rglob("*.py")]
 LOG_METHODS = {"debug", "info", "warning", "error", "exception", "critical"}
 # Maps whose keys are not names of this project.
@@ -271,7 +272,7 @@ def test_every_command_has_its_exit_statuses() -> None:
     command: Any = whole_cli(without=("bench",))
     for name, inner in command.commands.items():
         words |= {f"{name} {each}" for each in inner.commands} if hasattr(inner, "commands") else {name}
-    told = {name for row in rows("Exit statuses") for name in quoted(row[0])}
+    told = {name for row in doc_tables.rows(COMMANDS, "Exit statuses") for name in quoted(row[0])}
     assert {name.removeprefix("kvframework ") for name in told} >= words
 
 
