@@ -25,10 +25,9 @@ from kvframework.api.memory import Memory, MemoryContext, MemoryProvider, TableC
 from kvframework.api.plugin import ByteSize, Provider
 from kvframework.api.requests import Handler, RequestsProvider
 from kvframework.api.tier import NodeIdentity, Tier, TierProvider
-from kvframework.api.transport import AnyTransportProvider, ServerTransport
+from kvframework.api.transport import ServerTransport, TransportProvider
 from kvframework.config import Config, L2Config, ObserveConfig, PluginTable, bytes_of_tenants, default_endpoint
 from kvframework.config.tenants import shares_of_tenants
-from kvframework.devices.endpoints import server_side
 from kvframework.errors import PluginBroken
 from kvframework.logs.form import LogForm, change_logging, chosen_log
 from kvframework.messaging.curve import ServerKeys
@@ -214,9 +213,9 @@ class Server:
         return partial(self._creator.one, descriptor.kind, table, contract, provider.create, options)
 
     def _transport(self, table: PluginTable, arena_fd: int) -> AttachedTransport:
-        provider, options = resolve_table(self._registry, table, AnyTransportProvider)
-        create = partial(self._creator.one, "transport", table, ServerTransport)
-        server = server_side(provider, options, arena_fd, lambda function: create(function, options, arena_fd))
+        provider, options = resolve_table(self._registry, table, TransportProvider)
+        make = provider.create_server
+        server = make and self._creator.one("transport", table, ServerTransport, make, options, arena_fd)
         return AttachedTransport(provider.name, provider.is_gpu, server)
 
     def _listen(self, table: PluginTable, hasher: KeyHasher, curve: ServerKeys | None) -> None:

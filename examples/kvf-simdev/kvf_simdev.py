@@ -14,17 +14,9 @@ from typing import Annotated, ParamSpec, TypeVar
 from msgspec import Meta
 
 from kvf_dev.testing.accelerator import NODE_VARIABLE, Accelerator, AcceleratorError, ContextLost, Event, Stream
-from kvframework.api.driver import (
-    Allocation,
-    Arena,
-    CopierDriver,
-    CopyBatch,
-    DeviceOptions,
-    DeviceTransportProvider,
-    EngineDriver,
-    Exported,
-    hookimpl,
-)
+from kvf_devices import Allocation, Arena, CopierDriver, DeviceOptions, DeviceTransportProvider, EngineDriver, Exported
+from kvframework.api.copy_plans import CopyBatch
+from kvframework.api.plugin import hookimpl
 from kvframework.errors import DeviceError, DeviceLost
 
 P = ParamSpec("P")

@@ -7,6 +7,8 @@ Nothing grows with the number of fragments, only with layers plus blocks: a batc
 from __future__ import annotations
 
 import array
+import math
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,12 +18,74 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from kvframework.api.driver import CopyBatch, Step
 from kvframework.api.layout import NO_BLOCK, LayerGroup, MemoryLayoutDesc
 from kvframework.api.sizes import dtype_bytes
 from kvframework.api.transport import ArenaRange, GroupBlocks
 
-__all__ = ["CopyPlanner", "PlacedView"]
+__all__ = ["CopyBatch", "CopyPlanner", "PlacedView", "Step"]
+
+
+class Step(NamedTuple):
+    """`number` equal pieces, `device` bytes apart on the device and `arena` bytes apart in the arena."""
+
+    number: int
+    device: int
+    arena: int
+
+
+@dataclass(frozen=True)
+class CopyBatch:
+    """Equal fragments of `run` bytes, as a product: every lane x every place x all `steps`, outermost first.
+
+    A lane is one layer of one plane, a place one block (or several neighbours) of one object. The device address of a
+    fragment is `lane_addresses[i] + place_addresses[j] +` its steps' `device` parts, its arena offset the same sum of
+    offsets and `arena` parts. `fragments` writes the product out for a plain batched copy.
+    """
+
+    lane_addresses: array.array[int]
+    lane_offsets: array.array[int]
+    place_addresses: array.array[int]
+    place_offsets: array.array[int]
+    steps: tuple[Step, ...]
+    run: int
+
+    @property
+    def count(self) -> int:
+        """Number of fragments."""
+        each = math.prod(step.number for step in self.steps)
+        return len(self.lane_addresses) * len(self.place_addresses) * each
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.run
+
+    def fragments(self) -> tuple[array.array[int], array.array[int], int]:
+        """Device addresses, arena offsets (both u64, in the same order), and the length of each fragment in bytes."""
+        return (
+            _product(self.lane_addresses, self.place_addresses, [(step.number, step.device) for step in self.steps]),
+            _product(self.lane_offsets, self.place_offsets, [(step.number, step.arena) for step in self.steps]),
+            self.run,
+        )
+
+    def split(self, limit: int) -> Iterator[CopyBatch]:
+        """Yields batches of at most `limit` bytes each, but of at least one place of one lane."""
+        cell = self.nbytes // (len(self.lane_addresses) * len(self.place_addresses))
+        cells = max(limit // cell, 1)
+        places = min(cells, len(self.place_addresses))
+        yield from self.tiles(max(cells // places, 1), places)
+
+    def tiles(self, lanes: int, places: int) -> Iterator[CopyBatch]:
+        """Yields batches of at most `lanes` lanes and `places` places each."""
+        for lane in range(0, len(self.lane_addresses), lanes):
+            for place in range(0, len(self.place_addresses), places):
+                yield CopyBatch(
+                    self.lane_addresses[lane : lane + lanes],
+                    self.lane_offsets[lane : lane + lanes],
+                    self.place_addresses[place : place + places],
+                    self.place_offsets[place : place + places],
+                    self.steps,
+                    self.run,
+                )
 
 
 class PlacedView(NamedTuple):
@@ -225,3 +289,20 @@ def _fragment(
         else:
             steps.insert(0, Step(count, device, step))
     return tuple(steps), run
+
+
+def _product(lanes: array.array[int], places: array.array[int], steps: list[tuple[int, int]]) -> array.array[int]:
+    inner = array.array("Q", [0])
+    for number, distance in reversed(steps):
+        inner = _sums(array.array("Q", [at * distance for at in range(number)]), inner)
+    return _sums(lanes, _sums(places, inner))
+
+
+def _sums(outer: array.array[int], inner: array.array[int]) -> array.array[int]:
+    """Return every one of `outer` plus every one of `inner`, as one addition of two long integers: no sum has more than
+    64 bits, so none reaches the next. Measured: a third of the time of a loop."""
+    size = inner.itemsize
+    repeated = inner.tobytes() * len(outer)
+    spread = b"".join([each.to_bytes(size, sys.byteorder) * len(inner) for each in outer])
+    total = int.from_bytes(repeated, sys.byteorder) + int.from_bytes(spread, sys.byteorder)
+    return array.array("Q", total.to_bytes(len(repeated), sys.byteorder))

@@ -16,7 +16,6 @@ from __future__ import annotations
 import pluggy
 
 from kvframework.api.codec import CodecProvider
-from kvframework.api.driver import DeviceTransportProvider
 from kvframework.api.eviction import EvictionProvider
 from kvframework.api.hasher import HasherProvider
 from kvframework.api.layout import LayoutProvider
@@ -31,8 +30,9 @@ _hookspec = pluggy.HookspecMarker(PROJECT)
 
 
 @_hookspec
-def kvf_transports() -> list[TransportProvider | DeviceTransportProvider]:  # type: ignore[type-arg,empty-body]
-    """Transports: how bytes move between engine memory and the server. An accelerator's is a `DeviceTransportProvider`.
+def kvf_transports() -> list[TransportProvider]:  # type: ignore[type-arg,empty-body]
+    """Transports: how bytes move between engine memory and the server. An accelerator's returns a
+    `kvf_devices.DeviceTransportProvider`, of the distribution kvframework-devices.
 
     Example, an engine-driven transport named `copy` (entry point `transport.copy`):
 

@@ -26,6 +26,7 @@ _PACKAGES = {
 SOURCES = {
     "kvframework": "DIR-OF-CLONE",
     "kvframework-bench": "DIR-OF-CLONE/benchmarks",
+    "kvframework-devices": "DIR-OF-CLONE/plugins/devices/driver",
     "kvframework-events": "DIR-OF-CLONE/plugins/events",
     **{
         f"kvframework-{name}": f"DIR-OF-CLONE/plugins/{folder}/{name}"
@@ -36,6 +37,8 @@ SOURCES = {
 
 # Those that require others of this project: a file of requirements/ has them all, by paths from the clone's root.
 _TOGETHER = {"kvframework-bench": "bench", "kvframework-demo": "demo", "kvframework-route": "route"}
+# What one requires beside the core, where its extras are a choice that no such file makes.
+_REQUIRED = {"kvframework-cuda": "kvframework-devices"}
 
 
 def requirement(*extras: str, distribution: str = "kvframework") -> str:
@@ -49,12 +52,17 @@ def install_command(*extras: str, distribution: str = "kvframework") -> str:
     reason of a `probe`."""
     if distribution in _TOGETHER and not extras and SOURCES[distribution] != distribution:
         return f"cd {SOURCES['kvframework']} && pip install -r requirements/{_TOGETHER[distribution]}.txt"
-    return f"pip install {requirement(*extras, distribution=distribution)}"
+    wanted = requirement(*extras, distribution=distribution)
+    if distribution in _REQUIRED and SOURCES[distribution] != distribution:
+        wanted = f"{requirement(distribution=_REQUIRED[distribution])} {wanted}"
+    return f"pip install {wanted}"
 
 
-def wheel_command(folder: str = "wheels") -> str:
-    """Return the command that puts wheels of kvframework and of its kits into a folder, for pip's `--find-links`."""
-    return f"pip wheel --no-deps --wheel-dir {folder} {requirement()} {requirement(distribution='kvframework-dev')}"
+def wheel_command(*distributions: str) -> str:
+    """Return the command that puts wheels of kvframework, of its kits and of `distributions` into the folder `wheels`,
+    for pip's `--find-links`."""
+    wanted = ("kvframework", "kvframework-dev", *distributions)
+    return f"pip wheel --no-deps --wheel-dir wheels {' '.join(SOURCES[each] for each in wanted)}"
 
 
 def load_library(

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Generic, Literal, TypeVar
 import pluggy
 from msgspec import Meta, Struct
 
-from kvframework.api.sizes import DTYPE_BYTES, ByteSize
+from kvframework.api.sizes import DTYPE_BYTES, ByteSize, dtype_bytes
 from kvframework.masking import shown_options
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "SecretUrl",
     "ServerTerms",
     "TableContext",
+    "dtype_bytes",
     "hookimpl",
 ]
 

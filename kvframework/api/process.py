@@ -3,15 +3,17 @@
 A line that repeats: `log.addFilter(LogLimit())` for a whole logger, or `LogLimit.once()`, whose `passes(kind)` is asked
 before a line. `one_line` and `visible` take line ends and control characters out of a foreign text. `configure_logging`
 sends all logs and printed text of a process to standard error and never waits for its reader; `LogForm` is what a
-server passes to a process that it starts.
+server passes to a process that it starts, and `chosen_log` that of this process.
 
 `SupervisedChild` runs code that can freeze or crash a process in one of its own, which can be killed;
-`kvframework.api.helper_tier.HelperTier` does that for a tier. `Backoff` is for whatever is tried again.
+`NamedCall` tells it a function and its options;
+`kvframework.api.helper_tier.HelperTier` does all that for a tier. `Backoff` is for whatever is tried again.
 """
 
 from __future__ import annotations
 
-from kvframework.logs.form import LogForm, configure_logging, end_logging
+from kvframework.by_name import NamedCall
+from kvframework.logs.form import LogForm, chosen_log, configure_logging, end_logging
 from kvframework.logs.limit import LogLimit
 from kvframework.supervise.child import SupervisedChild, end_with_parent, start_connected, start_process
 from kvframework.supervise.state import Backoff, how_ended
@@ -21,7 +23,9 @@ __all__ = [
     "Backoff",
     "LogForm",
     "LogLimit",
+    "NamedCall",
     "SupervisedChild",
+    "chosen_log",
     "configure_logging",
     "end_logging",
     "end_with_parent",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar
 from kvframework.api.futures import Future, StreamHook
 from kvframework.api.keys import CacheKey, ChunkContent
 from kvframework.api.layout import KVLayout, LayerTensors, Layout, MemoryLayoutDesc
-from kvframework.api.plugin import BlockIds, Buffer, Message, O, Provider, hookimpl
+from kvframework.api.plugin import BlockIds, Buffer, Diagnose, Message, O, Provider, hookimpl
 from kvframework.api.requests import ClientInfo
 from kvframework.errors import KVFrameworkError, TransportMismatch
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "AnyTransportProvider",
     "ArenaRange",
     "BlockIds",
     "CopyJob",
@@ -407,8 +406,8 @@ class TransferContext(ABC):
         del layout, declared
 
     def memory_handles(self, kv_caches: Mapping[str, LayerTensors]) -> tuple[bytes, ...]:
-        """Returns the handles by which the server half reaches the engine's memory; () for an engine-driven
-        transport."""
+        """Returns the handles by which the server half reaches the engine's memory, at most 4096 bytes each; () for an
+        engine-driven transport."""
         del kv_caches
         return ()
 
@@ -443,21 +442,17 @@ class TransferContext(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnyTransportProvider(Provider[O]):
-    """The common base of both descriptors of a transport. `is_gpu` says whether it moves the memory of an
-    accelerator."""
+class TransportProvider(Provider[O]):
+    """A transport. `create` makes the engine half. `create_server(options, arena_fd)` makes the server half, None for
+    an engine-driven transport; `arena_fd` is the arena's descriptor, borrowed until the half is closed. `is_gpu` says
+    whether it moves the memory of an accelerator. `diagnose` as for `TierProvider`, of devices and their driver."""
 
     kind = "transport"
-    is_gpu: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class TransportProvider(AnyTransportProvider[O]):
-    """A transport. `create` makes the engine half. `create_server(options, arena_fd)` makes the server half, None for
-    an engine-driven transport; `arena_fd` is the arena's descriptor, borrowed until the half is closed."""
 
     create: Callable[[O, EngineLink], TransferContext]
     create_server: Callable[[O, int], ServerTransport] | None = None
+    is_gpu: bool = False
+    diagnose: Diagnose[O] | None = None
 
 
 class CopyJob:

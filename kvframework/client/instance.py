@@ -18,10 +18,9 @@ from msgspec.structs import replace
 from kvframework.api.installing import warn_of_missing_kernels
 from kvframework.api.keys import CacheKey, compute_namespace
 from kvframework.api.layout import EngineView, LayerTensors, Layout, LayoutProvider, MemoryLayoutDesc
-from kvframework.api.transport import AnyTransportProvider, Registration, Transfer
+from kvframework.api.transport import Registration, Transfer, TransferContext, TransportProvider
 from kvframework.client.shards import ModelPart, ShardedLayout, Shards, shards_of
 from kvframework.client.transfers import KVClient, bare_transfer
-from kvframework.devices.endpoints import engine_side
 from kvframework.errors import (
     AlreadyRegistered,
     BadLayout,
@@ -150,10 +149,10 @@ class Instance:
                 continue
             try:
                 provider = client.plugins.resolve("transport", name, where=where)
-                if not isinstance(provider, AnyTransportProvider):
+                if not isinstance(provider, TransportProvider):
                     raise PluginWrongKind("no transport here")
                 options = client.plugins.options(provider, self._identity.transport_options, where=where)
-                transfer = engine_side(provider, options, client)
+                transfer: TransferContext = provider.create(options, client)
             except (PluginError, DeviceError) as error:
                 refused.append(_reason(name, error))
                 continue

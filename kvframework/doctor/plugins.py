@@ -11,11 +11,10 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kvframework.api.driver import DeviceTransportProvider, TableContext
 from kvframework.api.memory import MemoryProvider
-from kvframework.api.plugin import ByteSize, Finding, Options, ServerTerms
+from kvframework.api.plugin import ByteSize, Finding, Options, ServerTerms, TableContext
 from kvframework.api.tier import TierProvider
-from kvframework.api.transport import AnyTransportProvider
+from kvframework.api.transport import TransportProvider
 from kvframework.config import Config, PluginTable
 from kvframework.doctor.machine import memlock
 from kvframework.errors import KVFrameworkError
@@ -109,7 +108,7 @@ def check_plugin() -> None:
     secret = hiding(())
     registry, table = PluginRegistry(), subject.table
     try:
-        provider, options = resolve_table(registry, table, KINDS[subject.kind].providers[0])
+        provider, options = resolve_table(registry, table, KINDS[subject.kind].provider)
         # A plugin may quote its options, and findings are parts of bug reports.
         secret = hiding(secrets_of(options))
         terms, replaces, kept = subject.server, subject.replaces, subject.kept
@@ -129,9 +128,9 @@ def _report(finding: Finding) -> None:
 def _findings(subject: Subject, provider: AnyProvider, options: Options, deadline: float) -> Iterator[Finding]:
     use, place = subject.table.use, subject.table.where
     yield Finding("plugin.usable", "ok", f"{subject.kind} {use} can be used")
-    if isinstance(provider, AnyTransportProvider) and provider.is_gpu:
+    if isinstance(provider, TransportProvider) and provider.is_gpu:
         yield memlock(f"{subject.kind} {use}")
-    diagnosed = (MemoryProvider, TierProvider, DeviceTransportProvider)
+    diagnosed = (MemoryProvider, TierProvider, TransportProvider)
     if not isinstance(provider, diagnosed) or provider.diagnose is None or not subject.diagnose_s:
         return
     try:

@@ -8,7 +8,6 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 from kvframework.api.codec import CodecProvider
-from kvframework.api.driver import DeviceTransportProvider
 from kvframework.api.eviction import EvictionProvider
 from kvframework.api.hasher import HasherProvider
 from kvframework.api.layout import LayoutProvider
@@ -22,19 +21,19 @@ from kvframework.api.transport import TransportProvider
 
 class Kind(NamedTuple):
     hook: str
-    providers: tuple[type[Provider[Any]], ...]
+    provider: type[Provider[Any]]
 
 
 KINDS: dict[str, Kind] = {
-    "transport": Kind("kvf_transports", (TransportProvider, DeviceTransportProvider)),
-    "layout": Kind("kvf_layouts", (LayoutProvider,)),
-    "memory": Kind("kvf_memories", (MemoryProvider,)),
-    "tier": Kind("kvf_tiers", (TierProvider,)),
-    "eviction": Kind("kvf_eviction_policies", (EvictionProvider,)),
-    "hasher": Kind("kvf_key_hashers", (HasherProvider,)),
-    "codec": Kind("kvf_codecs", (CodecProvider,)),
-    "requests": Kind("kvf_request_handlers", (RequestsProvider,)),
-    "listener": Kind("kvf_listeners", (ListenerProvider,)),
+    "transport": Kind("kvf_transports", TransportProvider),
+    "layout": Kind("kvf_layouts", LayoutProvider),
+    "memory": Kind("kvf_memories", MemoryProvider),
+    "tier": Kind("kvf_tiers", TierProvider),
+    "eviction": Kind("kvf_eviction_policies", EvictionProvider),
+    "hasher": Kind("kvf_key_hashers", HasherProvider),
+    "codec": Kind("kvf_codecs", CodecProvider),
+    "requests": Kind("kvf_request_handlers", RequestsProvider),
+    "listener": Kind("kvf_listeners", ListenerProvider),
 }
 
 # Plugins of this project that are distributions of their own, by their entry points.

@@ -177,12 +177,12 @@ def probed(provider: AnyProvider, title: str) -> str | None:
 
 
 def _checked(provider: object, kind: str, title: str) -> AnyProvider:
-    hook, types = KINDS[kind]
-    expected = " or ".join(each.__name__ for each in types)
+    hook, descriptor = KINDS[kind]
+    expected = descriptor.__name__
     found = type(provider).__name__
     if not isinstance(provider, Provider):
         raise PluginBroken(f"{title}: {hook} returned a list with {found}", available=expected)
-    if not isinstance(provider, types):
+    if not isinstance(provider, descriptor):
         raise PluginWrongKind(f"{title}: {hook} returned {found}", available=expected)
     if not (isinstance(provider.options, type) and issubclass(provider.options, Options)):
         raise PluginBroken(f"{title}: the options of {provider.name!r} are {provider.options!r}", available="Options")

@@ -21,7 +21,7 @@ from kvframework.api.memory import MemoryProvider
 from kvframework.api.plugin import ByteSize, Options, Provider, ServerTerms, TableContext
 from kvframework.api.requests import RequestsProvider
 from kvframework.api.tier import TierProvider
-from kvframework.api.transport import AnyTransportProvider
+from kvframework.api.transport import TransportProvider
 from kvframework.bounded_calls import named_at, timed
 from kvframework.config import Config, PluginTable, default_endpoint
 from kvframework.errors import ConfigFieldError, KVFrameworkError, PluginBroken, PluginUnavailable
@@ -166,7 +166,7 @@ def _with_tables(
         config,
         l1=replace(l1, memory=changed(l1.memory, MemoryProvider), eviction=changed(l1.eviction, EvictionProvider)),
         hasher=changed(config.hasher, HasherProvider),
-        transport=tuple(changed(table, AnyTransportProvider) for table in config.transport),
+        transport=tuple(changed(table, TransportProvider) for table in config.transport),
         layout=tuple(changed(table, LayoutProvider) for table in config.layout),
         l2=tuple(replace(l2, tier=changed(l2.tier, TierProvider)) for l2 in config.l2),
         codecs=replace(config.codecs, options=tuple(changed(table, CodecProvider) for table in codecs)),

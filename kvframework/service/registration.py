@@ -11,7 +11,6 @@ from typing import TypeVar
 
 import msgspec
 
-from kvframework.api.driver import MAX_HANDLE_BYTES
 from kvframework.api.futures import Future, Promise
 from kvframework.api.keys import LAYER_ORDER_BYTES
 from kvframework.api.layout import CANONICAL, KVLayout, Layout, validate_layout
@@ -81,8 +80,8 @@ MAX_INSTANCES = 256  # per client
 MAX_INSTANCES_IN_ALL = 2048
 # A layout is kept as long as its instance.
 MAX_LAYOUT_BYTES = 1 << 20
-# A driver's handle and its envelope.
-MAX_HANDLE_FRAME_BYTES = 2 * MAX_HANDLE_BYTES
+# Of each handle of `TransferContext.memory_handles`.
+MAX_HANDLE_FRAME_BYTES = 4096
 
 
 @dataclass(frozen=True)

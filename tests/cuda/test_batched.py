@@ -14,7 +14,7 @@ pytest.importorskip("cuda.bindings", reason="needs cuda-bindings")
 from kvf_cuda_ipc import batched
 from kvf_cuda_ipc.batched import BatchedCopies
 from kvf_cuda_ipc.driver import RawStream
-from kvframework.api.driver import CopyBatch, Step
+from kvframework.api.copy_plans import CopyBatch, Step
 from kvframework.errors import DeviceError
 
 STREAM = RawStream(7)

@@ -15,7 +15,7 @@ pytest.importorskip("cuda.bindings", reason="needs cuda-bindings")
 
 from kvf_cuda_ipc import gathering
 from kvf_cuda_ipc.gathering import PAIRS, Batch, GatherKernel, described, parts, source
-from kvframework.api.driver import CopyBatch, Step
+from kvframework.api.copy_plans import CopyBatch, Step
 from kvframework.errors import DeviceError
 from tests.cuda.building import kernels_library
 

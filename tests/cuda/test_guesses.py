@@ -13,7 +13,7 @@ import pytest
 from kvf_dev.testing.transport.cases import PAGED
 from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine
 from kvf_dev.testing.transport.node import status_of
-from kvframework.api.driver import Allocation, Exported
+from kvf_devices import Allocation, Exported
 from kvframework.client import KVClient
 from kvframework.errors import DeviceError
 from tests.cuda.node import DEVICE_UNAVAILABLE, NOT_FOUND, CudaNode
@@ -36,7 +36,7 @@ def stores_and_loads(engine: KitEngine) -> None:
 
 def goes_without(client: KVClient, rig: CudaRig, caplog: pytest.LogCaptureFixture, told: str) -> None:
     """Works, and what it goes without is in the status, and once in the log, also when it is met again."""
-    with caplog.at_level(logging.WARNING, logger="kvframework.devices.supervisor"):
+    with caplog.at_level(logging.WARNING, logger="kvf_devices.supervisor"):
         for instance in (1, 2):
             engine = KitEngine(rig, client, instance, NHD)
             stores_and_loads(engine)

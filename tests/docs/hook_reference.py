@@ -9,17 +9,16 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
+import kvf_devices  # noqa: F401 - it has a descriptor of its own
 from kvframework.api import hookspecs
-from kvframework.api.driver import DeviceTransportProvider
 from kvframework.api.plugin import Provider
-from kvframework.api.transport import AnyTransportProvider
 from kvframework.registry import KINDS
 from tests.docs.prose import wrapped
 
 HOOKS: dict[str, Callable[[], object]] = {
     name: hook for name, hook in inspect.getmembers(hookspecs, inspect.isfunction) if name.startswith("kvf_")
 }
-API = "kvframework.api."
+PUBLIC = ("kvframework.api.", "kvf_devices.")
 # The page of each kind.
 PAGES = {
     "transport": "transports.md",
@@ -52,16 +51,16 @@ imported only by a process whose configuration or command names one of its plugi
 
 def page() -> str:
     parts = [HEAD, "| kind | hook | descriptor | page |", "|---|---|---|---|"]
-    for kind, (hook, providers) in KINDS.items():
-        described = ", ".join(f"`{each.__name__}`" for each in _descriptors(providers))
+    for kind, (hook, provider) in KINDS.items():
+        described = ", ".join(f"`{each.__name__}`" for each in _descriptors(provider))
         parts.append(f"| `{kind}` | [`{hook}`](#{hook}) | {described} | [{PAGES[kind]}]({PAGES[kind]}) |")
     parts += ["", "## What every descriptor holds", "", _doc(Provider).partition("\n\n")[2], "", _fields(Provider)]
-    for kind, (hook, providers) in KINDS.items():
-        parts += ["", _hook(kind, hook, providers)]
+    for kind, (hook, provider) in KINDS.items():
+        parts += ["", _hook(kind, hook, provider)]
     return "\n".join(parts) + "\n"
 
 
-def _hook(kind: str, name: str, providers: tuple[type[Provider[Any]], ...]) -> str:
+def _hook(kind: str, name: str, base: type[Provider[Any]]) -> str:
     text = inspect.getdoc(HOOKS[name]) or ""
     summary, _, rest = text.partition("\n\n")
     intro, _, code = rest.partition(":\n\n")
@@ -72,7 +71,7 @@ def _hook(kind: str, name: str, providers: tuple[type[Provider[Any]], ...]) -> s
         "",
         wrapped(f"{_joined(summary)} How to write one: [{guide}]({guide})."),
     ]
-    for provider in _descriptors(providers):
+    for provider in _descriptors(base):
         parts += [
             "",
             f"**`{provider.__name__}`**",
@@ -86,24 +85,20 @@ def _hook(kind: str, name: str, providers: tuple[type[Provider[Any]], ...]) -> s
     return "\n".join(parts)
 
 
-def _descriptors(providers: tuple[type[Provider[Any]], ...]) -> list[type[Provider[Any]]]:
-    """Those that a hook may return, with the special ones of each."""
-    return [each for base in providers for each in (base, *base.__subclasses__()) if each.__module__.startswith(API)]
+def _descriptors(base: type[Provider[Any]]) -> list[type[Provider[Any]]]:
+    """Those that a hook may return, with its special ones."""
+    return [each for each in (base, *base.__subclasses__()) if each.__module__.startswith(PUBLIC)]
 
 
 def _fields(provider: type[Provider[Any]]) -> str:
     """The fields that a descriptor adds or changes."""
     base = provider.__mro__[1]
-    if base is AnyTransportProvider:
-        base = Provider
     known = {field.name: field for field in dataclasses.fields(base)} if issubclass(base, Provider) else {}
     lines = ["| field | type | default |", "|---|---|---|"]
     for field in dataclasses.fields(provider):
-        if field.name in known and known[field.name].default is field.default:
+        if not field.init or (field.name in known and known[field.name].default is field.default):
             continue
         default = "required" if field.default is dataclasses.MISSING else f"`{_default(field.default)}`"
-        if provider is DeviceTransportProvider and field.name == "create":
-            default = "made by the core"
         kind = str(field.type).replace("|", "\\|")
         lines.append(f"| `{field.name}` | `{kind}` | {default} |")
     return "\n".join(lines)

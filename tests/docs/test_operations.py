@@ -14,12 +14,12 @@ import msgspec
 import pytest
 
 import kvframework
+from kvf_devices.messages import Start
+from kvf_devices.supervisor import CopierSupervisor
 from kvf_observe.explain import ANSWERS
 from kvf_observe.explain import PAGE as PAGE_OF_REASONS
 from kvframework.api.counter import Counter, Counts
 from kvframework.config import ObserveConfig
-from kvframework.devices.messages import Start
-from kvframework.devices.supervisor import CopierSupervisor
 from kvframework.errors import KVFrameworkError
 from kvframework.pricing import EngineSpeed
 from kvframework.server import ObserveSupervisor

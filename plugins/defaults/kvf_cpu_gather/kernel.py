@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvframework.api.driver import CopyBatch
+from kvframework.api.copy_plans import CopyBatch
 from kvframework.api.installing import load_library
 
 _LIBRARY = Path(__file__).with_name("native") / "libkvf_copy.so"

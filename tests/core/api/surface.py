@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import kvf_dev
+import kvf_devices
 import kvframework
 from kvframework.api.plugin import API_VERSION
 
 PACKAGE = Path(kvframework.__file__).parent
 KITS = Path(kvf_dev.__file__).parent
+DEVICES = Path(kvf_devices.__file__).parent
 FILE = Path(__file__).parent / "surface.txt"
 RENEW = "python -m tests.core.api.surface"
 # What an author may import: of these modules the names in `__all__`, of one without it every public name that it
@@ -32,6 +34,7 @@ MODULES = (
     ),
     "kvframework.client",
     "kvframework.status",
+    "kvf_devices",
     "kvf_dev.testing",
     "kvf_dev.testing.faults",
     "kvf_dev.testing.layout",
@@ -76,7 +79,7 @@ def surface() -> str:
 
 def source(module: str) -> str:
     top, *parts = module.split(".")
-    place = {"kvframework": PACKAGE, "kvf_dev": KITS}[top].joinpath(*parts)
+    place = {"kvframework": PACKAGE, "kvf_dev": KITS, "kvf_devices": DEVICES}[top].joinpath(*parts)
     return (place / "__init__.py" if place.is_dir() else place.with_suffix(".py")).read_text()
 
 

@@ -13,21 +13,21 @@ import pytest
 from kvf_dev.testing.accelerator import DeviceTensor, SimulatedNode
 from kvf_dev.testing.transport.engine import PATIENCE_S
 from kvf_dev.testing.transport.node import status_of
+from kvf_devices.endpoints import DeviceTransfer
 from kvframework.api.layout import Layout
 from kvframework.api.transport import Registration
 from kvframework.client import KVClient, RequestHashes, WorkerAdapter
 from kvframework.config import load_config
-from kvframework.devices.endpoints import DeviceTransfer
 from kvframework.errors import BadLayout, DeviceError, TransportMismatch
 from kvframework.registry import PluginRegistry
 from kvframework.server import Server
 from kvframework.wire import messages as m
-from tests.core.devices import rigs  # noqa: F401 - makes the example importable
+from tests.devices import rigs  # noqa: F401 - makes the example importable
 from tests.support.waiting import wait_until
 
 import kvf_simdev  # isort: skip
 from kvf_simdev import SimEngine  # isort: skip
-from tests.core.devices import faulty  # isort: skip
+from tests.devices import faulty  # isort: skip
 
 SHAPE = (2, 64, 16, 2, 4)
 GROUPS = {"groups": [{"layers": ["l*"], "axes": ["plane", "block", "token", "head", "dim"], "block_size": 16}]}

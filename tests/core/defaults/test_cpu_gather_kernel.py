@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvf_cpu_gather.kernel import BYTES_PER_THREAD, STREAMING_BYTES, CopyKernel, load_kernel
-from kvframework.api.driver import CopyBatch, Step
+from kvframework.api.copy_plans import CopyBatch, Step
 
 KERNEL = load_kernel(2)
 pytestmark = pytest.mark.skipif(KERNEL is None, reason="the copy kernel was not built: no C compiler at build time")

@@ -46,6 +46,6 @@ def test_the_example_of_a_hook_works_as_an_installed_plugin(site: Path, name: st
     assert KINDS[kind].hook == name
     install(site, "example", {entry_point: f"example_of_{name}"}, {f"example_of_{name}": code})
     provider = PluginRegistry().resolve(kind, plugin)
-    assert isinstance(provider, KINDS[kind].providers)
+    assert isinstance(provider, KINDS[kind].provider)
     made = provider.create(provider.options(), None)
     assert made  # abstract methods left out would have raised

@@ -15,8 +15,8 @@ from kvf_dev.testing.transport import RigSpec
 from kvf_dev.testing.transport.cases import PAGED
 from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine, must_work
 from kvf_dev.testing.transport.node import Program, client_of
-from tests.core.devices.rigs import simdev
 from tests.core.restart.device_server import RIG
+from tests.devices.rigs import simdev
 from tests.support.held_server import HeldServer
 from tests.support.processes import children, has_ended
 from tests.support.waiting import wait_until
@@ -33,7 +33,7 @@ def node(tmp_path: Path) -> Iterator[SimulatedNode]:
 
 def test_a_copy_that_stands_still_at_the_kill(node: SimulatedNode, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = {"node": str(node.path), "stall_s": 60.0}
-    spec = RigSpec("tests.core.devices.rigs:simdev", arguments)
+    spec = RigSpec("tests.devices.rigs:simdev", arguments)
     monkeypatch.setenv(RIG, json.dumps([spec.factory, arguments]))
     with (
         HeldServer(program=("-m", "tests.core.restart.device_server")) as server,

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvf_devices.endpoints import CLOSE_S, DeviceServerTransport
+from kvf_devices.messages import Start
+from kvf_devices.supervisor import CopierSupervisor
 from kvframework.api.layout import KVLayout, LayerGroup, canonical_desc
 from kvframework.by_name import NamedCall
 from kvframework.client import KVClient
-from kvframework.devices.endpoints import CLOSE_S, DeviceServerTransport
-from kvframework.devices.messages import Start
-from kvframework.devices.supervisor import CopierSupervisor
 from kvframework.errors import DeviceLost
 from tests.support.waiting import wait_until
 

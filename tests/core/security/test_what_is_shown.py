@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from kvf_devices import Allocation
+from kvf_devices.handles import ExportedAllocation, ExportedView, read_handles
 from kvframework import errors
-from kvframework.api.driver import Allocation
 from kvframework.api.layout import KVLayout, LayerGroup, MemoryLayoutDesc, canonical_desc
-from kvframework.devices.handles import ExportedAllocation, ExportedView, read_handles
 from kvframework.wire import messages as m
 from tests.core.cli.command import run
 from tests.support.server_process import ServerProcess

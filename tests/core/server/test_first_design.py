@@ -51,7 +51,7 @@ KEPT_ELSEWHERE = {
         "core/client/test_canonical.py::test_a_canonical_instance_stores_and_a_scheduler_without_a_registration_finds_it"
     ),
     "to_cuda_future() for the users of CUDA": (
-        "core/devices/test_device_future.py::test_a_stream_goes_on_however_the_transfer_ends"
+        "devices/test_device_future.py::test_a_stream_goes_on_however_the_transfer_ends"
     ),
     "the layout goes with submit_prefetch_task in blend's lookup": (
         "blend/test_l2.py::test_one_task_with_the_registered_layout"

@@ -1,7 +1,7 @@
 """An engine process is killed while the server copies for it: nobody else notices, and nothing of it stays.
 
 That its mappings, pins and reservations go, and that CANCEL is answered only once the blocks are quiet, is shown by
-`kvf_dev.testing.transport` in `tests/core/devices/test_conformance_simdev.py`; here is what happens meanwhile.
+`kvf_dev.testing.transport` in `tests/devices/test_conformance_simdev.py`; here is what happens meanwhile.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine, must_work
 from kvf_dev.testing.transport.node import Program, client_of, endpoint_in, held_by, status_of
 from kvframework.client import KVClient
 from kvframework.wire import messages as m
-from tests.core.devices.rigs import simdev
+from tests.devices.rigs import simdev
 from tests.support.processes import busy_s, children, descriptors
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient
@@ -44,7 +44,7 @@ def node(tmp_path: Path) -> Iterator[SimulatedNode]:
 @pytest.fixture
 def spec(node: SimulatedNode) -> RigSpec:
     # Nothing here lasts so long that a copier is taken for dead.
-    return RigSpec("tests.core.devices.rigs:simdev", {"node": str(node.path), "stall_s": 60.0})
+    return RigSpec("tests.devices.rigs:simdev", {"node": str(node.path), "stall_s": 60.0})
 
 
 @pytest.fixture

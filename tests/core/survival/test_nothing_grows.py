@@ -80,7 +80,7 @@ def server_for(kind: str, directory: Path) -> Iterator[tuple[int, str, str]]:
     devices = directory / "node"
     devices.mkdir()
     with SimulatedNode(devices, max_delay_s=0.0005) as node:
-        spec = RigSpec("tests.core.devices.rigs:simdev", {"node": str(node.path)})
+        spec = RigSpec("tests.devices.rigs:simdev", {"node": str(node.path)})
         server_program = TracedServerProgram("server", spec, endpoint_in(folder))
         try:
             rig = json.dumps([spec.factory, dict(spec.arguments)])

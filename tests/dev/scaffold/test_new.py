@@ -78,11 +78,15 @@ def test_no_word_of_the_templates_is_left(kind: str, variant: str) -> None:
     files = render(names)
     for path, text in files.items():
         assert not re.search(
-            "newname|newkind|PRESENT_MINOR|TEST_EXTRAS|WHEEL_COMMAND|KITS_REQUIREMENT|-tpl", path + text, re.IGNORECASE
+            "newname|newkind|PRESENT_MINOR|TEST_EXTRAS|WHEEL_COMMAND|KITS_REQUIREMENT|CORE_REQ|REQUIRED_BESIDE|"
+            "SUBDIRECTORIES|-tpl",
+            path + text,
+            re.IGNORECASE,
         ), path
         assert text.endswith("\n") or not text
     minor = ".".join(__version__.split(".")[:2])
-    assert f'dependencies = ["kvframework>={minor}.0.dev0"]' in files["pyproject.toml"]
+    devices = f', "kvframework-devices>={minor}.0.dev0"' if variant == "driver" else ""
+    assert f'dependencies = ["kvframework>={minor}.0.dev0"{devices}]' in files["pyproject.toml"]
     assert f'"{kind}.my_store" = "kvf_my_store"' in files["pyproject.toml"]
 
 

@@ -7,22 +7,18 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from kvframework.api.driver import Arena, CopierDriver, DeviceTransportProvider, EngineDriver, TableContext, hookimpl
-from kvframework.api.plugin import Finding
+from msgspec import Meta
+
+from kvf_devices import Arena, CopierDriver, DeviceOptions, DeviceTransportProvider, EngineDriver
+from kvframework.api.installing import install_command
+from kvframework.api.plugin import ByteSize, Finding, TableContext, hookimpl
 
 if TYPE_CHECKING:
     from kvf_cuda_ipc.copier_side import Stream
     from kvf_cuda_ipc.driver import Event
     from kvf_cuda_ipc.engine_side import PooledEvent
-from typing import Annotated, Literal
-
-from msgspec import Meta
-
-from kvframework.api.driver import DeviceOptions
-from kvframework.api.installing import install_command
-from kvframework.api.plugin import ByteSize
 
 # The bindings and the compiler, for the texts that miss them.
 INSTALL = f"{install_command('cuda13', distribution='kvframework-cuda')}, or [cuda12] for a driver of CUDA 12"

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from kvf_cuda_ipc.driver import Driver, RawStream, check_status
 from kvf_cuda_ipc.trial import prove
-from kvframework.api.driver import CopyBatch
+from kvframework.api.copy_plans import CopyBatch
 from kvframework.errors import DeviceError, DeviceLost
 
 _IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM

@@ -13,7 +13,8 @@ from kvf_cuda_ipc import INSTALL, CudaOptions
 from kvf_cuda_ipc.batched import BatchedCopies
 from kvf_cuda_ipc.driver import MEMORY_HANDLE_BYTES, Driver, Event, RawStream, name_of, same
 from kvf_cuda_ipc.gathering import GatherKernel
-from kvframework.api.driver import Allocation, Arena, CopierDriver, CopyBatch
+from kvf_devices import Allocation, Arena, CopierDriver
+from kvframework.api.copy_plans import CopyBatch
 from kvframework.errors import DeviceError, DeviceLost
 
 _NO_KERNEL = "no kernel copies small fragments, the copy engines do, slowly"

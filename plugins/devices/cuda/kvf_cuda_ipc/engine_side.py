@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kvf_cuda_ipc.driver import DEFAULT_STREAM, Context, Driver, Event, RawStream, name_of
-from kvframework.api.driver import Allocation, EngineDriver, Exported
+from kvf_devices import Allocation, EngineDriver, Exported
 from kvframework.errors import DeviceError, DeviceLost
 
 _WORD = 4

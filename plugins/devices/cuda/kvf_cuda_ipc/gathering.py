@@ -16,7 +16,7 @@ from cuda.bindings import nvrtc
 from kvf_cuda_ipc import INSTALL
 from kvf_cuda_ipc.driver import Driver, Function, RawStream
 from kvf_cuda_ipc.trial import prove
-from kvframework.api.driver import CopyBatch, Step
+from kvframework.api.copy_plans import CopyBatch, Step
 from kvframework.errors import DeviceError
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from kvf_cuda_ipc.driver import Driver, RawStream
-from kvframework.api.driver import CopyBatch, Step
+from kvframework.api.copy_plans import CopyBatch, Step
 from kvframework.errors import DeviceError
 
 # Starts a copy: stream, batch, the address of the host memory here, what to add to it on the device, and `to_arena`.

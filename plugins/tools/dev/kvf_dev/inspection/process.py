@@ -20,7 +20,6 @@ from msgspec import inspect as types
 from kvf_dev.inspection.problems import Line, Problem, Target, problem
 from kvframework.api import hookspecs
 from kvframework.api.codec import Codec
-from kvframework.api.driver import CopierDriver, EngineDriver
 from kvframework.api.eviction import EvictionPolicy
 from kvframework.api.hasher import KeyHasher
 from kvframework.api.layout import Layout
@@ -29,7 +28,7 @@ from kvframework.api.memory import Memory, MemoryContext, MemoryProvider, TableC
 from kvframework.api.plugin import ENTRY_POINT_GROUP, PROJECT, ByteSize, Options
 from kvframework.api.requests import CacheServices, Handler, RequestsProvider
 from kvframework.api.tier import Tier, TierProvider
-from kvframework.api.transport import AnyTransportProvider, ServerTransport, TransferContext
+from kvframework.api.transport import ServerTransport, TransferContext, TransportProvider
 from kvframework.config import closest, convert, toml_value
 from kvframework.config.schema import L1Keys, L2Keys
 from kvframework.errors import (
@@ -293,12 +292,11 @@ class Maker(NamedTuple):
 
 
 _MAKERS: dict[str, tuple[Maker, ...]] = {
-    "DeviceTransportProvider": (
-        Maker("create_engine", 1, EngineDriver),
-        Maker("create_copier", 3, CopierDriver),
+    "TransportProvider": (
+        Maker("create", 2, TransferContext),
+        Maker("create_server", 2, ServerTransport),
         Maker("diagnose", 3, None),
     ),
-    "TransportProvider": (Maker("create", 2, TransferContext), Maker("create_server", 2, ServerTransport)),
     "LayoutProvider": (Maker("create", 1, Layout),),
     "MemoryProvider": (Maker("create", 2, Memory), Maker("diagnose", 3, None)),
     "TierProvider": (Maker("create", 2, Tier), Maker("diagnose", 3, None)),
@@ -311,7 +309,13 @@ _MAKERS: dict[str, tuple[Maker, ...]] = {
 
 
 def makers(provider: AnyProvider) -> tuple[Maker, ...]:
-    """The functions of a provider that the core calls, by its nearest class that is known here."""
+    """The functions of a provider that the core calls, by its nearest class that is known here; of a device's transport
+    those that its author wrote."""
+    if hasattr(provider, "create_copier"):
+        from kvf_devices import CopierDriver, EngineDriver
+
+        engine, copier = Maker("create_engine", 1, EngineDriver), Maker("create_copier", 3, CopierDriver)
+        return engine, copier, Maker("diagnose", 3, None)
     return next(_MAKERS[each.__name__] for each in type(provider).__mro__ if each.__name__ in _MAKERS)
 
 
@@ -428,7 +432,7 @@ def declared_class(function: Callable[..., Any], contract: type[Any]) -> type[An
 def make(provider: AnyProvider, maker: Maker, title: str, given: Mapping[str, object]) -> tuple[object, list[Problem]]:
     """The result of `create` with the options `given`, defaults for the others; it stays open until the process ends.
     Raises `NotMade`, also if `create` refuses the defaults; its refusal of what was given is a problem."""
-    if isinstance(provider, AnyTransportProvider):
+    if isinstance(provider, TransportProvider):
         raise NotMade("it needs an engine")
     if reason := provider.probe():
         raise NotMade(reason)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from kvf_dev.inspection.names import name_fault
 from kvframework import __version__
-from kvframework.api.installing import requirement, wheel_command
+from kvframework.api.installing import SOURCES, requirement, wheel_command
 from kvframework.errors import KVFrameworkError
 from kvframework.registry import KINDS, discover
 
@@ -103,6 +103,11 @@ class PluginNames:
     def templates(self) -> tuple[str, ...]:
         """The folders of its own templates, beside the shared ones."""
         return VARIANTS[self.kind, self.variant] if self.variant else _PLAIN.get(self.kind, (self.kind,))
+
+    @property
+    def requires(self) -> tuple[str, ...]:
+        """The distributions of this project that it imports."""
+        return ("kvframework", "kvframework-devices") if self.variant == "driver" else ("kvframework",)
 
     @property
     def test_requirements(self) -> dict[str, tuple[str, ...]]:
@@ -197,10 +202,15 @@ def _words(names: PluginNames) -> dict[str, str]:
         "newname": names.name,
         "NEWNAME": names.name.upper(),
         "newkind": names.kind,
+        "CORE_REQUIREMENTS": ", ".join(f'"{each}>=PRESENT_MINOR"' for each in names.requires),
         # For pip 0.3.0.dev0 is lower than 0.3.
         "PRESENT_MINOR": ".".join(__version__.split(".")[:2]) + ".0.dev0",
         "KITS_REQUIREMENT": kits_requirement(names),
-        "WHEEL_COMMAND": wheel_command(),
+        "WHEEL_COMMAND": wheel_command(*names.requires[1:]),
+        "REQUIRED_BESIDE": "".join(f" {requirement(distribution=each)}" for each in names.requires[1:]),
+        "SUBDIRECTORIES": "".join(
+            f' "$KVFRAMEWORK#subdirectory={SOURCES[each].partition("/")[2]}"' for each in names.requires[1:]
+        ),
         "TEST_REQUIREMENTS": ", ".join(
             f'"{distribution}{f"[{extras[0]}]" if extras else ""}"'
             for distribution, extras in names.test_requirements.items()
@@ -210,9 +220,8 @@ def _words(names: PluginNames) -> dict[str, str]:
 
 def kits_requirement(names: PluginNames) -> str:
     """What pip is given for the tests of the new plugin."""
-    return " ".join(
-        requirement(*extras, distribution=distribution) for distribution, extras in names.test_requirements.items()
-    )
+    wanted = dict.fromkeys(names.requires[1:], ()) | names.test_requirements
+    return " ".join(requirement(*extras, distribution=distribution) for distribution, extras in wanted.items())
 
 
 def _replaced(text: str, words: dict[str, str]) -> str:

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import pytest
 
@@ -16,11 +16,13 @@ from kvf_dev.testing.transport.cases import NHD, GroupCase
 from kvf_dev.testing.transport.engine import KitEngine, registry_for
 from kvf_dev.testing.transport.node import Program, client_of, endpoint_in, held_by, serving, status_of
 from kvf_dev.testing.transport.rig import RigSpec, TransportRig
-from kvframework.api.driver import DeviceTransportProvider, EngineDriver
 from kvframework.api.futures import Future
 from kvframework.api.plugin import Options
 from kvframework.client import KVClient
 from kvframework.server import Server
+
+if TYPE_CHECKING:
+    from kvf_devices import DeviceTransportProvider, EngineDriver
 
 T = TypeVar("T")
 MakeEngine = Callable[..., KitEngine]
@@ -126,9 +128,11 @@ class TransportKit(Kit):
         """Return the provider of a device driver, and the server's options; skip the test for any other transport."""
         registry = registry_for(rig)
         provider = registry.resolve("transport", rig.transport)
-        if not isinstance(provider, DeviceTransportProvider):
+        if not hasattr(provider, "create_copier"):
             pytest.skip("the transport is none of a device driver")
-        return provider, registry.options(provider, dict(rig.server_options), where="the kit")
+        return cast("DeviceTransportProvider[Any]", provider), registry.options(
+            provider, dict(rig.server_options), where="the kit"
+        )
 
     def driver(self, rig: TransportRig) -> EngineDriver[Any]:
         """Return the half in the engine of a device driver; skip the test for any other transport."""

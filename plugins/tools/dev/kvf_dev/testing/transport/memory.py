@@ -19,10 +19,7 @@ from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine, must_miss, m
 from kvf_dev.testing.transport.kit import MakeEngine, TransportKit
 from kvf_dev.testing.transport.node import status_of
 from kvf_dev.testing.transport.rig import TransportRig
-from kvframework.api.driver import MAX_HANDLE_BYTES, Arena
 from kvframework.client import KVClient
-from kvframework.devices import endpoints
-from kvframework.devices.handles import ExportedAllocation, export_memory
 from kvframework.errors import DeviceError, KVFrameworkError
 
 # A block is a whole number of an allocator's units, so that one allocation may begin where another ends.
@@ -105,6 +102,8 @@ class Driver(TransportKit):
 
     def test_handles_are_short_and_stay_the_same(self, rig: TransportRig, engine: KitEngine) -> None:
         driver, address = self.driver(rig), engine.address
+        from kvf_devices import MAX_HANDLE_BYTES
+
         first, second = driver.export(address), driver.export(address)
         assert first == second, "`export` gives an allocation another handle the second time: give each one handle"
         event = driver.create_event(first.allocation.device)
@@ -155,6 +154,8 @@ class Driver(TransportKit):
     @pytest.mark.parametrize("device", ["no such device", ""], ids=["another", "empty"])
     def test_a_copier_of_a_device_that_the_machine_lacks_is_refused(self, rig: TransportRig, device: str) -> None:
         provider, options = self.provider(rig)
+        from kvf_devices import Arena
+
         view = memoryview(mmap.mmap(-1, mmap.PAGESIZE))
         arena = Arena(view, ctypes.addressof(ctypes.c_char.from_buffer(view)))
         must_refuse(
@@ -225,6 +226,8 @@ def _must_be_refused(monkeypatch: pytest.MonkeyPatch, engine: KitEngine, why: st
     """Register the engine's memory again, with `false` fields of its allocations; fail unless that is refused. The
     engine is closed before, and afterwards."""
     __tracebackhide__ = True
+    from kvf_devices import endpoints
+    from kvf_devices.handles import ExportedAllocation, export_memory
 
     def relabelled(handle: bytes) -> bytes:
         try:

@@ -10,6 +10,7 @@ case has stored.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -30,7 +31,6 @@ from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine, registry_for
 from kvf_dev.testing.transport.rig import RigSpec, TransportRig
 from kvframework.client import KVClient
 from kvframework.config import load_config
-from kvframework.devices import messages
 from kvframework.server import Server
 from kvframework.wire.messages import Empty, StatusReply
 
@@ -53,7 +53,8 @@ def serving(rig: TransportRig) -> Iterator[Server]:
     """A real server on real sockets, in a thread. Its copiers pin the arena in several slices, as those of real arenas
     do."""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="kvf-") as directory:
-        patch.setattr(messages, "SLICE_BYTES", 1 << 20)
+        if importlib.util.find_spec("kvf_devices"):
+            patch.setattr("kvf_devices.messages.SLICE_BYTES", 1 << 20)
         config = load_config(None, tuple(settings_for(rig, f"ipc://{directory}/s.sock")))
         server = Server(config, registry_for(rig))
         server.bind()

@@ -1,1 +1,0 @@
-"""The part above every accelerator's driver: export of memory, planning, copier processes, completion."""
