@@ -82,7 +82,7 @@ def write(folder: Path) -> None:
     (repository,) = re.findall(r'^Repository = "(.*)"$', package, re.MULTILINE)
     (version,) = re.findall(r'^__version__ = "(.*)"$', (ROOT / "kvframework" / "__init__.py").read_text(), re.MULTILINE)
     configuration = (HERE / "zensical.toml").read_text()
-    _check_menu(configuration)
+    check_menu(configuration)
     shutil.rmtree(folder, ignore_errors=True)
     for source, place in pages().items():
         file = folder / "pages" / place
@@ -110,7 +110,7 @@ def _check_tables(source: str, text: str) -> None:
                 raise SiteError(f"{source}: the row {row} has another number of cells than its table's head")
 
 
-def _check_menu(configuration: str) -> None:
+def check_menu(configuration: str) -> None:
     named = re.findall(r'"([\w/.-]+\.md)"', configuration)
     there = set(pages().values())
     if lost := sorted(there - set(named)):

@@ -103,10 +103,13 @@ def test_wrong_lines_are_found() -> None:
 @pytest.mark.parametrize(
     ("page", "toml"),
     [
-        pytest.param(page, toml, id=f"{page.relative_to(ROOT)}-{number}")
-        for page in CHECKED
-        for number, toml in enumerate(blocks(page.read_text(), "toml"))
-        if "[project" not in toml and "[build-system]" not in toml
+        *(
+            pytest.param(page, toml, id=f"{page.relative_to(ROOT)}-{number}")
+            for page in CHECKED
+            for number, toml in enumerate(blocks(page.read_text(), "toml"))
+            if "[project" not in toml and "[build-system]" not in toml
+        ),
+        *(pytest.param(file, file.read_text(), id=file.name) for file in sorted(ROOT.glob("examples/fleet/*.toml"))),
     ],
 )
 def test_its_toml_is_accepted(page: Path, toml: str, tmp_path: Path) -> None:
@@ -119,3 +122,9 @@ def test_its_toml_is_accepted(page: Path, toml: str, tmp_path: Path) -> None:
         return
     except KVFrameworkError as error:
         pytest.fail(f"{page.relative_to(ROOT)}: {error}")
+
+
+def test_python_of_engines_compiles() -> None:
+    for page in (ROOT / "docs" / "engines").glob("*.md"):
+        for code in blocks(page.read_text(), "python"):
+            compile(code, page.name, "exec")

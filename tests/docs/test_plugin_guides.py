@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 import re
+import shlex
 from pathlib import Path
 from runpy import run_path
 from types import SimpleNamespace
 
 import pytest
 
-from kvf_dev.testing import TierConformance
-from kvf_dev.testing.faults import WIRE_FAULTS
-from kvf_dev.testing.tier import TierKit
 from kvframework.api.plugin import Finding
-from kvframework.api.tier import OPTIONAL_METHODS
 from kvframework.config import load_config
 from kvframework.registry import PluginRegistry, check_config
+from tests.core.cli.command import run
 from tests.core.registry.fake_distributions import install
 from tests.docs import shown
 
@@ -32,7 +29,6 @@ GUIDES = {
     "layouts.md": 10,
 }
 OF_TORCH = {"layouts.md"}
-TIERS = (PLUGINS / "tiers.md").read_text()
 
 
 def blocks(guide: str, language: str) -> list[str]:
@@ -80,15 +76,16 @@ def test_the_diagnosis_of_a_tier_gives_findings(tmp_path: Path) -> None:
         assert found.level == level
 
 
-def test_all_that_the_kit_of_tiers_takes_is_named() -> None:
-    attributes = [name for name in inspect.get_annotations(TierKit) if not name.startswith("_")]
-    for name in [*attributes, "tier_options", "tier", "ttl_tier", "small_tier", "faulty_tier"]:
-        assert f"`{name}`" in TIERS
-        assert f"`{name}`" in (TierConformance.__doc__ or "")
+# from idea to package
 
 
-def test_the_tables_of_tiers_are_complete() -> None:
-    for name, meaning in WIRE_FAULTS.items():
-        assert f"| `{name}` | {meaning} |" in TIERS
-    for name in OPTIONAL_METHODS:
-        assert f"| `{name}` |" in TIERS
+def test_new_writes_the_files_that_the_page_shows(tmp_path: Path) -> None:
+    page = (PLUGINS / "README.md").read_text()
+    (line,) = set(re.findall(r"^ *(kvframework new [a-z]+ (?!NAME).+)$", page, re.MULTILINE))
+    folder = tmp_path / "kvf-mystore"
+    done = run(*shlex.split(line)[1:], "--path", str(folder))
+    assert done.returncode == 0, done.stderr
+    (tree,) = re.findall(r"```text\nkvf-mystore/\n(.*?)```", page, re.DOTALL)
+    files = re.findall(r"(?:^ {4}|  )([\w./-]+\.(?:toml|py|ini|md|yml))", tree, re.MULTILINE)
+    assert len(files) > 4
+    assert [name for name in files if not (folder / name).exists()] == []

@@ -11,7 +11,6 @@ import pytest
 from kvframework.api import installing
 from kvframework.api.installing import install_command, requirement
 from tests.docs.install_commands import in_step
-from tests.docs.shown import blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOW = ROOT / ".github" / "workflows" / "test.yml"
@@ -39,17 +38,6 @@ def test_the_forges_ci_runs_the_environments_of_tox() -> None:
     for row in rows:
         minor = re.search(r"py3(\d+)", row["env"])
         assert minor is None or row["python"] == f"3.{minor[1]}"
-
-
-def test_contributors_get_commands_that_exist() -> None:
-    page = (ROOT / "CONTRIBUTING.md").read_text()
-    groups = re.findall(r"--group (\w+)", "\n".join(blocks(page, "bash")))
-    package = (ROOT / "pyproject.toml").read_text()
-    assert groups
-    assert [group for group in groups if f"\n{group} = [" not in package] == []
-    for module in re.findall(r"`python -m ([\w.]+)", page):
-        place = ROOT / module.replace(".", "/")
-        assert place.with_suffix(".py").exists() or (place / "__main__.py").exists(), module
 
 
 # Every text says the install command that works today, which stands in one place.

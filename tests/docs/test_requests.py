@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from runpy import run_path
@@ -10,10 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvf_blend.messages import REQUESTS
-from kvframework.api.requests import CacheServices, ClientInfo, Handler
 from kvframework.errors import NotRegistered, UnknownRequest
-from kvframework.wire.frames import MAX_PAYLOAD_BYTES
 from tests.core.registry.fake_distributions import install
 from tests.core.server.in_process import serving
 from tests.docs.shown import blocks, entry_points
@@ -56,19 +52,3 @@ def test_a_server_without_it_says_so(warm_up: Callable[..., Any]) -> None:
         key = key_for(client.register(), [7] * 256)
         with pytest.raises(UnknownRequest):
             warm_up(server.endpoint, key)
-
-
-def test_its_tables_are_complete() -> None:
-    services = CacheServices.__abstractmethods__ | set(CacheServices.__annotations__)
-    table = GUIDE.partition("| call |")[2].partition("\n\n")[0]
-    assert services == set(re.findall(r"^\| `(\w+)", table, re.MULTILINE))
-    for name in ClientInfo.__annotations__:
-        assert f"`{name}`" in GUIDE
-    for name in Handler.__dataclass_fields__:
-        assert name in GUIDE
-    assert f"at most {MAX_PAYLOAD_BYTES >> 20} MiB" in GUIDE
-
-
-def test_blends_table_of_requests_is_complete() -> None:
-    page = (ROOT / "plugins" / "engines" / "blend" / "README.md").read_text()
-    assert re.findall(r"^\| `(blend\.CB_\w+)` \|", page, re.MULTILINE) == [spec.name for spec in REQUESTS]

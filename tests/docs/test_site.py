@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -54,12 +53,6 @@ def site(written: Path) -> Path:
     return written / "site"
 
 
-def test_a_link_that_is_called_like_a_file_gets_the_title() -> None:
-    text = pages.page_text("docs/operations.md", "https://example.org/x")
-    assert "[security.md](" not in text
-    assert "[Security](security.md)" in text
-
-
 def test_what_is_no_page_leads_to_the_repository() -> None:
     text = pages.page_text("README.md", "https://example.org/x")
     assert "[Apache-2.0](https://example.org/x/blob/main/LICENSE)" in text
@@ -99,12 +92,6 @@ def test_tables_and_what_only_looks_like_one_are_taken(monkeypatch: pytest.Monke
     monkeypatch.setattr(pages, "pages", lambda: {"a.md": "a.md"})
     (tmp_path / "a.md").write_text(text)
     assert pages.page_text("a.md", "") == text
-
-
-def test_version_and_repository_are_the_packages(written: Path) -> None:
-    text = (written / "zensical.toml").read_text()
-    assert not re.search("VERSION|REPOSITORY", text)
-    assert re.search(r'^repo_url = "https://\S+"$', text, re.MULTILINE)
 
 
 def test_every_page_is_built_strictly(site: Path) -> None:

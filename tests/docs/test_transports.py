@@ -40,18 +40,9 @@ def test_the_metadata_is_the_examples() -> None:
     assert (EXAMPLE / "pyproject.toml").read_text().strip() in [block.strip() for block in blocks(GUIDE, "toml")]
 
 
-def test_every_violation_is_explained() -> None:
-    table = GUIDE[GUIDE.index("| violation |") :]
-    explained = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", table, re.M)))
-    assert set(explained) == set(get_args(node.Mistake))
-
-
-def test_every_fault_is_explained(tmp_path: Path) -> None:
-    table = GUIDE[GUIDE.index("| fault |") : GUIDE.index("| violation |")]
-    faults = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
-    assert faults == list(get_args(node.Fault))
+def test_every_fault_can_be_injected(tmp_path: Path) -> None:
     with accelerator.SimulatedNode(tmp_path / "made" / "for" / "it") as made:
-        for fault in faults:
+        for fault in get_args(node.Fault):
             made.inject(fault, made.devices[0])
         with pytest.raises(ValueError, match="there is no fault 'copy_failed'"):
             made.inject("copy_failed", made.devices[0])  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from kvf_observe.history import LOADING
 from kvf_observe.http.exposition import PREFIX
 from kvf_observe.metrics import METRICS, TABLE
 from kvframework.status import COUNTERS, REASONS
-from tests.docs.test_links import anchors
+from tests.docs.test_prose import anchors
 from tests.observe.documents import NOW, answered, document
 from tests.observe.promtool import ALERTS, NEEDED, RULES
 from tests.support import doc_tables

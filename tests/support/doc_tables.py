@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 
 import msgspec
 
@@ -21,6 +22,29 @@ def rows(page: str, title: str) -> list[list[str]]:
         heads = number + 1 < len(lines) and lines[number + 1].startswith("|--")
         if line.startswith("|") and not line.startswith("|--") and not heads:
             found.append([cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]])
+    return found
+
+
+def tables(text: str) -> list[list[list[str]]]:
+    """Return the tables of a text as lists of rows of cells, without their headers. Code blocks have none."""
+    found: list[list[list[str]]] = []
+    for lines in re.findall(r"(?:^ *\|.*\n)+", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE):
+        rows = [re.split(r"(?<!\\)\|", line.strip())[1:-1] for line in lines.splitlines()[2:]]
+        found.append([[cell.strip() for cell in row] for row in rows])
+    return found
+
+
+def rows_of(known: Iterable[str], *texts: str) -> dict[str, list[str]]:
+    """Return the rows of every table that is about these names, by each name of their first cell (in code, if any is).
+
+    A table is about them if three of four of its names are among them. So a page may give such a table any heading, or
+    split it, and a name too many is still found.
+    """
+    names, found = set(known), dict[str, list[str]]()
+    for table in (table for text in texts for table in tables(text)):
+        rows = {name: row for row in table for name in re.findall(r"`([^`]+)`", row[0]) or row[:1]}
+        if rows and 4 * len(names & rows.keys()) >= 3 * len(rows):
+            found |= rows
     return found
 
 

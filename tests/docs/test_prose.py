@@ -1,0 +1,207 @@
+"""Every page by a few rules: lines, wording, tables, links and length. What a page says is not compared here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterator
+from functools import cache
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.docs.prose import PAGES, ROOT, WIDTH
+from tests.docs.test_site import pages as site
+
+# Texts that a scaffold fills in have links of their distribution.
+CHECKED = [page for page in PAGES if page.suffix == ".md"]
+FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"!?\[(?:[^\]\\]|\\.)*\]\(\s*<?([^)\s>]+)>?\s*\)")
+MADE = "<!-- Made from"
+MOST_WORDS = 2500
+
+# What readers stumbled over, and what to write.
+BANNED = {
+    r"\bof (?:its|their|his|her) own\b": "its own ..., a separate ...",
+    r"\b(?:once|twice|times|requests|tokens|bytes|objects|lookups|blocks|[KMG]i?B|\d) a second\b": "per second",
+    r"\bBesides,": "start with the fact",
+    r"\b[Ww]ho asks\b": "the client, the engine, the caller",
+    r"\b[Ww]hat (?:it|they|he) ha(?:s|ve|d)\b": "name the objects",
+    r"\bNothing of (?:this|that|it)\b": "name the component and the verb",
+    r"\bThose (?:that|of|who)\b": "name the objects",
+    r"\b[Ww]hoever\b": "name the component",
+}
+# Pages that are not rewritten yet: strike a page out once it keeps the rules.
+WORDING_TO_DO = {
+    "CONTRIBUTING.md",
+    "README.md",
+    "docs/architecture.md",
+    "docs/commands.md",
+    "docs/comparison.md",
+    "docs/configuration.md",
+    "docs/deadlines.md",
+    "docs/deploy/gpu.md",
+    "docs/deploy/kubernetes.md",
+    "docs/engines/README.md",
+    "docs/engines/llamacpp.md",
+    "docs/engines/mlx.md",
+    "docs/engines/own_engine.md",
+    "docs/engines/porting.md",
+    "docs/engines/transformers.md",
+    "docs/fleet.md",
+    "docs/hints.md",
+    "docs/internals.md",
+    "docs/load-or-recompute.md",
+    "docs/migration.md",
+    "docs/observe.md",
+    "docs/operations.md",
+    "docs/peers.md",
+    "docs/plots.md",
+    "docs/plugins/README.md",
+    "docs/plugins/compatibility.md",
+    "docs/plugins/eviction.md",
+    "docs/plugins/layouts.md",
+    "docs/plugins/listeners.md",
+    "docs/plugins/registry.md",
+    "docs/plugins/requests.md",
+    "docs/plugins/tiers.md",
+    "docs/plugins/transports.md",
+    "docs/releasing.md",
+    "docs/restart.md",
+    "docs/route.md",
+    "docs/routing.md",
+    "docs/scale.md",
+    "docs/security.md",
+    "docs/simulate.md",
+    "docs/sizing.md",
+    "docs/status.md",
+    "docs/tutorial.md",
+    "docs/upgrading.md",
+    "plugins/defaults/kvf_cpu_gather/README.md",
+    "plugins/defaults/kvf_layouts/README.md",
+    "plugins/engines/blend/README.md",
+    "plugins/tiers/filesystem/README.md",
+    "plugins/tiers/mooncake/README.md",
+    "plugins/tiers/peers/README.md",
+    "plugins/tiers/redis/README.md",
+    "plugins/tiers/s3/README.md",
+    "plugins/tools/observe/README.md",
+}
+LENGTH_TO_DO = {
+    "docs/architecture.md",
+    "docs/benchmarks.md",
+    "docs/benchmarks_method.md",
+    "docs/engines/vllm.md",
+    "docs/internals.md",
+    "docs/operations.md",
+    "docs/plugins/tiers.md",
+    "docs/plugins/transports.md",
+    "docs/security.md",
+    "docs/status.md",
+}
+
+
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def prose(page: Path) -> str:
+    """Return the text of a page without code."""
+    return re.sub(r"`[^`\n]+`", "`code`", FENCE.sub("", page.read_text()))
+
+
+WRITTEN = [page for page in CHECKED if page.name != "CHANGELOG.md" and not page.read_text().startswith(MADE)]
+
+
+def each_page(but: Container[str] = ()) -> pytest.MarkDecorator:
+    """Run a test for every page that is not generated."""
+    return pytest.mark.parametrize("page", [page for page in WRITTEN if name(page) not in but], ids=name)
+
+
+@each_page()
+def test_its_lines_are_not_overlong(page: Path) -> None:
+    """Tables and links cannot be broken."""
+    lines = FENCE.sub("", page.read_text()).splitlines()
+    assert [line for line in lines if len(line) > WIDTH + 20 and "|" not in line and "](" not in line] == []
+
+
+@each_page(WORDING_TO_DO)
+def test_its_wording(page: Path) -> None:
+    found = {hit[0]: advice for pattern, advice in BANNED.items() for hit in re.finditer(pattern, prose(page))}
+    assert found == {}, "each with what to write"
+
+
+@each_page(LENGTH_TO_DO)
+def test_its_length(page: Path) -> None:
+    assert len(page.read_text().split()) <= MOST_WORDS
+
+
+@pytest.mark.parametrize("source", site.pages())
+def test_the_site_renders_its_tables_and_links(source: str) -> None:
+    assert site.page_text(source, "https://example.org/x")
+
+
+def test_every_page_is_in_the_menu_of_the_site() -> None:
+    site.check_menu((ROOT / "docs" / "site" / "zensical.toml").read_text())
+
+
+# links
+
+
+def links(text: str) -> Iterator[str]:
+    """The targets of a text's links."""
+    return (link[1] for link in LINK.finditer(text))
+
+
+def slug(heading: str) -> str:
+    """A heading's anchor, as GitHub makes it."""
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").replace("*", "")
+    return re.sub(r"[^\w\- ]", "", plain.strip().lower()).replace(" ", "-")
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """The anchors that are the same on GitHub and on the site, which makes one hyphen of several. A second heading of
+    one text has another on each. Rows of tables have anchors of their own."""
+    text = FENCE.sub("", page.read_text())
+    headings = re.findall(r"^#{1,6} (.+)$", text, re.MULTILINE)
+    return {name for name in map(slug, headings) if "--" not in name} | set(re.findall(r'<a id="([\w.-]+)"></a>', text))
+
+
+def dead(page: Path, text: str) -> list[str]:
+    """The links of a page's text that lead to nothing. Outside addresses must have their form; none is opened."""
+    found = []
+    for target in links(text):
+        url = urlsplit(target)
+        if url.scheme:
+            if url.scheme not in ("http", "https", "mailto") or not (url.netloc or url.scheme == "mailto"):
+                found.append(target)
+            continue
+        file = (page.parent / url.path).resolve() if url.path else page
+        there = file.exists() and file.is_relative_to(ROOT)
+        if not there or (url.fragment and (file.suffix != ".md" or url.fragment not in anchors(file))):
+            found.append(target)
+    return found
+
+
+@pytest.mark.parametrize("page", CHECKED, ids=name)
+def test_its_links_lead_somewhere(page: Path) -> None:
+    assert dead(page, prose(page)) == []
+
+
+# the rules themselves
+
+
+def test_what_breaks_a_rule_is_found() -> None:
+    page = ROOT / "README.md"
+    broken = "[a](none.md) [b](docs/faq.md#none) [c](https:/example.com) [d](#none) ![e](none.svg) [f](ftp://x)"
+    assert dead(page, broken) == [
+        "none.md",
+        "docs/faq.md#none",
+        "https:/example.com",
+        "#none",
+        "none.svg",
+        "ftp://x",
+    ]
+    bad = "Besides, a process of its own sends 3 GB a second to who asks. Nothing of this waits for what it has."
+    assert sum(bool(re.search(pattern, bad)) for pattern in BANNED) == 6
