@@ -88,6 +88,7 @@ WORDING_TO_DO = {
     "plugins/tools/observe/README.md",
 }
 LENGTH_TO_DO = {
+    "docs/configuration.md",
     "docs/architecture.md",
     "docs/benchmarks.md",
     "docs/benchmarks_method.md",
