@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from kvframework.api.counter import Histogram
 from kvframework.api.keys import NAMESPACE_BYTES, PackedKey
-from kvframework.storage.l1.entries import ALIGNMENT, StoredObject
+from kvframework.storage.l1.allocator import rounded
+from kvframework.storage.l1.entries import StoredObject
 
 
 class Cause(IntEnum):
@@ -136,7 +137,7 @@ class EvictionStatistics:
         if cause > LAST_EVICTION:
             self._add(stored.key, Ghost(cause, now))
             return
-        idle_s, nbytes = now - abs(stored.used), -(-stored.length // ALIGNMENT) * ALIGNMENT
+        idle_s, nbytes = now - abs(stored.used), rounded(stored.length)
         self._evicted[cause] += 1
         self._idle.add(idle_s)
         model = "" if by is None else self._model_of(by[:NAMESPACE_BYTES])

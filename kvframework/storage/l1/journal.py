@@ -33,7 +33,8 @@ import msgspec
 import xxhash
 
 from kvframework.api.keys import NAMESPACE_BYTES, SALT_BYTES, PackedKey
-from kvframework.storage.l1.entries import ALIGNMENT, StoredObject
+from kvframework.storage.l1.allocator import ALIGNMENT, rounded
+from kvframework.storage.l1.entries import StoredObject
 from kvframework.storage.namespaces import MAX_NAMESPACES, RECORD_BYTES
 
 log = logging.getLogger(__name__)
@@ -290,7 +291,7 @@ def _gaps(ranges: list[tuple[int, int]], capacity: int) -> tuple[list[tuple[int,
             gaps.append((end, offset - end))
         if length <= 0:
             raise Cold("damaged", f"the range at byte {offset} of the arena")
-        end = offset + -(-length // ALIGNMENT) * ALIGNMENT
+        end = offset + rounded(length)
     if end > capacity:
         raise Cold("damaged", f"a range that ends at byte {end} of {capacity}")
     return gaps, end

@@ -15,7 +15,8 @@ import pytest
 from kvf_eviction import Lru, TwoQueues
 from kvframework.api.eviction import EvictionPolicy
 from kvframework.api.keys import PACKED_KEY_BYTES, PackedKey, Retain
-from kvframework.storage.l1.entries import ALIGNMENT, StoredObject
+from kvframework.storage.l1.allocator import ALIGNMENT
+from kvframework.storage.l1.entries import StoredObject
 from kvframework.storage.l1.eviction_statistics import Cause
 from kvframework.storage.l1.leases import PromptPart
 from kvframework.storage.l1.objects import ObjectTable

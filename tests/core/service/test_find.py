@@ -18,7 +18,8 @@ from kvframework.service.engine_driven import Grants, objects_of
 from kvframework.service.keys import MAX_OBJECTS, KeyGrid, KeyResolver
 from kvframework.service.lookups import Lookups
 from kvframework.service.records import RequestLog
-from kvframework.storage.l1.entries import ALIGNMENT, StoredObject
+from kvframework.storage.l1.allocator import ALIGNMENT
+from kvframework.storage.l1.entries import StoredObject
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecord
 from kvframework.storage.table import Table

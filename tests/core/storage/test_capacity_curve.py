@@ -9,7 +9,8 @@ import pytest
 
 from kvf_eviction import Lru
 from kvframework.api.keys import PACKED_KEY_BYTES
-from kvframework.storage.l1.entries import ALIGNMENT, StoredObject
+from kvframework.storage.l1.allocator import ALIGNMENT
+from kvframework.storage.l1.entries import StoredObject
 from kvframework.storage.l1.eviction_statistics import FindRow
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.table import Table

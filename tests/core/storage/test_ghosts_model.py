@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvframework.storage.l1.entries import ALIGNMENT, StoredObject
+from kvframework.storage.l1.allocator import ALIGNMENT
+from kvframework.storage.l1.entries import StoredObject
 from kvframework.storage.l1.eviction_statistics import CapacityCurve, Cause, EvictionStatistics
 from tests.core.storage.memory import packed_key
 

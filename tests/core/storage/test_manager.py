@@ -9,7 +9,7 @@ import pytest
 
 from kvframework.storage import manager as manager_module
 from kvframework.storage import table as table_module
-from kvframework.storage.l1.entries import ALIGNMENT
+from kvframework.storage.l1.allocator import ALIGNMENT
 from tests.core.storage.conftest import storage_threads
 from tests.core.storage.memory import NAMESPACE, packed_key
 from tests.core.storage.node import DESC, OWNER, SIZE, MakeNode, Node

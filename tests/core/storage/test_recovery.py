@@ -14,7 +14,7 @@ from kvframework.api.memory import Memory
 from kvframework.config.tenants import MAX_TENANTS
 from kvframework.errors import ArenaError
 from kvframework.storage import recovery as kept_module
-from kvframework.storage.l1.entries import ALIGNMENT
+from kvframework.storage.l1.allocator import ALIGNMENT
 from kvframework.storage.l1.journal import (
     SLOTS_AT,
     Identity,

@@ -15,7 +15,7 @@ from kvframework.api.tier import TierProvider
 from kvframework.config import Config, L2Keys
 from kvframework.registry.registry import PluginRegistry
 from kvframework.registry.tables import resolve_table
-from kvframework.storage.l1.entries import rounded
+from kvframework.storage.l1.allocator import rounded
 
 MAX_ENGINES = 1024
 MAX_BYTES_PER_TOKEN = 1 << 30
