@@ -43,7 +43,7 @@ def installation() -> Iterator[Finding]:
         yield Finding("kvframework.kernels", "ok", "the compiled kernels are there")
 
 
-# docs/operations.md: 64 for the server and 4 for each client process.
+# docs/sizing.md: 64 for the server and 4 for each client process.
 _SERVER_DESCRIPTORS = 64
 _CLIENT_DESCRIPTORS = 4
 

@@ -1,7 +1,7 @@
 """What a router takes, in memory and time, and what follows for a thousand nodes.
 
 In this process, without sockets: batches as publishers encode them go in, JSON requests go in and out. The last rows
-are arithmetic on the others; docs/scale.md has them in words.
+are arithmetic on the others; docs/routing.md has them in words.
 """
 
 from __future__ import annotations
