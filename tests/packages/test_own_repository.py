@@ -34,6 +34,7 @@ DEPENDENCIES = {
     "kvf_codecs": {"numpy", "xxhash", "zstandard"},
     "kvf_cpu_gather": {"torch"},
     "kvf_cuda_ipc": {"cuda"},
+    "kvf_devices": {"torch"},
     "kvf_events": {"xxhash", "zmq"},
     "kvf_layouts": {"torch"},
     "kvf_mooncake": {"mooncake", "xxhash"},
