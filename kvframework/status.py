@@ -69,6 +69,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Problem(Part, frozen=True):
+    """A present problem: the field it is about, and the fact."""
+
     where: str = ""
     fact: str = ""
 
@@ -83,6 +85,8 @@ class Histogram(Part, frozen=True):
 
 
 class Server(Part, frozen=True):
+    """The server's identity, configuration and age in seconds."""
+
     version: str = ""
     boot_id: str = ""
     pid: int = 0
@@ -96,6 +100,8 @@ class Server(Part, frozen=True):
 
 
 class Instance(Part, frozen=True):
+    """The KV memory that an engine has registered: its shapes, block sizes in tokens, and transport."""
+
     instance_id: int = 0
     session_id: int = 0
     pid: int = 0
@@ -126,6 +132,8 @@ class Instance(Part, frozen=True):
 
 
 class ModelLookups(Part, frozen=True):
+    """Finished lookups of one model, in tokens: asked, found in L1, loaded from L2."""
+
     lookups: int = 0
     asked_tokens: int = 0
     l1_tokens: int = 0
@@ -133,6 +141,8 @@ class ModelLookups(Part, frozen=True):
 
 
 class Lookups(Part, frozen=True):
+    """Lookups since the start, with tokens asked and found, and misses by reason."""
+
     lookups: int = 0
     asked_tokens: int = 0
     hit_tokens: int = 0
@@ -152,6 +162,8 @@ class Engine(Part, frozen=True):
 
 
 class Price(Part, frozen=True):
+    """Lookups whose loads were priced, and the seconds that cutting them has saved."""
+
     on: bool = False
     lookups: int = 0
     cut: int = 0
@@ -173,6 +185,8 @@ class Account(Part, frozen=True):
 
 
 class HotPrefix(Part, frozen=True):
+    """One of the most used prefixes, with its tokens and an upper bound of the counting error."""
+
     model: str = ""
     prefix: str = ""
     hit_tokens: int = 0
@@ -181,6 +195,8 @@ class HotPrefix(Part, frozen=True):
 
 
 class Use(Part, frozen=True):
+    """Bytes in L1, lookups and evictions by model, tenant, namespace and engine."""
+
     models: dict[str, Account] = {}
     tenants: dict[str, Account] = {}
     namespaces: dict[str, Account] = {}
@@ -189,6 +205,8 @@ class Use(Part, frozen=True):
 
 
 class Device(Part, frozen=True):
+    """One accelerator and its copier process."""
+
     device: str = ""
     pid: int | None = None
     starts: int = 0
@@ -208,11 +226,15 @@ class OwnCounter(Part, frozen=True):
 
 
 class Transport(Part, frozen=True):
+    """A device transport: its copiers, and the counters of its plugin."""
+
     devices: tuple[Device, ...] = ()
     counters: dict[str, OwnCounter] = {}
 
 
 class Recovered(Part, frozen=True):
+    """What L1 took over at the start, in objects, bytes and seconds, or why it began empty."""
+
     objects: int = 0
     bytes: int = 0
     seconds: float = 0.0
@@ -222,6 +244,8 @@ class Recovered(Part, frozen=True):
 
 
 class Evicted(Part, frozen=True):
+    """Objects evicted from L1 by cause."""
+
     room: Annotated[int, Counter("objects", "were evicted for the place of another object", False, _EVICTIONS)] = 0
     watermark: Annotated[int, Counter("objects", "were evicted to get below the watermark", False, _EVICTIONS)] = 0
     tenant: Annotated[int, Counter("objects", "were evicted by the share of a tenant", False, _EVICTIONS)] = 0
@@ -229,17 +253,23 @@ class Evicted(Part, frozen=True):
 
 
 class Ghosts(Part, frozen=True):
+    """Objects that left L1 and are remembered: held, at most, and their bytes."""
+
     held: int = 0
     most: int = 0
     bytes: int = 0
 
 
 class Capacity(Part, frozen=True):
+    """The hit rate (0 to 1) that L1 would have with `capacity_bytes`."""
+
     capacity_bytes: int = 0
     hit_rate: float = 0.0
 
 
 class L1Counters(Part, frozen=True):
+    """Objects and leases of L1 since the start."""
+
     stored: Annotated[int, Counter("objects", "were stored by engines", False, _L1_OBJECTS)] = 0
     loaded: Annotated[int, Counter("objects", "were loaded from L2", False, _L1_OBJECTS)] = 0
     aborted: Annotated[int, Counter("objects", "were aborted by their writer", False, _L1_OBJECTS)] = 0
@@ -254,6 +284,8 @@ class L1Counters(Part, frozen=True):
 
 
 class L1(Part, frozen=True):
+    """The memory tier: bytes, objects, pins, leases and evictions."""
+
     capacity_bytes: int = 0
     ready_bytes: int = 0
     used_bytes: int = 0
@@ -277,11 +309,15 @@ class L1(Part, frozen=True):
 
 
 class Usage(Part, frozen=True):
+    """Bytes that a tier uses, and its capacity in bytes."""
+
     used_bytes: int = 0
     capacity_bytes: int = 0
 
 
 class Circuits(Part, frozen=True):
+    """The circuit breakers of a tier: `closed` works, `open` and `half-open` are down."""
+
     read: str = ""
     write: str = ""
 
@@ -295,6 +331,8 @@ class Latency(Part, frozen=True):
 
 
 class TierCounters(Part, frozen=True):
+    """Values, bytes and failed calls of a tier since the start."""
+
     hits: Annotated[int, Counter("values", "were found", False, _VALUES, "hit")] = 0
     misses: Annotated[int, Counter("values", "were not found", False, _VALUES, "miss")] = 0
     stored: Annotated[int, Counter("values", "were stored", False, _VALUES)] = 0
@@ -345,6 +383,8 @@ class Tier(TierCounters, frozen=True):
 
 
 class LostBy(Part, frozen=True):
+    """Calls that one client lost within the last 60 s, by kind and error code."""
+
     session_id: int = 0
     client: str = ""
     pid: int = 0
@@ -367,11 +407,15 @@ class Losses(Part, frozen=True):
 
 
 class Prefetch(Part, frozen=True):
+    """Loads from L2 under way."""
+
     in_flight: int = 0
     refused: Annotated[int, Counter("loads", "were too many at once", True, "prefetch_refused_total")] = 0
 
 
 class Log(Part, frozen=True):
+    """Lines of the server's log that wait to be written, and why."""
+
     waiting: int = 0
     dropped: Annotated[int, Counter("lines of the log", "were lost", True, "log_dropped_total")] = 0
     problem: str = ""
@@ -387,6 +431,8 @@ class Observe(Part, frozen=True):
 
 
 class EventsCounters(Part, frozen=True):
+    """Batches of events and questions for replays since the start."""
+
     batches: Annotated[int, Counter("batches", "were sent to routers", False, _EVENTS)] = 0
     replays: Annotated[int, Counter("answers", "gave a router what it lacked", False, _EVENTS)] = 0
     unread_replays: Annotated[int, Counter("answers", "were not read by their router", False, _EVENTS)] = 0
@@ -436,6 +482,8 @@ class MessagingCounters(Part, frozen=True):
 
 
 class Descriptors(Part, frozen=True):
+    """Open file descriptors, their limit, and whether new peers are accepted."""
+
     in_use: int = 0
     limit: int = 0
     sessions: bool = True
@@ -444,6 +492,8 @@ class Descriptors(Part, frozen=True):
 
 
 class Session(Part, frozen=True):
+    """A connected client: process, protocol version, bytes it keeps from eviction."""
+
     session_id: int = 0
     pid: int = 0
     name: str = ""
@@ -469,6 +519,8 @@ class Refused(Part, frozen=True):
 
 
 class Messaging(Part, frozen=True):
+    """Connections: sessions, refused clients, descriptors and counters."""
+
     descriptors: Descriptors = Descriptors()
     sessions: tuple[Session, ...] = ()
     refused: tuple[Refused, ...] = ()
@@ -476,6 +528,8 @@ class Messaging(Part, frozen=True):
 
 
 class Status(Part, frozen=True):
+    """The whole document."""
+
     server: Server = Server()
     problems: tuple[Problem, ...] = ()
     instances: tuple[Instance, ...] = ()

@@ -92,7 +92,7 @@ def write(folder: Path) -> None:
     for other in [*_below("docs", "*.svg"), *_below("docs", "images/*.png")]:
         shutil.copy(ROOT / "docs" / other, folder / "pages" / other)
     shutil.copy(HERE / "site.css", folder / "pages")
-    for word, meant in {"REPOSITORY": repository, "VERSION": version}.items():
+    for word, meant in {"REPOSITORY": repository, "VERSION": version, "CLONE": str(ROOT)}.items():
         configuration = configuration.replace(word, meant)
     (folder / "zensical.toml").write_text(configuration)
 

@@ -42,6 +42,7 @@ class QuickGroup(TyperGroup):
     each default, even the None of a flag."""
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
+        """Parse without the group's options if a command comes first."""
         own = self.params
         if args and args[0] in self.commands:  # no option of the group itself is given
             ctx.params.update({str(each.name): each.default for each in own if each.expose_value})

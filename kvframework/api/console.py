@@ -39,6 +39,7 @@ class PlainConsole(Console):
     no name of a file lacks an encoding."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Yield the segments with every control character of their text escaped."""
         for segment in super().render(renderable, options):
             text, style, control = segment
             yield segment if control or text.isprintable() else Segment(_printable(text), style)

@@ -57,6 +57,7 @@ class CopyBatch:
 
     @property
     def nbytes(self) -> int:
+        """Bytes that the batch copies."""
         return self.count * self.run
 
     def fragments(self) -> tuple[array.array[int], array.array[int], int]:

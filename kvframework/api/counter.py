@@ -67,6 +67,7 @@ class Histogram:
         self._buckets = [0] * (self._last + 1)
 
     def add(self, value: float) -> None:
+        """Count one duration of `value` seconds. Never blocks."""
         scaled = value * self._scale
         at = int(log2(scaled) * _PER_OCTAVE) if scaled > 1.0 else 0
         self._buckets[at if at < self._last else self._last] += 1

@@ -190,15 +190,19 @@ class DeviceFuture(Generic[T]):
         self._future = future
 
     def query(self) -> bool:
+        """See `Future.query`."""
         return self._future.query()
 
     def result(self, timeout: float | None = None) -> T:
+        """See `Future.result`."""
         return self._future.result(timeout)
 
     def exception(self) -> BaseException | None:
+        """See `Future.exception`."""
         return self._future.exception()
 
     def cancel(self) -> None:
+        """See `Future.cancel`."""
         self._future.cancel()
 
     def wait(self, stream: object | None = None) -> None:

@@ -181,14 +181,17 @@ class Transfer:
 
     @property
     def request_id(self) -> str:
+        """The engine's request id."""
         return self.key.request_id
 
     @property
     def tokens(self) -> int:
+        """Tokens of the range."""
         return self.key.end - self.key.start
 
     @property
     def chunks(self) -> int:
+        """Whole chunks of the range."""
         return self.tokens // self.registration.desc.chunk_tokens
 
     @property
@@ -541,4 +544,5 @@ class ServerTransport(ABC):
         return {}
 
     @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free all resources. Called once, after the last instance has been closed."""

@@ -361,6 +361,7 @@ class CanonicalInstance:
 
     @property
     def namespace(self) -> bytes:
+        """The registration's namespace digest."""
         return self.registration.namespace
 
     def transfer(self, key: CacheKey) -> Transfer:

@@ -163,6 +163,7 @@ class ErrorNotes(Counter[str]):
         self._counted = counted
 
     def note(self, where: str, error: Exception) -> None:
+        """Count a failed call; log the first of its kind."""
         kind = f"{where}: {type(error).__name__}"
         self[kind] += 1
         self._counted()
@@ -223,6 +224,7 @@ class Attachment(Generic[T]):
 
     @property
     def stopped(self) -> bool:
+        """Whether `stop` was called. Never blocks."""
         return self._stop.is_set()
 
     def begin(self, wait_s: float) -> None:

@@ -78,6 +78,7 @@ class StatusSource:
             raise
 
     def close(self) -> None:
+        """Close the connection, if there is one. Idempotent."""
         client, self._client = self._client, None
         if client is not None:
             client.close()

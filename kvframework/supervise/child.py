@@ -172,6 +172,7 @@ class SupervisedChild:
     # of any thread
 
     def start(self) -> None:
+        """Start the thread that keeps the process running. Does not wait for it."""
         self._thread.start()
 
     def wake(self) -> None:

@@ -115,6 +115,8 @@ class Ping(Message, frozen=True):
 
 
 class Pong(Message, frozen=True):
+    """The answer to PING; `boot_id` changes with each start of the server."""
+
     boot_id: bytes
 
 
@@ -125,6 +127,8 @@ class GetChunkSize(Message, frozen=True):
 
 
 class ChunkSize(Message, frozen=True):
+    """The answer to GET_CHUNK_SIZE, in tokens."""
+
     chunk_size: Positive
 
 
@@ -168,6 +172,8 @@ class Registered(Message, frozen=True):
 
 
 class Unregister(Message, frozen=True):
+    """The end of an instance; the server frees its memory mappings."""
+
     instance_id: InstanceId
 
 
@@ -198,6 +204,8 @@ class GatheredBlock(Message, frozen=True):
 
 
 class TransferReply(Message, frozen=True):
+    """The end of a transfer: whether all objects moved, else the reason."""
+
     ok: bool
     outcome: StoreOutcome = StoreOutcome()
     reason: str = ""
@@ -262,6 +270,8 @@ class RetrieveCommitted(Message, frozen=True):
 
 
 class Aborted(Message, frozen=True):
+    """The answer to ABORT: the number of freed reservations."""
+
     freed: int
 
 
@@ -383,6 +393,8 @@ class TicketRef(Message, frozen=True):
 
 
 class Freed(Message, frozen=True):
+    """The answer to FREE_LOOKUP_LOCKS: the number of released pins."""
+
     pins: int
 
 
@@ -393,6 +405,8 @@ class EndSession(Message, frozen=True):
 
 
 class SessionEnded(Message, frozen=True):
+    """The answer to END_SESSION: the number of ended leases and tickets."""
+
     leases: int
     tickets: int
 

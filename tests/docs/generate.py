@@ -8,6 +8,7 @@ from types import ModuleType
 
 from kvframework.api.toml import read_toml
 from tests.docs import (
+    api_reference,
     configuration_tables,
     counter_table,
     engine_table,
@@ -47,6 +48,7 @@ def generated() -> dict[Path, str]:
     files[registry] = registry_table.renewed(files[registry])
     files |= {readme: option_tables.renewed(readme, offers) for readme, offers in option_tables.readmes().items()}
     files[DOCS / "ttft.svg"] = ttft_plot.drawn(files[DOCS / "benchmarks.md"])
+    files |= {DOCS / "reference" / name: NOTE + text for name, text in api_reference.pages().items()}
     return {file: in_step(text) for file, text in files.items()}
 
 

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.docs import api_reference
 from tests.docs.prose import PAGES, ROOT, WIDTH
 from tests.docs.test_site import pages as site
 
@@ -114,6 +115,8 @@ def anchors(page: Path) -> set[str]:
     one text has another on each. Rows of tables have anchors of their own."""
     text = FENCE.sub("", page.read_text())
     headings = re.findall(r"^#{1,6} (.+)$", text, re.MULTILINE)
+    if page.parent.name == "reference":
+        return api_reference.anchors(page.stem) | set(map(slug, headings))
     return {name for name in map(slug, headings) if "--" not in name} | set(re.findall(r'<a id="([\w.-]+)"></a>', text))
 
 

@@ -102,7 +102,8 @@ class EngineDriver(ABC, Generic[E]):
         record, also while the work of that has not been reached."""
 
     @abstractmethod
-    def destroy_event(self, event: E) -> None: ...
+    def destroy_event(self, event: E) -> None:
+        """Destroy an event of `create_event`."""
 
     def block_stream(self, stream: object | None) -> Callable[[], None]:
         """Blocks all further work of one of the engine's streams (None: the calling thread's current one), on the

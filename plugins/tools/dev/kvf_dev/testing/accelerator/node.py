@@ -234,6 +234,7 @@ class SimulatedNode:
         self.close()
 
     def close(self) -> None:
+        """Close this process's connection to the node."""
         self._ledger.close()
 
     def inject(self, fault: Fault, device: str, *, count: int = 1) -> None:

@@ -146,6 +146,7 @@ class Accelerator:
             return self._space.allocate(device, nbytes)
 
     def free(self, address: int) -> None:
+        """Free memory of `allocate`."""
         with self._lock:
             self._space.free(address)
 
@@ -181,6 +182,7 @@ class Accelerator:
             return self._space.map(device, start, size, number)
 
     def close_memory(self, address: int) -> None:
+        """Close memory of `open_memory`."""
         with self._lock:
             self._space.unmap(address)
 
@@ -192,6 +194,7 @@ class Accelerator:
     # streams and events
 
     def stream(self, device: str) -> Stream:
+        """Return a new stream of the device."""
         row = self._ledger.insert("insert into streams(process) values(?)", self.process)
         return Stream(self, device, row)
 
@@ -201,6 +204,7 @@ class Accelerator:
         self._ledger.all("delete from streams where id = ?", stream.row)
 
     def default_stream(self, device: str) -> Stream:
+        """Return the device's default stream."""
         with self._lock:
             if device not in self._default_streams:
                 self._default_streams[device] = Stream(self, device)
@@ -212,6 +216,7 @@ class Accelerator:
         return stream.hold()
 
     def create_event(self, device: str, *, interprocess: bool = False) -> Event:
+        """Return a new event."""
         self.check(device)
         token = secrets.token_bytes(16)
         row = self._ledger.insert(
@@ -220,12 +225,14 @@ class Accelerator:
         return Event(device, row)
 
     def export_event(self, event: Event) -> bytes:
+        """Return a handle of the event for other processes."""
         row = self._ledger.one("select token from events where id = ? and shared", event.row)
         if row is None or event.opening is not None:
             raise AcceleratorError("export: this is no interprocess event of this process")
         return bytes(row[0])
 
     def open_event(self, device: str, handle: bytes) -> Event:
+        """Return the event behind another process's handle."""
         self.check(device)
         row = self._ledger.one("select id, device, process from events where token = ? and not destroyed", handle)
         if row is None:
@@ -239,6 +246,7 @@ class Accelerator:
         return Event(device, number, opening)
 
     def destroy_event(self, event: Event) -> None:
+        """Destroy an event of `create_event` or `open_event`."""
         event.closed = True
         if event.opening is None:
             self._ledger.all("update events set destroyed = 1 where id = ?", event.row)

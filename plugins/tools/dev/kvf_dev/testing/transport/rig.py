@@ -116,6 +116,7 @@ class RigSpec:
     arguments: Mapping[str, object] = field(default_factory=dict)
 
     def make(self) -> TransportRig:
+        """Import the factory and return its rig."""
         module, _, name = self.factory.partition(":")
         rig = getattr(importlib.import_module(module), name)(**self.arguments)
         assert isinstance(rig, TransportRig)
