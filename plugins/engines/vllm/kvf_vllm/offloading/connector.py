@@ -6,6 +6,7 @@ All refusals happen at the engine's start; later no failure of the cache reaches
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import secrets
 from collections.abc import Iterable, Sequence
@@ -43,7 +44,7 @@ from kvf_vllm.connector import (
 from kvf_vllm.facts import model_of, packing_of, place_of, why_unread
 from kvf_vllm.identity import Named, identify
 from kvf_vllm.offloading.checks import check_room, refusals
-from kvf_vllm.offloading.copies import Slot
+from kvf_vllm.offloading.copies import Slot, order_of
 from kvf_vllm.offloading.manager import ArenaManager
 from kvf_vllm.offloading.messages import Laid, StepPlan, StepReport
 from kvf_vllm.offloading.metrics import BothCounted, BothShown
@@ -53,6 +54,7 @@ from kvf_vllm.offloading.worker import CpuWorker, ServedArena, WorkerSide
 from kvf_vllm.options import caches_adapters_by_path, check_offloading, check_version, parse_options
 from kvf_vllm.registration import join_log
 from kvf_vllm.weights import CacheResets, EngineWeights, WeightUpdates
+from kvframework.api.layout import MAX_PACKING
 from kvframework.client import ErrorNotes, KVClient, OpaqueInstance, OpaqueObjects, harmless
 from kvframework.errors import BadLayout, ConfigFieldError, KVFrameworkError
 from vllm import envs
@@ -277,7 +279,10 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
         """Register objects by the names of all workers' blocks, the first stage's first."""
         spec, parallel = self._spec, self._spec.config.parallel
         laid = [each for each in names if isinstance(each, Laid)]
-        identity, packing = laid[0].identity, "+".join(dict.fromkeys(each.packing for each in laid))
+        identity, packing = laid[0].identity, "+".join((ERA, *dict.fromkeys(each.packing for each in laid)))
+        if len(packing) > MAX_PACKING:
+            digest = hashlib.blake2b(packing.encode(), digest_size=8, person=b"kvf-vllm-pack").hexdigest()
+            packing = f"{packing[: MAX_PACKING - 17]}+{digest}"
         # Stages of a pipeline may hold more layers than others.
         self._slot_bytes = max(each.slot_bytes for each in laid)
         facts: tuple[object, ...] = ()
@@ -299,7 +304,7 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
             model_name=identity.model_name,
             object_bytes=[spec.slots * self._slot_bytes] * len(spec.config.groups),
             unit_tokens=spec.unit_tokens,
-            packing=f"{ERA}/{packing}"[:128],
+            packing=packing,
             revision=f"{identity.revision}+{facts}+{chunks}",
             quantization=identity.quantization,
             model_dtype=identity.dtype,
@@ -319,6 +324,7 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
             self._named = Named(facts, identify(facts, **own), **own)
             form = canonical_format_id(self._kv_cache_config.kv_cache_layout) if self._spec.is_canonical else ""
             packing = packing_of(config, self._kv_cache_config, first_axis, release=self._release, canonical=form)
+            packing += "/" + order_of(self._kv_cache_config, kv_caches, canonical=self._spec.is_canonical)
             identity = self._named.identity
             stage = place_of(config.parallel_config, self._kv_cache_config).stage
             laid = Laid(

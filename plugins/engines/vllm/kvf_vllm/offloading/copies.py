@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvf_vllm.facts import layer_specs
 from kvframework.errors import BadLayout
 
 if TYPE_CHECKING:
+    import torch
     from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, GPULoadStoreSpec
 
 Addresses = npt.NDArray[np.int64]
@@ -152,3 +156,23 @@ class Slot:
                 )
             block, chunk = block + count, chunk + (int(within[-1]) // per_chunk + 1 if count else 0)
         return Runs(*(np.concatenate([np.empty(0, dtype=np.int64), *each]) for each in zip(*runs, strict=True)))
+
+
+def order_of(kv_cache_config: Any, memory: Mapping[str, torch.Tensor], *, canonical: bool) -> str:
+    """Return a name for the place of each layer's bytes in an object: the tensor, in the order in which vLLM's worker
+    side lists them, and the byte within a block that holds several layers. vLLM's `canonical` pages hold one layer."""
+    regions: dict[tuple[int, int], int] = {}
+    places: list[tuple[object, ...]] = []
+    for group in kv_cache_config.kv_cache_groups:
+        specs = layer_specs(group.kv_cache_spec)
+        for name in group.layer_names:
+            if (tensor := memory.get(name)) is None:
+                continue
+            row = tensor.stride(0) * tensor.element_size()
+            stride = row * (tensor.shape[0] // kv_cache_config.num_blocks)
+            region = regions.setdefault((tensor.data_ptr(), stride), len(regions))
+            at: tuple[int, ...] = ()
+            if not canonical and stride != (specs[name] if name in specs else specs[""]).page_size_bytes:
+                at = (stride, tensor.storage_offset() * tensor.element_size() % stride)
+            places.append((name, region, *at))
+    return hashlib.blake2b(json.dumps(places).encode(), digest_size=8, person=b"kvf-vllm-order").hexdigest()

@@ -1,0 +1,152 @@
+"""Every byte of each kind of cache that vLLM has, stored and loaded through both halves of `KvFrameworkOffloading` and
+a real server. vLLM's own classes group and lay out the blocks and its scheduler plans the steps; no model runs."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.support.server_process import ServerProcess
+from tests.vllm.model import prompt
+from tests.vllm.modelless import Cache, engine
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
+
+TOKENS, WINDOW, LEAST = 700, 100, 448
+
+
+def kind(name: str, layers: int = 2, *, prefix: str = "layer", **facts: Any) -> dict[str, Any]:
+    import torch
+    from vllm.v1 import kv_cache_interface as vllms
+
+    common = {"block_size": 16, "num_kv_heads": 4, "head_size": 32, "dtype": torch.float32}
+    return {f"{prefix}.{layer}": getattr(vllms, name)(**common | facts) for layer in range(layers)}
+
+
+def full(layers: int) -> dict[str, Any]:
+    return kind("FullAttentionSpec", layers, prefix="full")
+
+
+def latent(name: str, layers: int, *, prefix: str = "latent", **facts: Any) -> dict[str, Any]:
+    return kind(name, layers, prefix=prefix, num_kv_heads=1, head_size=72, **facts)
+
+
+def states(**facts: Any) -> dict[str, Any]:
+    import torch
+    from vllm.v1 import kv_cache_interface as vllms
+
+    spec = vllms.MambaSpec(
+        block_size=32,
+        shapes=((4, 64), (4, 8, 16)),
+        dtypes=(torch.float32, torch.float32),
+        page_size_padded=32 * 4 * 64 * 4,
+        mamba_cache_mode="align",
+    )
+    return {f"state.{layer}": spec for layer in range(4)} | kind("FullAttentionSpec", 2, prefix="full", block_size=32)
+
+
+def as_deepseek_v4() -> dict[str, Any]:
+    """Latents of several sizes, compressed ones, and windows, packed one behind the other in each block."""
+    return (
+        latent("MLAAttentionSpec", 2, prefix="all", tokens_per_state=4, block_size=64)
+        | latent("SlidingWindowMLASpec", 3, prefix="window", sliding_window=WINDOW)
+        | kind("MLAAttentionSpec", 1, prefix="index", num_kv_heads=1, head_size=32, tokens_per_state=4, block_size=64)
+    )
+
+
+CACHES: dict[str, Callable[[], Cache]] = {
+    "FullAttentionSpec": lambda: Cache(full(4)),
+    "MLAAttentionSpec": lambda: Cache(latent("MLAAttentionSpec", 4)),
+    "SlidingWindowSpec": lambda: Cache(full(2) | kind("SlidingWindowSpec", 4, sliding_window=WINDOW)),
+    "SlidingWindowMLASpec": lambda: Cache(as_deepseek_v4(), layout="BLHNC"),
+    "ChunkedLocalAttentionSpec": lambda: Cache(
+        full(2) | kind("ChunkedLocalAttentionSpec", 6, attention_chunk_size=192)
+    ),
+    "SinkFullAttentionSpec": lambda: Cache(kind("SinkFullAttentionSpec", 4, sink_len=16)),
+    "RSWASpec": lambda: Cache(kind("RSWASpec", 4, rswa_window=64)),
+    "HiddenStateCacheSpec": lambda: Cache(
+        full(2)
+        | kind("SlidingWindowSpec", 2, sliding_window=WINDOW)
+        | latent("HiddenStateCacheSpec", 1, prefix="hidden")
+    ),
+    "MambaSpec": lambda: Cache(states(), engine={"mamba_cache_mode": "align", "block_size": 32}),
+    "CircularBufferSpec": lambda: Cache(full(2) | kind("CircularBufferSpec", 2, prefix="ring")),
+}
+
+
+@pytest.fixture
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess(capacity="256MiB") as running:
+        yield running
+
+
+@pytest.fixture
+def sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.32 itself gives the manager of sinks an argument that it does not take, so no such model starts there."""
+    from vllm.v1.core.single_type_kv_cache_manager import SinkFullAttentionManager
+
+    made = SinkFullAttentionManager.__init__
+    if "needs_kv_cache_zeroing" in made.__code__.co_varnames:
+        return
+
+    def init(self: Any, *arguments: Any, needs_kv_cache_zeroing: bool = False, **named: Any) -> None:
+        made(self, *arguments, **named)
+
+    monkeypatch.setattr(SinkFullAttentionManager, "__init__", init)
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_every_byte_comes_back(name: str, server: ServerProcess, sinks: None) -> None:
+    cache, tokens = CACHES[name](), prompt(TOKENS, seed=5)
+    with engine(cache, server.endpoint) as first:
+        stored = first.answer(1, tokens)
+        first.settle()
+    with engine(cache, server.endpoint) as second:
+        loaded = second.answer(1, tokens)
+        groups = second.core.scheduler.kv_cache_config.kv_cache_groups
+    assert name in {type(spec).__name__ for spec in cache.layers.values()}
+    assert stored.end == 0
+    assert loaded.end >= LEAST
+    assert not loaded.wrong
+    for group, places in zip(groups, loaded.places, strict=True):
+        assert bool(places) == group.kv_cache_spec.prefix_cacheable
+
+
+@pytest.mark.parametrize("name", ["SlidingWindowMLASpec", "ChunkedLocalAttentionSpec"])
+def test_a_byte_that_is_wrong_is_seen(name: str, server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvf_vllm.offloading import worker
+
+    cache, tokens, right = CACHES[name](), prompt(TOKENS, seed=5), worker.move
+    with engine(cache, server.endpoint) as first:
+        first.answer(1, tokens)
+        first.settle()
+
+    def move(runs: Any, arena: Any, *, storing: bool) -> None:
+        right(runs, arena, storing=storing)
+        if not storing:
+            ctypes.c_ubyte.from_address(int(runs.engine[-1]) + 7).value ^= 1
+
+    monkeypatch.setattr(worker, "move", move)
+    with engine(cache, server.endpoint) as second:
+        loaded = second.answer(1, tokens)
+    assert len(loaded.wrong) == 1
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
+def test_engines_that_order_layers_otherwise_share_nothing(layout: str, server: ServerProcess) -> None:
+    cache, tokens = Cache(full(4), layout), prompt(TOKENS, seed=5)
+    turned = replace(cache, layers=dict(reversed(cache.layers.items())))
+    with engine(cache, server.endpoint) as first:
+        first.answer(1, tokens)
+        first.settle()
+    with engine(turned, server.endpoint) as second:
+        other = second.answer(1, tokens)
+    with engine(cache, server.endpoint) as third:
+        same = third.answer(1, tokens)
+    assert (other.end, other.wrong) == (0, [])
+    assert same.end >= LEAST
+    assert not same.wrong
