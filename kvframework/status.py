@@ -147,6 +147,7 @@ class Lookups(Part, frozen=True):
     asked_tokens: int = 0
     hit_tokens: int = 0
     unknown_namespace: int = 0
+    prefill_saved_s: float = 0.0
     by_model: dict[str, ModelLookups] = {}
     misses: dict[str, int] = {}
 

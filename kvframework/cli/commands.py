@@ -60,11 +60,13 @@ KNOWN = {
     "route": ("kvframework-route", "Tell which node holds how much of a prompt."),
     "run": ("kvframework-run", "Run an engine with the cache; start the server if there is none."),
     "simulate": ("kvframework-plan", "Replay a trace against a configuration, in virtual time."),
+    "stats": ("kvframework-run", "Show what the cache has saved, on one screen."),
     "status": ("kvframework-observe", "Show the state of a running server."),
     "stop": ("kvframework-run", "End the server that `run` has started."),
     "tenants": ("kvframework-observe", "Tenants by name, with shares of L1."),
     "top": ("kvframework-observe", "Show a live picture of the server in the terminal."),
     "trace": ("kvframework-plan", "Record, check and describe traces of requests."),
+    "try": ("kvframework-run", "Prove a deployment from outside, by its OpenAI interface."),
 }
 
 

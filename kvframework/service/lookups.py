@@ -164,7 +164,7 @@ class Lookups:
 
     def status(self) -> dict[str, Any]:
         """Return the counters. `asked_tokens` and `hit_tokens` of the lookups that have ended give the hit rate."""
-        return {**self._counters, **self.use.lookups()}
+        return {**self._counters, **self.use.lookups(), "prefill_saved_s": self.pricing.prefill_saved_s}
 
     def end_session(self, session_id: int) -> None:
         """Forget a session that has ended, once its tickets have."""
@@ -218,7 +218,7 @@ class Lookups:
         record = self._storage.records.get(key.namespace)
         asked = PendingLookup(client, key, self._clock(), payload.speed, payload.grant, groups)
         if payload.speed is not None:
-            self.pricing.asked(client, payload.speed)
+            self.pricing.asked(client, key.model_name, payload.speed)
         owner, request_id = client.session_id, key.request_id
         with self._storage.table.lock:  # whatever changes the ticket afterwards finds its wait
             if record is None:
@@ -352,6 +352,7 @@ class Lookups:
         chunk_tokens = 0 if grid is None else grid.desc.chunk_tokens
         if priced is not None:
             self.pricing.ended(priced, chunk_tokens)
+        self.pricing.found(asked, hit_tokens)
         if asked.traced:
             self.recording.decided(asked.traced, hit_tokens)
         why, missing = None, -1

@@ -19,6 +19,7 @@ from kvframework.storage.manager import StorageManager
 
 # Cuts that are priced at most, and the chunks of a load that only shows whether a tier is quick again.
 MOST_CUTS, PROBE_CHUNKS = 256, 2
+MOST_MODELS = 256
 
 
 class Pricing:
@@ -28,10 +29,22 @@ class Pricing:
         self.on = on
         self._storage = storage
         self._engines: dict[int, tuple[ClientInfo, EngineSpeed]] = {}  # by session
+        # What engines last said by model, for the first hits of one that has computed nothing yet.
+        self._by_model: dict[str, EngineSpeed] = {}
+        # The seconds in which the engines would have computed what lookups found.
+        self.prefill_saved_s = 0.0
         self._counts = {"lookups": 0, "cut": 0, "cut_tokens": 0, "saved_s": 0.0}
 
-    def asked(self, client: ClientInfo, speed: EngineSpeed) -> None:
+    def asked(self, client: ClientInfo, model: str, speed: EngineSpeed) -> None:
         self._engines[client.session_id] = client, speed
+        if model in self._by_model or len(self._by_model) < MOST_MODELS:
+            self._by_model[model] = speed
+
+    def found(self, asked: PendingLookup, hit_tokens: int) -> None:
+        """Count what a hit saves at the speed of its engine, or of the last engine of its model."""
+        speed = asked.speed or self._by_model.get(asked.key.model_name)
+        if hit_tokens and speed is not None:
+            self.prefill_saved_s += speed.prefill_s(asked.key.start, asked.key.start + hit_tokens)
 
     def end_session(self, session_id: int) -> None:
         self._engines.pop(session_id, None)

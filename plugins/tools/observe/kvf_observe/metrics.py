@@ -137,6 +137,11 @@ TABLE: dict[str, tuple[Metric, ...]] = {
             "lookups.unknown_namespace",
             row="namespace-unknown",
         ),
+        _counter(
+            "prefill_saved_seconds_total",
+            "seconds in which engines would have computed what lookups found, at the speed that they report",
+            "lookups.prefill_saved_s",
+        ),
         _counter("lookups_priced_total", "lookups whose loads were priced", "price.lookups"),
         _counter(
             "lookups_cut_total", "those that load less than the tiers have, as the rest is computed sooner", "price.cut"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +12,7 @@ import typer
 from kvf_run.engine import connected, environment, examined, kind_of
 from kvf_run.foreground import become, end_like, has_terminal, stay_in_front
 from kvf_run.node_server import Wanted, ensure_server
+from kvf_run.stats import read_stats, summary
 from kvframework.api.command import Overrides, examples
 from kvframework.api.plugin import ByteSize
 from kvframework.client import server_endpoint
@@ -69,7 +71,11 @@ def run(
     environ = environment(chosen)
     if not has_terminal() or (kind_of(command) == "other" and os.getpid() == 1):
         become(asked.command, environ)
-    end_like(stay_in_front(asked.command, environ))
+    code = stay_in_front(asked.command, environ)
+    with contextlib.suppress(KVFrameworkError):
+        for line in summary(read_stats(chosen)):
+            _say(line)
+    end_like(code)
 
 
 def _say(text: str) -> None:

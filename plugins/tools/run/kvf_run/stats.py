@@ -1,0 +1,129 @@
+"""`kvframework stats`: what the cache has saved, on one screen; and the three lines of it that `run` ends with."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from kvframework.api.command import AsJson, Endpoint, EndpointConfig, examples
+from kvframework.api.console import print_document, print_text, short_count, short_duration
+from kvframework.api.plugin import ByteSize
+from kvframework.client import StatusSource, quiet_connection, server_endpoint
+from kvframework.status import Lookups, Status
+
+app = typer.Typer()
+# Of the reasons of a miss, what each says of the cache in a sentence; docs/operations.md says more.
+_SENTENCES = {
+    "never_stored": "no engine had stored these tokens before: new prompts, or stores that fail",
+    "dropped_full": "L1 was full of objects in use when they were stored: raise [l1] capacity",
+    "dropped_share": "the share of one client or tenant was in use: raise store_share, pin_share or the tenant's max",
+    "refused": "the eviction policy refused to store them",
+    "evicted": "L1 evicted them before they were asked for again: raise [l1] capacity, or attach a tier",
+    "other_namespace": "another engine has them under another model, weights or layout",
+    "other_salt": "they are stored under another salt",
+    "priced": "engines compute them sooner than a tier loads them",
+    "tier_down": "a tier did not answer: `kvframework status` names it",
+    "timed_out": "a tier answered after the lookup's deadline",
+    "damaged": "their value in a tier was damaged",
+    "cleared": "an operator cleared the cache",
+    "server_started": "the server started with an empty L1",
+    "unknown_namespace": "the engine's worker is not registered",
+}
+
+
+class Stats(msgspec.Struct, frozen=True):
+    """What the server has answered since its start. `l1_tokens` and `l2_tokens` are the tokens found by source.
+    `prefill_saved_s` are the seconds in which the engines would have computed them, at the speed that they report."""
+
+    endpoint: str
+    uptime_s: float
+    lookups: int
+    asked_tokens: int
+    hit_tokens: int
+    l1_tokens: int
+    l2_tokens: int
+    prefill_saved_s: float
+    l1_used_bytes: int
+    l1_capacity_bytes: int
+    engines: int
+    misses: dict[str, int]
+    most_frequent_miss: str
+
+
+def stats_of(status: Status) -> Stats:
+    """Return the numbers of a status document. Pure."""
+    lookups: Lookups = status.lookups
+    misses = {reason: count for reason, count in lookups.misses.items() if count}
+    most = max(misses, key=lambda reason: misses[reason], default="")
+    models = lookups.by_model.values()
+    return Stats(
+        status.server.endpoint,
+        status.server.uptime_s,
+        lookups.lookups,
+        lookups.asked_tokens,
+        lookups.hit_tokens,
+        sum(each.l1_tokens for each in models),
+        sum(each.l2_tokens for each in models),
+        lookups.prefill_saved_s,
+        status.l1.used_bytes,
+        status.l1.capacity_bytes,
+        len({each.pid for each in status.instances}),
+        misses,
+        f"{most}: {_SENTENCES[most]}" if most in _SENTENCES else most,
+    )
+
+
+def summary(stats: Stats) -> list[str]:
+    """Return three lines. Pure."""
+    share = f" ({stats.hit_tokens / stats.asked_tokens:.0%})" if stats.asked_tokens else ""
+    found = f"{short_count(stats.hit_tokens)} of {short_count(stats.asked_tokens)} prompt tokens{share}"
+    return [
+        f"{found} were found in {stats.lookups} lookups",
+        f"prefill saved: {short_duration(stats.prefill_saved_s)}, at the speed that engines report",
+        f"L1: {ByteSize(stats.l1_used_bytes)} of {ByteSize(stats.l1_capacity_bytes)} in use",
+    ]
+
+
+def read_stats(endpoint: str, timeout_s: float = 3.0) -> Stats:
+    """Ask the server. Blocks for `timeout_s` at most. Raises `KVFrameworkError`."""
+    quiet_connection()
+    source = StatusSource(endpoint, timeout_s, name="stats")
+    try:
+        return stats_of(msgspec.json.decode(source.ask(), type=Status))
+    finally:
+        source.close()
+
+
+@app.command("stats", epilog=examples("kvframework stats", "kvframework stats --json | jq .prefill_saved_s"))
+def stats(
+    endpoint: Endpoint = None,
+    config: EndpointConfig = None,
+    timeout: Annotated[float, typer.Option(min=0.01, max=3600, help="Seconds to wait for the server.")] = 3.0,
+    as_json: AsJson = False,
+) -> None:
+    """Show what the cache has saved since the server's start."""
+    found = read_stats(server_endpoint(endpoint, config), timeout)
+    if as_json:
+        print_document(msgspec.structs.asdict(found))
+        return
+    for line in _screen(found):
+        print_text(line)
+
+
+def _screen(found: Stats) -> list[str]:
+    rows: list[tuple[str, Any]] = [
+        ("server", f"{found.endpoint}, since {short_duration(found.uptime_s)}"),
+        ("engines", found.engines),
+        ("lookups", short_count(found.lookups)),
+        ("prompt tokens", short_count(found.asked_tokens)),
+        ("  found in L1", short_count(found.l1_tokens)),
+        ("  found in L2", short_count(found.l2_tokens)),
+        ("prefill saved", f"{short_duration(found.prefill_saved_s)}, at the speed that engines report"),
+        ("L1 in use", f"{ByteSize(found.l1_used_bytes)} of {ByteSize(found.l1_capacity_bytes)}"),
+        *((f"missed: {reason}", short_count(count)) for reason, count in sorted(found.misses.items())),
+    ]
+    if found.most_frequent_miss:
+        rows.append(("most frequent miss", found.most_frequent_miss))
+    return [f"{name:<28} {value}" for name, value in rows]
