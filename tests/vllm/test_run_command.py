@@ -39,6 +39,7 @@ def engine(node: Node, model: Path, log: Path) -> Iterator[int]:
     environ = node.environ | {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_SERVER_DEV_MODE": "1",  # the reset of the engine's cache
         "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "0-1"),
     }
     with log.open("w") as output:
@@ -80,10 +81,18 @@ def test_the_same_prompt_is_a_hit_after_a_restart_of_the_engine(tmp_path: Path) 
         assert keeper is not None
         with engine(node, model, tmp_path / "second.log") as port:
             hit, after = asked(port, model)
+            words = "try", "--url", f"http://127.0.0.1:{port}", "--tokens", "300", "--reset", "--yes", "--json"
+            tried = json.loads(node.ask(*words, "--endpoint", node.endpoint, timeout=600).stdout)
+            stats = json.loads(node.ask("stats", "--json").stdout)
         assert node.keeper == keeper
     assert before == 0
     assert after == 768
     assert hit == cold
+    assert tried["hit"], tried
+    assert tried["cached_tokens"] >= 256
+    assert "tokens in L1" in tried["server"]
+    assert stats["l1_tokens"] >= after + tried["cached_tokens"]
+    assert stats["prefill_saved_s"] > 0
     first = (tmp_path / "first.log").read_text()
     assert "kvframework: started the server" in first
     assert "python -m vllm.entrypoints.openai.api_server starts instead" in first

@@ -79,7 +79,7 @@ def try_out(
     elif second is first:
         fillers = sum(1 for _ in _filled(first, name, cold.prompt_tokens or tokens, tokens, chance))
     source = _source(endpoint, config)
-    before = source.finished(1 << 62).last if source else 0
+    before = source.finished().last if source else 0
     again = second.complete(name, prompt)
     said = _said(source, before) if source else ""
     verdict = judged(cold, again, fillers, said)
@@ -102,10 +102,8 @@ def judged(cold: Reply, again: Reply, fillers: int, server: str) -> Verdict:
     """Return the verdict on both answers. Pure."""
     cached, reason = again.cached_tokens, ""
     if cached is None:
-        reason = (
-            "the engine does not report cached tokens: start vLLM with --enable-prompt-tokens-details, SGLang with "
-        )
-        reason += "--enable-cache-report"
+        reason = "the engine does not report cached tokens: start vLLM with --enable-prompt-tokens-details, "
+        reason += "SGLang with --enable-cache-report"
     elif cached == 0:
         reason = "nothing of the prompt was found: is the engine connected (`kvframework status` lists its instances), "
         reason += "and the prompt longer than a chunk?"
