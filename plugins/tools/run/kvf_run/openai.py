@@ -62,7 +62,8 @@ class OpenAI:
             "stream_options": {"include_usage": True},
         }
         began = time.perf_counter()
-        ttft_s, text, usage = 0.0, "", {}
+        ttft_s, text = 0.0, ""
+        usage: dict[str, Any] = {}
         with self._open("/v1/completions", body) as answer:
             for event in _events(answer):
                 choices = event.get("choices") or []
