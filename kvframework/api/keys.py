@@ -248,7 +248,12 @@ def _whole(fields: Mapping[str, object], name: str, most: int, expected: str) ->
 
 
 def _wrong(fact: str, expected: str) -> RequestError:
-    return RequestError(fact, where="retain", available=expected, hint="see docs/hints.md")
+    return RequestError(
+        fact,
+        where="retain",
+        available=expected,
+        hint="see https://github.com/kvframework/kvframework/tree/main/docs/hints.md",
+    )
 
 
 # A block hash of an engine: u64.

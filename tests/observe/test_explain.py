@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from kvf_observe.explain import ANSWERS, clock, headline, print_explained, sentences, why
+from kvf_observe.explain import ANSWERS, PAGE, clock, headline, print_explained, sentences, why
 from kvframework.api.listener import Finished
 from kvframework.status import REASONS
 from kvframework.wire import messages as m
@@ -154,7 +154,7 @@ def test_every_reason_has_its_sentence_and_its_advice(reason: str) -> None:
     told = dict(sentences(record, 1e9))
     assert reason not in told["why"] or "_" not in reason, "a sentence, not the name"
     assert told["do"] == ANSWERS[reason].advice
-    assert told["see"] == f"docs/operations.md#why-a-lookup-missed, {reason}"
+    assert told["see"] == f"{PAGE}, {reason}"
 
 
 def test_an_eviction_has_its_time_its_idle_time_and_its_cause() -> None:

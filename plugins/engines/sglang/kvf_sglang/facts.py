@@ -162,7 +162,7 @@ SGLANG = EngineKind(
             "safetensors",
         }
     ),
-    "SGLang's extra configuration, see docs/engines/sglang.md#options",
+    "SGLang's extra configuration, see https://github.com/kvframework/kvframework/tree/main/docs/engines/sglang.md#options",
 )
 
 

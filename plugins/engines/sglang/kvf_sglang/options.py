@@ -57,7 +57,12 @@ class SglangOptions(EngineOptions, frozen=True):
 def parse_options(extra: Mapping[str, object], where: str = BACKEND) -> SglangOptions:
     """The options among SGLang's extra configuration, which the user knows as `where`. Raises as `engine_options`
     does."""
-    return engine_options(extra, SglangOptions, where=where, page="docs/engines/sglang.md")
+    return engine_options(
+        extra,
+        SglangOptions,
+        where=where,
+        page="https://github.com/kvframework/kvframework/tree/main/docs/engines/sglang.md",
+    )
 
 
 def interface_of(storage: type) -> str:

@@ -57,7 +57,12 @@ class VllmOptions(EngineOptions, frozen=True):
 
 def parse_options(extra: Mapping[str, object]) -> VllmOptions:
     """The options among vLLM's extra configuration. Raises as `engine_options` does."""
-    return engine_options(extra, VllmOptions, where=WHERE, page="docs/engines/vllm.md")
+    return engine_options(
+        extra,
+        VllmOptions,
+        where=WHERE,
+        page="https://github.com/kvframework/kvframework/tree/main/docs/engines/vllm.md",
+    )
 
 
 def check_version(version: str) -> str:

@@ -62,7 +62,12 @@ def _range(item: object, prompt_tokens: int) -> object:
 
 
 def _wrong(fact: str, expected: str) -> RequestError:
-    return RequestError(fact, where=f"kv_hints, {TYPE}", available=expected, hint="see docs/hints.md")
+    return RequestError(
+        fact,
+        where=f"kv_hints, {TYPE}",
+        available=expected,
+        hint="see https://github.com/kvframework/kvframework/tree/main/docs/hints.md",
+    )
 
 
 PREFIX = "kvframework."

@@ -21,7 +21,7 @@ from kvframework.errors import RequestError, UnknownRequest, VersionMismatch
 
 app = typer.Typer()
 DEFAULT_LAST = 5
-PAGE = "docs/operations.md#why-a-lookup-missed"
+PAGE = "https://github.com/kvframework/kvframework/tree/main/docs/operations.md#why-a-lookup-missed"
 _PATHS = {"engine": "copied by the engine", "server": "copied by the server", "wire": "sent over the wire"}
 
 
