@@ -226,7 +226,7 @@ def a_hit_that_grows_is_not_pinned(
 ) -> int:
     if use:
         return int(original(tickets, ticket, wanted))
-    chunks, _ = wanted.find(tickets._storage.table.row)
+    chunks, _ = wanted.find(tickets.storage.table.row)
     ticket.hit_tokens = chunks * wanted.chunk_tokens
     return int(chunks)
 
