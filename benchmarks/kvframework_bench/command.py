@@ -452,6 +452,9 @@ def serving(
     rounds: Annotated[int | None, typer.Option(min=1, help="Each replays the load for every contender.")] = None,
     requests: Annotated[int | None, typer.Option(min=1, help="About so many of the trace in a replay.")] = None,
     seconds: Annotated[float | None, typer.Option(min=1.0, help="In which they arrive.")] = None,
+    contender: Annotated[
+        list[str] | None, typer.Option(help="Only this one and no offload; repeatable. A name that is none lists all.")
+    ] = None,
     quick: Quick = False,
     as_json: AsJson = False,
     markdown: Markdown = False,
@@ -467,6 +470,7 @@ def serving(
     from kvframework_bench.errors import require_vllm
 
     require_vllm()
+    from kvframework_bench.serving.contenders import chosen
     from kvframework_bench.serving.run import FULL, QUICK, bench_serving
 
     sizes = QUICK if quick else FULL
@@ -475,7 +479,7 @@ def serving(
     sizes = msgspec.structs.replace(sizes, shape=shape, rounds=rounds or sizes.rounds)
     _run(
         "serving",
-        lambda stage: bench_serving(sizes, trace=trace, model=model, stage=stage),
+        lambda stage: bench_serving(sizes, trace=trace, model=model, stage=stage, contenders=chosen(contender or ())),
         quick,
         as_json,
         markdown,

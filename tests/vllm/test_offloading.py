@@ -62,6 +62,19 @@ def test_what_one_engine_stores_another_loads(bench: Bench, cold: Answer) -> Non
     assert (leases["pin_leases"], leases["write_leases"], leases["pins"]) == (0, 0, 0)
 
 
+def test_loads_within_the_step_are_loads(bench: Bench, cold: Answer, tmp_path: Path) -> None:
+    within = bench_of(bench.model, tmp_path)
+    within.options["kvframework.load"] = "sync"
+    with rows.server_for() as server:
+        stored, again = within.run(server, within.ask(), within.ask(reset=True))
+        (wrong,) = within.run(server, within.ask(), connector="WrongKv")
+    assert (stored.tokens, stored.cached) == (cold.tokens, 0)
+    assert (again.tokens, again.cached, again.computed) == (cold.tokens, HIT, TOKENS - HIT)
+    # The control: what was loaded counts.
+    assert wrong.cached == HIT
+    assert wrong.tokens != cold.tokens
+
+
 def test_what_was_decoded_is_stored_too(bench: Bench) -> None:
     with rows.server_for() as server:
         (stored,) = bench.run(server, bench.ask(250))

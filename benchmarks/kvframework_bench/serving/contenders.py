@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from kvframework_bench.errors import BenchUnavailable
 from kvframework_bench.lmcache_server import prepare, running_lmcache
 from kvframework_bench.process import BenchChild
 from kvframework_bench.server import running_server
 from kvframework_bench.serving.engines import transfer
 
 NONE, OWN, PEER, OURS = "no offload", "vLLM's own", "LMCache", "kvframework"
+FLOOR, OFFLOADING = "endless engine cache", "kvframework, offloading"
 
 
 class Offload(NamedTuple):
@@ -37,6 +39,12 @@ def _none(_directory: Path, _capacity: int) -> Iterator[Offload]:
 
 
 @contextmanager
+def _endless(_directory: Path, capacity: int) -> Iterator[Offload]:
+    # The last one of an option counts.
+    yield Offload(["--kv-cache-memory-bytes", str(capacity)])
+
+
+@contextmanager
 def _own(_directory: Path, capacity: int) -> Iterator[Offload]:
     yield Offload(["--kv-offloading-backend", "native", "--kv-offloading-size", str(capacity / (1 << 30))])
 
@@ -56,9 +64,28 @@ def _kvframework(directory: Path, capacity: int) -> Iterator[Offload]:
         yield Offload(transfer("KvFrameworkConnector", {"kvframework.endpoint": server.endpoint}), server.child)
 
 
+@contextmanager
+def _offloading(directory: Path, capacity: int) -> Iterator[Offload]:
+    with running_server(directory, capacity) as server:
+        yield Offload(transfer("KvFrameworkOffloading", {"kvframework.endpoint": server.endpoint}), server.child)
+
+
 CONTENDERS = (
     Contender(NONE, _none, needed=True),
     Contender(OWN, _own, needed=False),
     Contender(PEER, _lmcache, needed=False),
     Contender(OURS, _kvframework, needed=True),
 )
+# Those that run only if they are asked for.
+MORE = (Contender(FLOOR, _endless, needed=True), Contender(OFFLOADING, _offloading, needed=True))
+
+
+def chosen(names: Sequence[str]) -> Sequence[Contender]:
+    """Return the contenders of these names, and the one without offload, to which all are compared; without names the
+    usual ones. Raises `BenchUnavailable` for a name that is none."""
+    if not names:
+        return CONTENDERS
+    known = {each.name: each for each in (*CONTENDERS, *MORE)}
+    if unknown := [name for name in names if name not in known]:
+        raise BenchUnavailable(f"no contender {unknown[0]!r}", where="--contender", available=", ".join(known))
+    return [known[name] for name in dict.fromkeys((NONE, *names))]

@@ -24,6 +24,7 @@ from kvframework_bench.serving.connector_time import FILE_BYTES, FOLDER, MOST_TH
 
 CONNECTORS = {
     "KvFrameworkConnector": "kvf_vllm.connector",
+    "KvFrameworkOffloading": "kvf_vllm.offloading.connector",
     "LMCacheMPConnector": "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector",
 }
 _TASKS = "/proc/self/task"

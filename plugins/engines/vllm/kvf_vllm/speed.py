@@ -79,9 +79,9 @@ class Prefill:
 
     def begin_step(self, scheduled: Mapping[str, int], *, counts: bool = True) -> None:
         """A step begins that computes so many tokens of each request; `counts`: its time is that of computing."""
-        computed = [
-            (self._running[each][0].num_computed_tokens, n) for each, n in scheduled.items() if each in self._running
-        ]
+        # One token is no part of a prompt that says anything.
+        parts = [(each, n) for each, n in scheduled.items() if n > 1 and each in self._running]
+        computed = [(self._running[each][0].num_computed_tokens, n) for each, n in parts]
         self._meter.begin_step([(begin, begin + n) for begin, n in computed], self._clock(), counts=counts)
 
     def end_step(self) -> None:

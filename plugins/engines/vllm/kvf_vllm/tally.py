@@ -56,6 +56,8 @@ class Tally:
 
     def take(self) -> dict[str, Any]:
         """All counts since the last call, as plain data; {} if there are none."""
+        if not (self.counts or self._seconds):
+            return {}
         found: dict[str, Any] = dict(self.counts)
         if self._seconds:
             found["seconds"] = self._seconds

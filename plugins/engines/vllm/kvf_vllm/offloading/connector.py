@@ -401,8 +401,8 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
     def get_kv_connector_stats(self) -> BothCounted | None:
         side = self.connector_worker or self._manager
         scheduler = self.connector_scheduler
-        counted = BothCounted.of(side.tally.take(), scheduler.get_stats() if scheduler is not None else None)
-        return None if counted.is_empty() else counted
+        counts, theirs = side.tally.take(), scheduler.get_stats() if scheduler is not None else None
+        return BothCounted.of(counts, theirs) if counts or theirs is not None else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> BothCounted:

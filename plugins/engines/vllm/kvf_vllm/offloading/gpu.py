@@ -58,6 +58,9 @@ class GpuWorker(OffloadingWorker):  # type: ignore[misc]
         ended, self._not_begun = list(self._not_begun), deque()
         if self._copies is not None:
             ended += [self._checked(each) for each in self._copies.finished()]
+            if not self._places and not self._copies.arena.is_served:
+                # The memory of a server that is gone is the driver's no longer than a step.
+                self.shutdown()
         return ended
 
     def wait(self, job_ids: set[int]) -> None:
