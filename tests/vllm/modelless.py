@@ -150,6 +150,7 @@ def _executor() -> type:
             connector.wait_for_save()
             results = connector.get_transfer_results(plan.finished_req_ids)
             output.finished_recving, output.failed_recving = results.finished_recving, results.failed_recving
+            output.invalid_block_ids = connector.get_block_ids_with_load_errors()
             output.kv_connector_worker_meta = connector.build_connector_worker_meta()
             connector.clear_connector_metadata()
             names = list(plan.num_scheduled_tokens)
