@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from kvf_devices.driver import Arena, CopierDriver, DeviceOptions, EngineDriver
-from kvf_devices.endpoints import DeviceServerTransport, DeviceTransfer
-from kvframework.api.process import NamedCall
 from kvframework.api.transport import EngineLink, ServerTransport, TransferContext, TransportProvider
 from kvframework.errors import DeviceError
 
@@ -35,11 +33,16 @@ class DeviceTransportProvider(TransportProvider[D]):
 
     def _engine_side(self, options: D, link: EngineLink) -> TransferContext:
         """Raises `DeviceError` where the device cannot be used."""
+        from kvf_devices.endpoints import DeviceTransfer  # here: whatever lists plugins imports this module
+
         if not link.maps_arena:
             raise DeviceError("the server is on another node")
         return DeviceTransfer(link, self.create_engine(options))
 
     def _server_side(self, options: D, arena_fd: int) -> ServerTransport:
         """Raises `PluginBroken` if another process cannot find `create_copier`."""
+        from kvf_devices.endpoints import DeviceServerTransport
+        from kvframework.api.process import NamedCall
+
         create = NamedCall.of(self.create_copier, options, where=f"transport.{self.name}")
         return DeviceServerTransport(create, arena_fd, stall_s=options.stall_s)

@@ -97,9 +97,14 @@ def _measured(module: str) -> Cost | str:
 
 
 def _roots() -> set[str]:
-    """Imported packages of installed distributions: the standard library's and kvframework's own are free."""
+    """Imported packages of installed distributions: the standard library's and kvframework's own are free, and what
+    stands above every device's driver."""
     roots = {name.partition(".")[0] for name in sys.modules}
-    return {root for root in roots - sys.stdlib_module_names if root != "kvframework" and not root.startswith("__")}
+    return {
+        root
+        for root in roots - sys.stdlib_module_names
+        if root not in ("kvframework", "kvf_devices") and not root.startswith("__")
+    }
 
 
 def _resident() -> int:
