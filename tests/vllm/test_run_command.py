@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from kvframework.errors import ConfigFieldError
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 from tests.vllm.model import cached
@@ -96,3 +97,21 @@ def test_the_same_prompt_is_a_hit_after_a_restart_of_the_engine(tmp_path: Path) 
     first = (tmp_path / "first.log").read_text()
     assert "kvframework: started the server" in first
     assert "python -m vllm.entrypoints.openai.api_server starts instead" in first
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, as vLLM is imported
+def test_the_option_autostart_starts_one_server_for_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvf_vllm.connector import connect
+    from kvf_vllm.options import parse_options
+
+    with user_node() as node:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(node.folder))
+        monkeypatch.delenv("KVFRAMEWORK_ENDPOINT", raising=False)
+        options = parse_options({"kvframework.autostart": "64MiB"})
+        assert node.keeper is None
+        for _ in range(2):
+            with connect(options, "worker") as client:
+                assert client.wait_up(60)
+        assert node.keeper is not None
+    with pytest.raises(ConfigFieldError, match="autostart"):
+        parse_options({"kvframework.autostart": "much"})

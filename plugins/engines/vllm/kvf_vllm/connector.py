@@ -8,6 +8,8 @@ would end the engine, so every call is guarded by `harmless`.
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +66,8 @@ if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger(__name__)
+# A start waits for at most 60 s until the server answers.
+_AUTOSTART_S = 90.0
 
 # For an engine that names this module and whose VLLM_PLUGINS leaves the entry point out.
 register()
@@ -450,12 +454,30 @@ def check_failure_policy(transfer: Any) -> None:
 
 
 def connect(options: VllmOptions, name: str) -> KVClient:
+    if options.autostart:
+        _start_server(options)
     return KVClient(
         options.endpoint or None,
         name=name,
         connect_timeout_s=options.connect_timeout_s,
         deadline_scale=options.deadline_scale,
     )
+
+
+def _start_server(options: VllmOptions) -> None:
+    """Start a server where none runs, by `kvframework run` without an engine: processes that come at once start one.
+    Blocks for some seconds. Without a server the engine computes, and the log says why there is none."""
+    endpoint = ["--endpoint", options.endpoint] if options.endpoint else []
+    command = [sys.executable, "-m", "kvframework", "run", "--l1", options.autostart, *endpoint]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_AUTOSTART_S, check=False, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        log.warning("no server was started: %s", error)
+        return
+    for line in done.stderr.splitlines():
+        log.log(logging.WARNING if done.returncode else logging.INFO, "%s", line)
 
 
 def adapters_of(lora_config: Any) -> LoadedAdapters | None:

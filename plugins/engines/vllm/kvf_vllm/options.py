@@ -40,6 +40,14 @@ class VllmOptions(EngineOptions, frozen=True):
     lookup_deadline_s: Annotated[
         Seconds, msgspec.Meta(description="how long a request may wait for its load from L2")
     ] = 2.0
+    autostart: Annotated[
+        str,
+        msgspec.Meta(
+            pattern=r"^([0-9.]+ *[KMGTkmgt]?i?[Bb]?)?$",
+            description="the capacity of L1, such as 8GiB, of a server that the engine's start starts where none runs, "
+            "as `kvframework run` does, of kvframework-run; empty: none is started",
+        ),
+    ] = ""
     connect_timeout_s: Annotated[
         Seconds, msgspec.Meta(description="how long the engine's start waits for a server; later it is found by itself")
     ] = 5.0
