@@ -140,7 +140,7 @@ def test_memory_that_a_server_has_taken_already_is_not_asked_for() -> None:
 def test_a_transport_that_pins_wants_to_lock_memory(site: Path) -> None:
     source = """
     from kvf_devices import DeviceTransportProvider
-from kvframework.api.plugin import hookimpl
+    from kvframework.api.plugin import hookimpl
     from kvframework.api.plugin import Finding
     from kvframework.api.transport import TransportProvider
     @hookimpl
@@ -165,7 +165,7 @@ from kvframework.api.plugin import hookimpl
 def test_a_device_transport_tells_of_its_devices(site: Path) -> None:
     source = """
     from kvf_devices import DeviceTransportProvider
-from kvframework.api.plugin import hookimpl
+    from kvframework.api.plugin import hookimpl
     from kvframework.api.plugin import Finding
     def diagnose(options, context, deadline):
         yield Finding("bolt.driver", "warn", f"seen from {context.where} with {options.stall_s}", "update it")
