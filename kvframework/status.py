@@ -1,9 +1,10 @@
 """The status document, as REPORT_STATUS returns it and `kvframework status --json` prints it: its fields as types, and
-its counters as declarations; and the records of finished requests. docs/status.md says what the fields mean.
+its counters as declarations; and the records of finished requests. docs/status.md says
+what fields mean whose name does not.
 
 `msgspec.json.decode(document, type=Status)` reads a document. All fields have defaults, and unknown ones are passed
 over, so that a server of another release can be read. A new counter is a line of this module, beside the one that
-counts: the log's reports, `kvframework status`, metrics, the dashboard and docs/status.md follow from it.
+counts: the log's reports, `kvframework status`, metrics, the dashboard and docs/reference/status.md follow.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class CacheService(CacheServices):
         return own + [handler for part in self._parts for handler in part.handlers()]
 
     def report(self) -> dict[str, object]:
-        """Return the status document, whose fields docs/status.md lists. Blocks for some milliseconds; from a worker
+        """Return the status document, see docs/status.md. Blocks for some milliseconds; from a worker
         thread."""
         # `list` in one step: the serving thread may change the registry meanwhile.
         contexts = sorted(list(self.contexts.values()), key=lambda context: context.instance_id)  # noqa: C414

@@ -531,6 +531,6 @@ class TraceReply(Message, frozen=True):
 
 
 class StatusReply(Message, frozen=True):
-    """The JSON document that `kvframework status --json` prints; docs/status.md lists its fields."""
+    """The JSON document that `kvframework status --json` prints; see docs/status.md."""
 
     document: bytes

@@ -1,21 +1,16 @@
-"""Makes the table of counters in docs/status.md out of their declarations."""
+"""Makes the table of counters in docs/reference/status.md out of their declarations."""
 
 from __future__ import annotations
 
 from kvframework.api.counter import Counter
 from kvframework.status import COUNTERS
 
-START, END = "<!-- counters -->\n", "<!-- end of counters -->"
 
-
-def renewed(page: str) -> str:
-    """The page with the table between its comments as the counters are declared."""
-    before, _, rest = page.partition(START)
-    _, _, after = rest.partition(END)
+def table() -> str:
+    """The counters as they are declared."""
     rows = [f"| `{place}` | {_meaning(counter)} | {_metric(counter)} |" for place, counter in COUNTERS.items()]
     rows.append("| `messaging.counters.errors.CODE` | answers with this error | `kvframework_refused_total` |")
-    head = ["| counter | counts | metric |", "|---|---|---|"]
-    return before + START + "\n".join([*head, *rows, ""]) + END + after
+    return "\n".join(["| counter | counts | metric |", "|---|---|---|", *rows, ""])
 
 
 def _meaning(counter: Counter) -> str:

@@ -35,7 +35,6 @@ def generated() -> dict[Path, str]:
     files[DOCS / "plugins" / "hooks.md"] = NOTE + hook_reference.page()
     files[DOCS / "commands.md"] = reference_tables.commands(files[DOCS / "commands.md"])
     files[DOCS / "configuration.md"] = configuration_tables.renewed(files[DOCS / "configuration.md"])
-    files[DOCS / "status.md"] = counter_table.renewed(files[DOCS / "status.md"])
     deploy, alerts = ROOT / "deploy", _generator("prometheus/alerts.py")
     documentation = read_toml(ROOT / "pyproject.toml")["project"]["urls"]["Documentation"]
     files[deploy / "grafana" / "kvframework.json"] = _generator("grafana/dashboard.py").dashboard()
@@ -49,6 +48,7 @@ def generated() -> dict[Path, str]:
     files |= {readme: option_tables.renewed(readme, offers) for readme, offers in option_tables.readmes().items()}
     files[DOCS / "ttft.svg"] = ttft_plot.drawn(files[DOCS / "benchmarks.md"])
     files |= {DOCS / "reference" / name: NOTE + text for name, text in api_reference.pages().items()}
+    files[DOCS / "reference" / "status.md"] += f"\n## Counters\n{counter_table.table()}"
     return {file: in_step(text) for file, text in files.items()}
 
 
