@@ -124,7 +124,7 @@ class PluginWrongApi(PluginError, code="plugin.wrong_api"):
     """A plugin needs another version of the plugin API, or its distribution asks for another release of kvframework.
 
     What to do: install a release of the plugin for this kvframework, or another kvframework; see
-    plugins/compatibility.md."""
+    `docs/plugins/compatibility.md`."""
 
 
 class PluginUnavailable(PluginError, code="plugin.unavailable"):

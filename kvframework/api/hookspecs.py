@@ -8,6 +8,9 @@ called `<kind>.<name>`, for example in a plugin's pyproject.toml:
     [project.entry-points."kvframework.v1"]
     "tier.mystore" = "kvf_mystore"
 
+Two distributions that offer one name are an error that names both. A process imports a plugin's module only if its
+configuration or command names one of the plugins.
+
 docs/plugins has a page for each kind, with an example; `kvframework new KIND NAME` writes a package of one.
 """
 

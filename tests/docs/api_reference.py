@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import kvf_devices  # noqa: F401 - it has a descriptor
+from kvframework.api.plugin import Provider
+from kvframework.registry import KINDS
 from tests.core.api import surface
+from tests.docs import error_codes
 
 API = "kvframework.api."
 OF_KINDS = ("transport", "layout", "memory", "tier", "eviction", "hasher", "codec", "requests", "listener")
@@ -29,17 +35,59 @@ REFERENCE |= {
     ),
 }
 
+# By kind: its guide in docs/plugins.
+GUIDES = {
+    "transport": "transports.md",
+    "layout": "layouts.md",
+    "memory": "memory.md",
+    "tier": "tiers.md",
+    "eviction": "eviction.md",
+    "hasher": "hashers.md",
+    "codec": "codecs.md",
+    "requests": "requests.md",
+    "listener": "listeners.md",
+}
+DRIVERS = "kvf_devices"
+
 
 def pages() -> dict[str, str]:
     """Return each page by its name, without the note of generated files."""
-    return {f"{name}.md": _page(title, modules) for name, (title, modules) in REFERENCE.items()}
+    tables = {"errors": error_codes.table, "hookspecs": _hooks}
+    return {
+        f"{name}.md": _page(title, tables[name]() if name in tables else "", modules)
+        for name, (title, modules) in REFERENCE.items()
+    }
 
 
-def _page(title: str, modules: tuple[str, ...]) -> str:
+def _page(title: str, table: str, modules: tuple[str, ...]) -> str:
     blocks = "\n".join(f"::: {module}\n" for module in modules)
-    return f"# {title}\n\nThe site shows signatures and docstrings here, of:\n\n{blocks}"
+    intro = f"{table}\n\n" if table else ""
+    return f"# {title}\n\n{intro}The site shows signatures and docstrings here, of:\n\n{blocks}"
+
+
+def _hooks() -> str:
+    """Return the table of hooks, with the descriptors that each may return and the guide of its kind."""
+    lines = ["| kind | hook | descriptor | guide |", "|---|---|---|---|"]
+    for kind, (hook, provider) in KINDS.items():
+        described = ", ".join(map(_linked, _descriptors(kind, provider)))
+        guide = f"[{GUIDES[kind]}](../plugins/{GUIDES[kind]})"
+        lines.append(f"| `{kind}` | [`{hook}`](#{API}hookspecs.{hook}) | {described} | {guide} |")
+    return "\n".join(lines)
+
+
+def _descriptors(kind: str, base: type[Provider[Any]]) -> list[tuple[str, str, str]]:
+    """Return page, module and name of each descriptor that a hook may return."""
+    own = (kind, f"{API}{kind}", base.__name__)
+    special = [each.__name__ for each in base.__subclasses__() if each.__module__.startswith(f"{DRIVERS}.")]
+    return [own, *(("devices", DRIVERS, name) for name in special)]
+
+
+def _linked(place: tuple[str, str, str]) -> str:
+    page, module, name = place
+    return f"[`{name}`]({page}.md#{module}.{name})"
 
 
 def anchors(page: str) -> set[str]:
-    """Return the anchors that the site gives to the public names of a page."""
-    return {f"{module}.{name}" for module in REFERENCE[page][1] for name in surface.public(module)}
+    """Return the anchors that the site gives to the public names of a page, and those of its rows."""
+    names = {f"{module}.{name}" for module in REFERENCE[page][1] for name in surface.public(module)}
+    return names | error_codes.anchors() if page == "errors" else names

@@ -12,8 +12,6 @@ from tests.docs import (
     configuration_tables,
     counter_table,
     engine_table,
-    error_reference,
-    hook_reference,
     option_tables,
     reference_tables,
     registry_table,
@@ -31,8 +29,6 @@ DOCS = ROOT / "docs"
 def generated() -> dict[Path, str]:
     """Every file that holds something made, as the sources have it."""
     files = {page: page.read_text() for page in PAGES if page.name != "CHANGELOG.md"}
-    files[DOCS / "errors.md"] = NOTE + error_reference.page()
-    files[DOCS / "plugins" / "hooks.md"] = NOTE + hook_reference.page()
     files[DOCS / "commands.md"] = reference_tables.commands(files[DOCS / "commands.md"])
     files[DOCS / "configuration.md"] = configuration_tables.renewed(files[DOCS / "configuration.md"])
     deploy, alerts = ROOT / "deploy", _generator("prometheus/alerts.py")

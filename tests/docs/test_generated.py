@@ -10,11 +10,11 @@ import pytest
 from kvframework.config import load_config
 from kvframework.errors import ConfigFieldError
 from kvframework.registry import KINDS, PluginRegistry, check_config
-from tests.docs import error_reference, hook_reference, option_tables
+from tests.docs import api_reference, error_codes, option_tables
 from tests.docs.generate import RENEW, generated
 
 ROOT = Path(__file__).resolve().parents[2]
-MADE = ("test_generated.py", "hook_reference.py", "error_reference.py")
+MADE = ("test_generated.py", "api_reference.py", "error_codes.py")
 FOLDERS = (ROOT / "tests", ROOT / "benchmarks" / "tests")
 
 
@@ -54,7 +54,7 @@ def test_every_option_is_described(readme: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_hook_has_a_page_with_an_example_that_a_test_runs(kind: str, tests: str) -> None:
     """Those of `test_hook_examples.py`, and the page of its kind, which a test of that page runs."""
-    page = hook_reference.PAGES[kind]
+    page = api_reference.GUIDES[kind]
     assert f"@hookimpl\ndef {KINDS[kind].hook}(" in (ROOT / "docs" / "plugins" / page).read_text()
     assert f'"{page}"' in tests, "no test runs its example"
 
@@ -63,7 +63,7 @@ def test_every_hook_has_a_page_with_an_example_that_a_test_runs(kind: str, tests
 
 
 def test_every_error_has_docs_and_a_test_and_is_raised(tests: str) -> None:
-    for code in error_reference.codes():
+    for code in error_codes.codes():
         assert code.meaning.endswith("."), code.name
         assert code.advice or code.code == "error", f"{code.name} says no 'What to do: ...' in its docstring"
         assert code.raised or code.is_base, f"nothing raises {code.name}: delete it"
@@ -75,4 +75,4 @@ def test_the_example_of_an_error_is_real(tmp_path: Path) -> None:
     (tmp_path / "kvf.toml").write_text("[l1]\ncapacty = 1\n")
     with pytest.raises(ConfigFieldError) as caught:
         check_config(load_config(tmp_path / "kvf.toml"), PluginRegistry())
-    assert str(caught.value).replace(f"{tmp_path}/", "") in error_reference.HEAD
+    assert str(caught.value).replace(f"{tmp_path}/", "") in error_codes.HEAD
