@@ -145,6 +145,28 @@ def test_an_engine_runs_without_a_server_that_cannot_start(node: Node, options: 
     assert node.processes() == []
 
 
+def test_a_run_that_is_killed_while_it_starts_a_server_leaves_one_that_stop_knows(node: Node) -> None:
+    running = node.start("run", *SMALL)
+    lock = node.folder / "kvframework" / "server.sock.run"
+    wait_until(lambda: lock.exists() and lock.read_text().strip(), SLOW_S, "the start of a server")
+    running.kill()
+    running.communicate()
+    wait_until(lambda: node.keeper is not None, SLOW_S, "the server's keeper")
+    assert "stopped the server" in node.ask("stop").stdout
+
+
+def test_an_interrupt_while_a_server_starts_leaves_nothing(node: Node) -> None:
+    running = node.start("run", *SMALL, "--", sys.executable, "-c", SHOW)
+    lock = node.folder / "kvframework" / "server.sock.run"
+    wait_until(lambda: lock.exists() and lock.read_text().strip(), SLOW_S, "the start of a server")
+    running.send_signal(signal.SIGINT)
+    output, _ = running.communicate(timeout=SLOW_S)
+    # The engine may have begun already.
+    assert (running.returncode, output) in ((130, ""), (0, f"{node.endpoint}\n"), (-2, ""))
+    if running.returncode == 130:
+        wait_until(lambda: node.processes() == [], SLOW_S, "the end of what was started")
+
+
 def test_a_folder_that_cannot_be_made_is_one_line(node: Node) -> None:
     file = node.folder / "file"
     file.write_text("")

@@ -159,12 +159,13 @@ def _start(wanted: Wanted) -> Found:
         options += ["--set", override]
     log = log_path(wanted.endpoint)
     keeper = _spawned(log, options)
+    # At once: a `run` that is killed while it waits leaves a server that `stop` knows.
+    _lock_path(wanted.endpoint).write_text(f"{keeper.pid}\n")
     try:
         _wait_ready(keeper, wanted, log)
     except BaseException:
         end_keeper(keeper.pid)
         raise
-    _lock_path(wanted.endpoint).write_text(f"{keeper.pid}\n")
     stops = f"stops after {short_duration(IDLE_STOP_S)} without an engine"
     return Found(wanted.endpoint, True, [f"started the server at {wanted.endpoint}: {why}; {stops}; log: {log}"])
 
