@@ -1,6 +1,5 @@
 """The status document, as REPORT_STATUS returns it and `kvframework status --json` prints it: its fields as types, and
-its counters as declarations; and the records of finished requests. docs/status.md says
-what fields mean whose name does not.
+its counters as declarations; and the records of finished requests. docs/status.md explains fields.
 
 `msgspec.json.decode(document, type=Status)` reads a document. All fields have defaults, and unknown ones are passed
 over, so that a server of another release can be read. A new counter is a line of this module, beside the one that
