@@ -1,9 +1,4 @@
-"""Makes the tables of the core's keys in docs/configuration.md out of the structs of `kvframework.config.schema`,
-between comments:
-
-    <!-- keys: ServerConfig -->
-    <!-- end of keys -->
-"""
+"""Makes docs/reference/configuration.md, the core's keys, out of the structs of `kvframework.config.schema`."""
 
 from __future__ import annotations
 
@@ -14,30 +9,39 @@ from kvframework.registry import describe_options
 from kvframework.running_config import changes_now
 from tests.docs.option_tables import rows
 
-BLOCK = re.compile(r"(<!-- keys: (\w+) -->\n).*?(<!-- end of keys -->)", re.DOTALL)
-# The table of the TOML file that each struct describes.
+# The table of the TOML file that each struct describes, with its heading.
 TABLES = {
-    "ServerConfig": "server",
-    "CurveConfig": "server.curve",
-    "LogConfig": "log",
-    "ObserveConfig": "observe",
-    "L1Keys": "l1",
-    "L2Keys": "l2",
-    "TenantKeys": "tenants.acme",
+    "ServerConfig": ("server", "[server]"),
+    "CurveConfig": ("server.curve", "[server.curve]"),
+    "LogConfig": ("log", "[log]"),
+    "ObserveConfig": ("observe", "[observe]"),
+    "L1Keys": ("l1", "[l1]"),
+    "L2Keys": ("l2", "[[l2]]"),
+    "TenantKeys": ("tenants.acme", "[tenants.NAME]"),
 }
-STRUCTS = tuple(TABLES)
-KEY = re.compile(r"\| `(\w+)` \|")
+HEAD = """\
+# Configuration keys
+
+The keys of [the configuration](../configuration.md) that are no plugin's. A key that changes "now"
+takes effect with `kvframework config apply`; the others need a restart. `[l1]` and `[[l2]]` also
+take the [options of their plugin](options.md).
+"""
+_KEY = re.compile(r"\| `(\w+)` \|")
 
 
-def renewed(page: str) -> str:
-    """The page with its tables as the schema is."""
-    return BLOCK.sub(lambda block: block[1] + _table(block[2]) + block[3], page)
+def page() -> str:
+    """Return the page, without its note."""
+    return "\n".join([HEAD, *(f"## {heading}\n{_table(struct)}" for struct, (_, heading) in TABLES.items())])
+
+
+def changes(struct: str) -> dict[str, str]:
+    """Return when a change of each key of a struct takes effect: "now" or "restart"."""
+    keys = [each.name for each in describe_options(getattr(schema, struct))]
+    return {key: "now" if changes_now(f"{TABLES[struct][0]}.{key}") else "restart" for key in keys}
 
 
 def _table(struct: str) -> str:
-    """The table of a struct's keys, with a column that says when a change of each takes effect."""
     head, line, *cells = rows(describe_options(getattr(schema, struct)), "key").splitlines()
-    keys = [KEY.match(row)[1] for row in cells]  # type: ignore[index]
-    now = ["now" if changes_now(f"{TABLES[struct]}.{key}") else "restart" for key in keys]
-    changes = [f"{row} {when} |" for row, when in zip(cells, now, strict=True)]
-    return "\n".join([f"{head} changes |", f"{line}---|", *changes, ""])
+    when = changes(struct)
+    keyed = [f"{row} {when[_KEY.match(row)[1]]} |" for row in cells]  # type: ignore[index]
+    return "\n".join([f"{head} changes |", f"{line}---|", *keyed, ""])

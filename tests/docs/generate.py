@@ -29,22 +29,27 @@ DOCS = ROOT / "docs"
 def generated() -> dict[Path, str]:
     """Every file that holds something made, as the sources have it."""
     files = {page: page.read_text() for page in PAGES if page.name != "CHANGELOG.md"}
-    files[DOCS / "commands.md"] = reference_tables.commands(files[DOCS / "commands.md"])
-    files[DOCS / "configuration.md"] = configuration_tables.renewed(files[DOCS / "configuration.md"])
+    reference = DOCS / "reference"
+    files[reference / "commands.md"] = NOTE + reference_tables.commands()
+    files[reference / "configuration.md"] = NOTE + configuration_tables.page()
+    files[reference / "metrics.md"] = NOTE + reference_tables.metrics()
+    files[reference / "options.md"] = NOTE + option_tables.page()
     deploy, alerts = ROOT / "deploy", _generator("prometheus/alerts.py")
     documentation = read_toml(ROOT / "pyproject.toml")["project"]["urls"]["Documentation"]
     files[deploy / "grafana" / "kvframework.json"] = _generator("grafana/dashboard.py").dashboard()
     files[deploy / "prometheus" / "kvframework.rules.yml"] = alerts.prometheus(documentation)
     files[deploy / "kubernetes" / "monitoring" / "prometheusrule.yaml"] = alerts.kubernetes(documentation)
-    files[DOCS / "metrics.md"] = NOTE + reference_tables.metrics()
     engines = DOCS / "engines" / "README.md"
     files[engines] = engine_table.renewed(files[engines])
     registry = DOCS / "plugins" / "registry.md"
     files[registry] = registry_table.renewed(files[registry])
-    files |= {readme: option_tables.renewed(readme, offers) for readme, offers in option_tables.readmes().items()}
+    examples = {
+        readme: offers for readme, offers in option_tables.readmes().items() if not option_tables.is_ours(readme)
+    }
+    files |= {readme: option_tables.renewed(readme, offers) for readme, offers in examples.items()}
     files[DOCS / "ttft.svg"] = ttft_plot.drawn(files[DOCS / "benchmarks.md"])
-    files |= {DOCS / "reference" / name: NOTE + text for name, text in api_reference.pages().items()}
-    files[DOCS / "reference" / "status.md"] += f"\n## Counters\n{counter_table.table()}"
+    files |= {reference / name: NOTE + text for name, text in api_reference.pages().items()}
+    files[reference / "status.md"] += f"\n## Counters\n{counter_table.table()}"
     return {file: in_step(text) for file, text in files.items()}
 
 

@@ -1,9 +1,8 @@
-"""Makes the tables of options in the plugins' READMEs out of their options structs, between comments:
+"""Makes docs/reference/options.md out of the options structs of the plugins, and the tables in the READMEs of the
+examples, between comments:
 
-    <!-- options: tier.redis -->
+    <!-- options: tier.sqlite -->
     <!-- end of options -->
-
-`<!-- options: layout.paged groups -->` is the table of what one item of that option holds.
 """
 
 from __future__ import annotations
@@ -23,9 +22,17 @@ from kvframework.registry import OptionInfo, PluginRegistry, describe_options
 from kvframework.registry.discovery import EntryPointInfo
 
 ROOT = Path(__file__).resolve().parents[2]
-BLOCK = re.compile(r"(<!-- options: (\S+)(?: (\w+))? -->\n).*?(<!-- end of options -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- options: (\S+) -->\n).*?(<!-- end of options -->)", re.DOTALL)
 # Folders of distributions.
 PROJECTS = ("plugins/*", "plugins/*/*", "examples/*")
+# Options that hold tables, by plugin.
+INSIDE = {"layout.paged": "groups", "layout.opaque": "groups"}
+HEAD = """\
+# Options of plugins
+
+A plugin's table of the [configuration](../configuration.md) takes these options beside `use`.
+`kvframework plugins info KIND.NAME` prints the same of an installed plugin.
+"""
 UNITS = ("", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -56,14 +63,35 @@ def renewed(readme: Path, offers: dict[str, EntryPointInfo]) -> str:
     folder = importable(readme)
     sys.path.insert(0, folder)
     try:
-        return BLOCK.sub(lambda block: block[1] + _table(offers[block[2]], block[3]) + block[4], readme.read_text())
+        return BLOCK.sub(lambda block: block[1] + _table(offers[block[2]], None) + block[3], readme.read_text())
     finally:
         sys.path.remove(folder)
 
 
+def page() -> str:
+    """Return the page of all plugins of this repository that are no examples, without its note."""
+    parts = [HEAD]
+    for readme, offers in readmes().items():
+        if is_ours(readme):
+            sys.path.insert(0, importable(readme))
+            try:
+                parts += [_section(title, offer, readme) for title, offer in offers.items()]
+            finally:
+                sys.path.remove(importable(readme))
+    return "\n".join(parts)
+
+
+def _section(title: str, offer: EntryPointInfo, readme: Path) -> str:
+    place = readme.relative_to(ROOT)
+    text = f"## {title}\nOf [{place.parent.name}](../../{place}).\n\n{_table(offer, None)}"
+    if title in INSIDE:
+        text += f"\n### {title} {INSIDE[title]}\n{_table(offer, INSIDE[title])}"
+    return text
+
+
 def told(readme: Path) -> set[str]:
     """The entry points whose tables a README has."""
-    return {block[2] for block in BLOCK.finditer(readme.read_text()) if not block[3]}
+    return {block[2] for block in BLOCK.finditer(readme.read_text())}
 
 
 def _entry_points(pyproject: Path) -> dict[str, EntryPointInfo]:

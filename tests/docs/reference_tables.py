@@ -1,4 +1,5 @@
-"""Makes docs/commands.md's table out of the command line itself, and docs/metrics.md out of the table of metrics."""
+"""Makes docs/reference/commands.md out of the command line itself, and docs/reference/metrics.md out of the table of
+metrics."""
 
 from __future__ import annotations
 
@@ -9,15 +10,17 @@ from kvf_observe.http.exposition import Metric
 from kvf_observe.metrics import OWN, TABLE
 from tests.support.whole_cli import whole_cli
 
-START, END = "<!-- commands -->\n", "<!-- end of commands -->"
+COMMANDS = """# List of commands
+
+`kvframework COMMAND --help` has the options of each; [commands](../commands.md) has examples, signals
+and exit statuses.
+"""
 
 
-def commands(page: str) -> str:
-    """The page with the table between its comments as the commands are."""
-    before, _, rest = page.partition(START)
-    _, _, after = rest.partition(END)
+def commands() -> str:
+    """Return the page, without its note."""
     rows = [f"| `{name}` | {text} |" for name, text in _commands(whole_cli(without=("bench",)), "kvframework")]
-    return before + START + "\n".join(["| command | what it does |", "|---|---|", *rows, ""]) + END + after
+    return "\n".join([COMMANDS, "| command | what it does |", "|---|---|", *rows, ""])
 
 
 def _commands(command: Any, name: str) -> Iterator[tuple[str, str]]:
@@ -32,12 +35,12 @@ def _commands(command: Any, name: str) -> Iterator[tuple[str, str]]:
 
 METRICS = """# Metrics
 
-What `/metrics` of [`kvframework observe`](observe.md) says, and where each value stands in the
-[status document](status.md). Names are stable, as those of the document. All series exist from the
-start of the server, at 0, but those of other nodes, which only [peers](peers.md) have; while it is
-away there are only those of the first table. A histogram's bounds are doublings. `model` has at
-most 64 names and `other`, `tenant` the names of the configuration; two tiers of one plugin are
-called `redis.0` and `redis.1`.
+`/metrics` of [`kvframework observe`](../observe.md) has these series. The last column is the place of
+a value in the [status document](../status.md). Names are stable. All series exist from the start of
+the server, at 0; only [peers](../peers.md) have those of other nodes. While the server is away, only
+those of the first table exist. The bounds of a histogram double. `model` has at most 64 names and
+`other`; `tenant` has the names of the configuration. Two tiers of one plugin are `redis.0` and
+`redis.1`.
 """
 
 
@@ -53,6 +56,6 @@ def _section(title: str, metrics: tuple[Metric, ...]) -> str:
     for metric in metrics:
         labels = ", ".join(f"`{label}`" for label in metric.labels)
         places = ", ".join(f"`{place}`" for place in metric.place.split(", ") if place)
-        meaning = f"[{metric.help}](operations.md#{metric.row})" if metric.row else metric.help
+        meaning = f"[{metric.help}](../operations.md#{metric.row})" if metric.row else metric.help
         lines.append(f"| `{metric.full}` | {metric.type} | {labels} | {meaning} | {places} |")
     return "\n".join([*lines, ""])

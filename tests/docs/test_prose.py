@@ -105,7 +105,7 @@ def anchors(page: Path) -> set[str]:
     one text has another on each. Rows of tables have anchors of their own."""
     text = FENCE.sub("", page.read_text())
     headings = re.findall(r"^#{1,6} (.+)$", text, re.MULTILINE)
-    if page.parent.name == "reference":
+    if page.parent.name == "reference" and page.stem in api_reference.REFERENCE:
         return api_reference.anchors(page.stem) | set(map(slug, headings))
     return {name for name in map(slug, headings) if "--" not in name} | set(re.findall(r'<a id="([\w.-]+)"></a>', text))
 

@@ -1,10 +1,9 @@
-"""APPLY_CONFIG: the column "changes" of docs/configuration.md is what a real server does."""
+"""APPLY_CONFIG: the column "changes" of docs/reference/configuration.md is what a real server does."""
 
 from __future__ import annotations
 
 import importlib.util
 import itertools
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,18 +20,17 @@ from kvframework.server import Server
 from kvframework.service import contexts
 from kvframework.wire import messages as m
 from tests.core.server.in_process import serving
-from tests.docs.configuration_tables import BLOCK, TABLES
+from tests.docs.configuration_tables import TABLES, changes
 from tests.support.certificates import make_certificate
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs" / "configuration.md").read_text()
 # The column of each key, as `--set` names it.
 COLUMN = {
-    f"{TABLES[block[2]]}.{key}".replace("l2.", "l2.0."): when
-    for block in BLOCK.finditer(PAGE)
-    for key, when in re.findall(r"^\| `(\w+)` .* \| (now|restart) \|$", block[0], re.MULTILINE)
+    f"{table}.{key}".replace("l2.", "l2.0."): when
+    for struct, (table, _) in TABLES.items()
+    for key, when in changes(struct).items()
 }
 DIGEST = tenant_digest("a salt")
 EVENTS = "events.endpoint=ipc://{folder}/announced.sock"

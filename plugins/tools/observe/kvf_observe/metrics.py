@@ -1,4 +1,4 @@
-"""The table of metrics. The exposition, docs/metrics.md, the dashboard, the alerts and the tests are made from it.
+"""The table of metrics. The exposition, docs/reference/metrics.md, the dashboard, the alerts and the tests follow it.
 
 Names are promises. Labels have few values: what a server configures, a fixed list, or names whose number the server
 bounds; never a salt, a prompt, a digest, a key or the id of a request. Each series exists from the start, at 0.
