@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvf_vllm.requests import Asking, Wish
 from kvf_vllm.step_messages import AdapterNews, AdapterUse
 from kvframework.client import WEIGHT_SUFFIXES, FileState, WatchedCall, watch_calls
 from kvframework.errors import ConfigFieldError
@@ -173,6 +174,22 @@ class AdapterNames:
         if self._contents.get(self._key(str(request.lora_name), str(request.lora_path)), set()) - {content}:
             return "lora_changed"
         return AdapterUse(int(request.lora_int_id), content)
+
+    def lacks(self, asking: Asking) -> str:
+        """Return why the request's adapter has no name, "" if it has one, or there is none. A request whose adapter
+        gets none, or another one than before, is left out."""
+        lora = asking.request.lora_request
+        if lora is None or not (asking.wish.load or asking.wish.store):
+            return ""
+        found = self.use_of(lora)
+        if isinstance(found, AdapterUse):
+            before, asking.adapter = asking.adapter, found
+            if before in (None, found):
+                return ""
+            found = "lora_changed"
+        if found != NOT_LOADED:
+            asking.wish = Wish(False, False, reason=found)
+        return found
 
     def _key(self, name: str, path: str) -> tuple[str, str]:
         return name, path if self._by_path else ""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from kvf_vllm.requests import Asking
 from kvf_vllm.step_messages import Served, Weights
 from kvf_vllm.weights import EngineWeights
 
@@ -33,6 +34,9 @@ class EngineNames:
         self.served: Served | None = None
         self.generation = ""
         self.weights = weights
+        # The last planned step that writes KV.
+        self.step = 0
+        self._is_up_to_date = True
         self._workers = workers
         self._serve = serve
         self._heard: dict[int, Served | None] = {}
@@ -64,10 +68,23 @@ class EngineNames:
         self._learn()
         return is_updated
 
-    def cache_was_reset(self, step: int) -> bool:
-        """vLLM holds no KV of this step or an earlier one. Returns True if that was missing."""
-        was_alone = self.weights.are_alone
-        self.weights.cache_was_reset(step)
+    def planned(self, *, writes: bool) -> None:
+        """A step was planned, whose report has the workers' news."""
+        self.step += writes
+        self._is_up_to_date = True
+
+    def are_awaited(self, asking: Asking) -> bool:
+        """True once for each request while the next step may bring news of the workers' weights."""
+        if asking.was_asked_again or (self._is_up_to_date and not self.weights.are_changing):
+            return False
+        asking.was_asked_again = asking.wish.load or asking.wish.store
+        return asking.was_asked_again
+
+    def cache_was_reset(self) -> bool:
+        """vLLM has emptied its own prefix cache. Returns True if that was missing. Often the weights were updated just
+        before, so the next requests wait a step for the workers' word."""
+        was_alone, self._is_up_to_date = self.weights.are_alone, False
+        self.weights.cache_was_reset(self.step)
         if not was_alone:
             self._learn()
         return not was_alone

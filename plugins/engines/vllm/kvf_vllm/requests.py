@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kvf_vllm.step_messages import AdapterUse
 from kvframework.api.keys import MAX_RETAINS, ChunkContent, Extra, Image, Retain, retain_of
 from kvframework.api.process import LogLimit
 from kvframework.errors import KVFrameworkError, RequestError
@@ -108,6 +109,16 @@ class Wish:
     reason: str = ""
     retain: tuple[Retain, ...] = ()
     ignored: str = ""
+
+
+class Asking(Protocol):
+    """What the scheduler of either connector knows of a request. `adapter` is None without one, and as long as it has
+    no name. `was_asked_again`: it waited a step for news of the weights."""
+
+    request: EngineRequest
+    wish: Wish
+    adapter: AdapterUse | None
+    was_asked_again: bool
 
 
 def wish_of(request: EngineRequest) -> Wish:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from kvf_vllm.adapters import NOT_LOADED, AdapterNames
+from kvf_vllm.adapters import AdapterNames
 from kvf_vllm.engine_names import EngineNames
 from kvf_vllm.events import Announcements, BlocksStored
 from kvf_vllm.layouts import (
@@ -121,8 +121,6 @@ class SchedulerSide:
         self._unfinished: dict[int, _Unfinished] = {}
         self._next_store = 0
         self._once = LogLimit.once()
-        self._is_up_to_date = True
-        self._step = 0
 
     # Requests of vLLM's scheduler.
 
@@ -139,9 +137,9 @@ class SchedulerSide:
         tracked.miss, tracked.own_end = "", computed
         if self._unread:
             return self._no_hit(tracked, "no_prefix_caching")
-        if self._awaits_weights(tracked):
+        if self._names.are_awaited(tracked):
             return None, False
-        if unnamed := self._adapter_lacks(tracked):
+        if unnamed := self._adapters.lacks(tracked):
             return self._no_hit(tracked, unnamed)
         loads = self._loads and tracked.wish.load
         if (loads or (self._stores and tracked.wish.store)) and self._awaits_names(tracked):
@@ -230,7 +228,7 @@ class SchedulerSide:
         """The plan of the workers for this step, vLLM's `build_connector_meta`. `scheduled` gives the number of
         tokens to compute for each request; `tables` gives a request's blocks; `new_blocks` were given out since the
         last step; `states` are complete after it."""
-        self._count_step(scheduled)
+        self._names.planned(writes=bool(scheduled or self._planned_loads))
         self._has_waited = False
         written = self._foreign.union(new_blocks)
         self._foreign = set()
@@ -245,7 +243,7 @@ class SchedulerSide:
                     stores += self._plan_store(tracked, tokens, tables, states.get(request_id, ()))
         loads, self._planned_loads = self._planned_loads, []
         self._prefill.begin_step(scheduled, counts=self._is_async or not loads)
-        return StepPlan(loads, stores, fence, bool(scheduled), self._step, self._names.weights.updates)
+        return StepPlan(loads, stores, fence, bool(scheduled), self._names.step, self._names.weights.updates)
 
     def step_ended(self) -> None:
         """vLLM has taken in what the first step under way has computed."""
@@ -254,12 +252,12 @@ class SchedulerSide:
     def plan_in_doubt(self) -> StepPlan:
         """Replaces `plan_step` after that has raised: planned loads stay, nothing is stored, and all stores end before
         the step, since any of their blocks may be written in it."""
-        self._step += 1
+        self._names.planned(writes=True)
         loads, self._planned_loads = self._planned_loads, []
         self._prefill.begin_step({}, counts=False)
         self._foreign = set()
         self._has_waited = False
-        return StepPlan(loads, [], list(self._unfinished), step=self._step, updates=self._names.weights.updates)
+        return StepPlan(loads, [], list(self._unfinished), step=self._names.step, updates=self._names.weights.updates)
 
     def heard(self, report: StepReport) -> None:
         """Applies the report of the workers after a step."""
@@ -309,10 +307,8 @@ class SchedulerSide:
         self._leave_all_out("reset")
 
     def cache_was_reset(self) -> None:
-        """vLLM has emptied its own prefix cache, and no request has blocks. Often the weights were updated just before,
-        so the next requests wait a step for the workers' word."""
-        self._is_up_to_date = False
-        if self._names.cache_was_reset(self._step):
+        """vLLM has emptied its own prefix cache, and no request has blocks."""
+        if self._names.cache_was_reset():
             self._leave_all_out("weights_changed")
 
     def close(self) -> None:
@@ -328,17 +324,6 @@ class SchedulerSide:
             wish = current_wish(request, self._once, weights_updated=bool(self._names.weights.updates))
             tracked = self._tracked[request.request_id] = _Tracked(request, wish, search)
         return tracked
-
-    def _awaits_weights(self, tracked: _Tracked) -> bool:
-        """True once for each request while the next step may bring news of the workers' weights."""
-        if tracked.was_asked_again or (self._is_up_to_date and not self._names.weights.are_changing):
-            return False
-        tracked.was_asked_again = tracked.wish.load or tracked.wish.store
-        return tracked.was_asked_again
-
-    def _count_step(self, scheduled: Mapping[str, int]) -> None:
-        self._step += bool(scheduled or self._planned_loads)
-        self._is_up_to_date = True
 
     def _leave_all_out(self, reason: str) -> None:
         """Ends the part of all requests: their KV may be from before and after. Those without blocks begin again."""
@@ -362,25 +347,10 @@ class SchedulerSide:
             return False
         return not self._names.have_come if self._names.served is None else self._hashed(tracked) is None
 
-    def _adapter_lacks(self, tracked: _Tracked) -> str:
-        """Return why the request's adapter has no name, "" if it has one, or there is none. A request whose adapter
-        gets none, or another one than before, is left out."""
-        if tracked.request.lora_request is None or not (tracked.wish.load or tracked.wish.store):
-            return ""
-        found = self._adapters.use_of(tracked.request.lora_request)
-        if isinstance(found, AdapterUse):
-            before, tracked.adapter = tracked.adapter, found
-            if before in (None, found):
-                return ""
-            found = "lora_changed"
-        if found != NOT_LOADED:
-            tracked.wish = Wish(False, False, reason=found)
-        return found
-
     def _hashed(self, tracked: _Tracked) -> RequestHashes | None:
         """The request's digests of all tokens that are known now, None as long as they have no name."""
         assert self._names.served is not None
-        if tracked.adapter is None and self._adapter_lacks(tracked):
+        if tracked.adapter is None and self._adapters.lacks(tracked):
             return None
         if tracked.hashes is None:
             salt = salted(tracked.wish.salt, self._names.generation)

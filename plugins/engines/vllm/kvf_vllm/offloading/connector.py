@@ -234,7 +234,7 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
         manager, scheduled = self._manager, scheduler_output.num_scheduled_tokens
         manager.begin_step(scheduled)
         plan: OffloadingConnectorMetadata = super().build_connector_meta(scheduler_output)
-        manager.step += bool(scheduled or plan.load_jobs)
+        manager.names.planned(writes=bool(scheduled or plan.load_jobs))
         flushed, instance = plan.jobs_to_flush or (), manager.engine.instance
         return StepPlan(
             plan.load_jobs,
@@ -242,7 +242,7 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
             plan.jobs_to_flush,
             arena=instance.ticket if instance is not None else None,
             slot_bytes=self._slot_bytes,
-            step=manager.step,
+            step=manager.names.step,
             updates=manager.names.weights.updates,
         )
 

@@ -75,12 +75,10 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
         )
         self.prefill, self.names = self.engine.prefill, self.engine.names
         self.pace = Pace()
-        self.step = 0
         self._register = register
         self._options, self._within_step = options, within_step
         self._loads, self._stores, self._unread = loads and not unread, stores and not unread, unread
         self._awaits_until: float | None = None
-        self._is_up_to_date = True
         self._once = LogLimit.once()
         self._tracked: dict[str, Tracked] = {}
         # Requests that have their blocks, or are of another connector, and were in no step since.
@@ -105,12 +103,12 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
         self.prefill.asked_for(request.request_id)
         tracked = self._tracked.get(request.request_id) or self._track(request)
         tracked.computed, tracked.own_end, tracked.miss = computed, computed, ""
-        if self._awaits_weights(tracked):
+        if self.names.are_awaited(tracked):
             return False
         loads, stores = self._loads and tracked.wish.load, self._stores and tracked.wish.store
         if (loads or stores) and self._awaits_names():
             return False
-        tracked.miss = self._why_unasked(tracked, self.engine.adapter_lacks(tracked))
+        tracked.miss = self._why_unasked(tracked, self.engine.adapters.lacks(tracked))
         return bool(tracked.miss) or self.searches.ask(tracked, computed // self.engine.unit * self.engine.unit)
 
     @harmless(lambda: 0)
@@ -156,7 +154,6 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
     @harmless()
     def begin_step(self, scheduled: Mapping[str, int]) -> None:
         """A step is about to be planned that computes so many tokens of each request."""
-        self._is_up_to_date = True
         self.prefill.begin_step(scheduled, counts=not self.pace.has_planned)
         self.pace.begin_step(computes=bool(scheduled))
         for request_id in self._settling & scheduled.keys():
@@ -196,10 +193,8 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
 
     @harmless()
     def cache_was_reset(self) -> None:
-        """vLLM has emptied its own prefix cache, and no request has blocks. Often the weights were updated just before,
-        so the next requests wait a step for the workers' word."""
-        self._is_up_to_date = False
-        if self.names.cache_was_reset(self.step):
+        """vLLM has emptied its own prefix cache, and no request has blocks."""
+        if self.names.cache_was_reset():
             self._leave_all_out("weights_changed")
 
     @harmless()
@@ -212,13 +207,6 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
         wish = current_wish(request, self._once, weights_updated=bool(self.names.weights.updates))
         tracked = self._tracked[request.request_id] = Tracked(request, wish)
         return tracked
-
-    def _awaits_weights(self, tracked: Tracked) -> bool:
-        """True once for each request while the next step may bring news of the workers' weights."""
-        if tracked.was_asked_again or (self._is_up_to_date and not self.names.weights.are_changing):
-            return False
-        tracked.was_asked_again = tracked.wish.load or tracked.wish.store
-        return tracked.was_asked_again
 
     def _awaits_names(self) -> bool:
         """True for a moment from the first question on, until the workers have reported and this side has reached a
@@ -321,7 +309,7 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
             return nothing
         if not self.engine.is_ready or self.engine.is_spoiled(tracked):
             return nothing
-        unnamed = self.engine.adapter_lacks(tracked)
+        unnamed = self.engine.adapters.lacks(tracked)
         if tracked.is_foreign or unnamed == NOT_LOADED:
             return None  # vLLM asks again with the next step
         if unnamed:

@@ -160,7 +160,7 @@ class Stores:
             store.is_doomed
             or store.wish is not store.tracked.wish
             or engine.is_spoiled(store.tracked)
-            or engine.adapter_lacks(store.tracked)
+            or engine.adapters.lacks(store.tracked)
         ):
             plan.abort()
         else:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.kv_offload.base import OffloadKey, make_offload_key
 
-from kvf_vllm.adapters import NOT_LOADED, AdapterNames
+from kvf_vllm.adapters import AdapterNames
 from kvf_vllm.engine_names import EngineNames
 from kvf_vllm.events import Announcements
 from kvf_vllm.requests import Wish, chunk_extras, salted, traceparent
@@ -152,22 +152,6 @@ class Engine:
             tracked.known[place] = known + len(hashes)
             suffix = make_offload_key(b"", group.index)
             yield [key for key in keys if key.endswith(suffix) and key in ends]
-
-    def adapter_lacks(self, tracked: Tracked) -> str:
-        """Return why the request's adapter has no name, "" if it has one, or there is none. A request whose adapter
-        gets none, or another one than before, is left out."""
-        lora = tracked.request.lora_request
-        if lora is None or not (tracked.wish.load or tracked.wish.store):
-            return ""
-        found = self.adapters.use_of(lora)
-        if isinstance(found, AdapterUse):
-            before, tracked.adapter = tracked.adapter, found
-            if before in (None, found):
-                return ""
-            found = "lora_changed"
-        if found != NOT_LOADED:
-            tracked.wish = Wish(False, False, reason=found)
-        return found
 
     def is_spoiled(self, tracked: Tracked) -> bool:
         """Whether the request, which has no adapter, may have been computed by one."""
