@@ -34,6 +34,7 @@ def generated() -> dict[Path, str]:
     files[reference / "configuration.md"] = NOTE + configuration_tables.page()
     files[reference / "metrics.md"] = NOTE + reference_tables.metrics()
     files[reference / "options.md"] = NOTE + option_tables.page()
+    files[reference / "plugins.md"] = NOTE + registry_table.page()
     deploy, alerts = ROOT / "deploy", _generator("prometheus/alerts.py")
     documentation = read_toml(ROOT / "pyproject.toml")["project"]["urls"]["Documentation"]
     files[deploy / "grafana" / "kvframework.json"] = _generator("grafana/dashboard.py").dashboard()
@@ -41,8 +42,6 @@ def generated() -> dict[Path, str]:
     files[deploy / "kubernetes" / "monitoring" / "prometheusrule.yaml"] = alerts.kubernetes(documentation)
     engines = DOCS / "engines" / "README.md"
     files[engines] = engine_table.renewed(files[engines])
-    registry = DOCS / "plugins" / "registry.md"
-    files[registry] = registry_table.renewed(files[registry])
     examples = {
         readme: offers for readme, offers in option_tables.readmes().items() if not option_tables.is_ours(readme)
     }

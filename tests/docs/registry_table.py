@@ -1,4 +1,4 @@
-"""Makes the tables of docs/plugins/registry.md out of the entry points of this repository, ours and the examples'.
+"""Makes docs/reference/plugins.md out of the entry points of this repository, ours and the examples'.
 
 The last column names the kit that a plugin passes, and the test file that has it pass: found in the tests, where a
 class of that kit names the plugin, or is in a file that imports its module, or in the example's own tests.
@@ -14,7 +14,6 @@ from kvframework.registry import PluginRegistry
 from kvframework.registry.discovery import EntryPointInfo
 from tests.docs.option_tables import ROOT, importable, is_ours, readmes
 
-BLOCK = re.compile(r"(<!-- plugins: (ours|examples) -->\n).*?(<!-- end of plugins -->)", re.DOTALL)
 KITS = {
     "transport": "TransportConformance",
     "layout": "LayoutConformance",
@@ -27,9 +26,16 @@ KITS = {
 }
 
 
-def renewed(page: str) -> str:
-    """The page with its tables as the entry points are."""
-    return BLOCK.sub(lambda block: block[1] + _table(block[2] == "ours") + block[3], page)
+def page() -> str:
+    """The reference of plugins, ours and the examples'."""
+    return (
+        "# List of plugins\n\n"
+        'A server\'s TOML names a plugin, `use = "redis"`. "Passes" names the kit that it passes, and where.\n\n'
+        f"## Plugins of this repository\n{_table(ours=True)}\n"
+        "## Examples\n"
+        "Complete distributions of third parties, to read and to copy: `pip install FOLDER` beside kvframework.\n\n"
+        f"{_table(ours=False)}"
+    )
 
 
 def proof(offer: EntryPointInfo, folders: tuple[Path, ...]) -> Path | None:
