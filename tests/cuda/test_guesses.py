@@ -1,12 +1,11 @@
 """What the transport guesses of drivers, one by one, and a driver that says no: it goes without, or is left out with a
-reason, and no byte is ever wrong. The table in docs/deploy/gpu.md names these tests."""
+reason, and no byte is ever wrong."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import re
-from pathlib import Path
 
 import pytest
 
@@ -273,16 +272,3 @@ def test_a_driver_that_does_not_say_whether_it_shares_is_asked_by_trying(
         shown = [each for each in diagnose(CudaOptions(engine="dma")) if each.id == "cuda_ipc.devices"]
     assert {each.level for each in shown} == {"warn"}
     assert all("does not say whether it shares" in each.fact for each in shown)
-
-
-def test_every_guess_of_the_page_is_tested_here_and_every_test_is_of_a_guess() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "deploy" / "gpu.md").read_text()
-    section = page.split("\n## Guesses\n")[1].split("\n## ")[0]
-    named = set(re.findall(r"`(test_\w+)`", section))
-    here = {name for name in globals() if name.startswith("test_")} - {
-        "test_an_engine_that_sends_no_event_with_its_memory_is_served",
-        "test_every_guess_of_the_page_is_tested_here_and_every_test_is_of_a_guess",
-    }
-    assert named >= here
-    others = "".join(each.read_text() for each in Path(__file__).parent.glob("test_*.py"))
-    assert [name for name in named if f"def {name}(" not in others] == []
