@@ -1,22 +1,32 @@
-"""Makes the table of docs/engines/README.md: what tests have proven of each engine, see
-`tests.support.engine_results`."""
+"""Makes docs/engines/README.md: what tests have proven of each engine, see `tests.support.engine_results`."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from tests.support.engine_results import ENGINES, FEATURES, FOLDER, recorded
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "docs" / "engines"
-BLOCK = re.compile(r"(<!-- engines -->\n).*?(<!-- end of engines -->)", re.DOTALL)
+HEAD = """\
+# Engines
+
+Which engines work with the server, and what tests prove of each. Start with an engine's page:
+[vLLM](vllm.md), [SGLang](sglang.md), [transformers](transformers.md), [llama.cpp](llamacpp.md),
+[MLX](mlx.md), [TensorRT-LLM](tensorrt_llm.md). For another engine, see [an engine of your
+own](own_engine.md) and [porting](porting.md). Words: [glossary](../glossary.md).
+
+## What is proven
+Each cell links to its tests ([how the table is made](../testing.md)). **tested**: with the engine
+itself on CPUs, in the release named. **refused**: the engine computes, or says why it does not
+start. **stand-ins**: the integration's logic only; the engine has not run. **-**: not run.
+"""
 NOTHING = "-"
 
 
-def renewed(page: str) -> str:
-    """The page with its table as the results are."""
-    return BLOCK.sub(lambda block: block[1] + table() + block[2], page)
+def page() -> str:
+    """Return the page, without its note."""
+    return f"{HEAD}\n{table()}"
 
 
 def table(folder: Path = FOLDER) -> str:

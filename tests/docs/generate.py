@@ -40,8 +40,7 @@ def generated() -> dict[Path, str]:
     files[deploy / "grafana" / "kvframework.json"] = _generator("grafana/dashboard.py").dashboard()
     files[deploy / "prometheus" / "kvframework.rules.yml"] = alerts.prometheus(documentation)
     files[deploy / "kubernetes" / "monitoring" / "prometheusrule.yaml"] = alerts.kubernetes(documentation)
-    engines = DOCS / "engines" / "README.md"
-    files[engines] = engine_table.renewed(files[engines])
+    files[DOCS / "engines" / "README.md"] = NOTE + engine_table.page()
     examples = {
         readme: offers for readme, offers in option_tables.readmes().items() if not option_tables.is_ours(readme)
     }
