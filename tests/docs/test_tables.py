@@ -17,11 +17,9 @@ import pytest
 import kvframework
 from kvf_blend.messages import REQUESTS as BLEND
 from kvf_dev.testing.accelerator import node
-from kvf_dev.testing.faults import WIRE_FAULTS
 from kvf_observe.explain import ANSWERS
 from kvf_plan.trace import lines
 from kvframework.api.plugin import API_VERSION, ByteSize
-from kvframework.api.requests import CacheServices
 from kvframework.api.tier import OPTIONAL_METHODS
 from kvframework.config import ServerConfig
 from kvframework.errors import KVFrameworkError
@@ -68,9 +66,6 @@ def commands() -> set[str]:
         pytest.param(m.Finished.__struct_fields__, id="fields of a finished request"),
         pytest.param(lines.Line.__struct_fields__, id="fields of a trace"),
         pytest.param(PLUGIN_KINDS, id="kinds of plugins"),
-        pytest.param(get_args(node.Mistake), id="violations of a simulated node"),
-        pytest.param(get_args(node.Fault), id="faults of a simulated node"),
-        pytest.param(WIRE_FAULTS, id="faults of a tier's server"),
         pytest.param(OPTIONAL_METHODS, id="optional methods of a tier"),
         pytest.param([each.name for each in BLEND], id="requests of blend"),
     ],
@@ -79,10 +74,9 @@ def test_a_table_has_these_names(names: Any) -> None:
     assert documented(*names).keys() == set(names)
 
 
-def test_services_of_a_requests_plugin_are_in_a_table() -> None:
-    services = CacheServices.__abstractmethods__ | set(CacheServices.__annotations__)
-    first = {name for row in CELLS for name in re.findall(r"`(\w+)", row[0])}
-    assert services - first == set()
+def test_a_page_names_the_mistakes_and_faults_of_a_simulated_node() -> None:
+    named = {word for text in TEXTS.values() for word in re.findall(r"`(\w+)`", text)}
+    assert {*get_args(node.Mistake), *get_args(node.Fault)} - named == set()
 
 
 def test_exit_statuses(tmp_path: Any) -> None:
