@@ -30,7 +30,7 @@ def promised() -> dict[str, list[Answers]]:
         column = cells.index(COLUMN) if COLUMN in cells else column if line.startswith("|") else 0
         anchor = re.match(r'\| <a id="([\w-]+)"></a>', line)
         if column and anchor:
-            pairs = re.findall(r"(\d{3}), (\d{3})(?: \(`([^`]+)`[^)]*\))?", cells[column])
+            pairs = re.findall(r"(\d{3}), (\d{3})(?: \(`([^`]+)`[^)]*\))?", cells[column] or "200, 200")
             found[anchor[1]] = [
                 Answers(int(live), int(ready), frozenset({check.removesuffix(".N")} - {""}))
                 for live, ready, check in pairs

@@ -45,7 +45,7 @@ class VllmOptions(EngineOptions, frozen=True):
         msgspec.Meta(
             pattern=r"^([0-9.]+ *[KMGTkmgt]?i?[Bb]?)?$",
             description="the capacity of L1, such as 8GiB, of a server that the engine's start starts where none runs, "
-            "as `kvframework run` does, of kvframework-run; empty: none is started",
+            "as kvframework run does, of kvframework-run; empty: none is started",
         ),
     ] = ""
     connect_timeout_s: Annotated[
