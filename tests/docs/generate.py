@@ -41,10 +41,6 @@ def generated() -> dict[Path, str]:
     files[deploy / "prometheus" / "kvframework.rules.yml"] = alerts.prometheus(documentation)
     files[deploy / "kubernetes" / "monitoring" / "prometheusrule.yaml"] = alerts.kubernetes(documentation)
     files[DOCS / "engines" / "README.md"] = NOTE + engine_table.page()
-    examples = {
-        readme: offers for readme, offers in option_tables.readmes().items() if not option_tables.is_ours(readme)
-    }
-    files |= {readme: option_tables.renewed(readme, offers) for readme, offers in examples.items()}
     files[DOCS / "ttft.svg"] = ttft_plot.drawn(files[DOCS / "benchmarks.md"])
     files |= {reference / name: NOTE + text for name, text in api_reference.pages().items()}
     files[reference / "status.md"] += f"\n## Counters\n{counter_table.table()}"

@@ -1,9 +1,4 @@
-"""Makes docs/reference/options.md out of the options structs of the plugins, and the tables in the READMEs of the
-examples, between comments:
-
-    <!-- options: tier.sqlite -->
-    <!-- end of options -->
-"""
+"""Makes docs/reference/options.md out of the options structs of the plugins, ours and the examples'."""
 
 from __future__ import annotations
 
@@ -22,7 +17,6 @@ from kvframework.registry import OptionInfo, PluginRegistry, describe_options
 from kvframework.registry.discovery import EntryPointInfo
 
 ROOT = Path(__file__).resolve().parents[2]
-BLOCK = re.compile(r"(<!-- options: (\S+) -->\n).*?(<!-- end of options -->)", re.DOTALL)
 # Folders of distributions.
 PROJECTS = ("plugins/*", "plugins/*/*", "examples/*")
 # Options that hold tables, by plugin.
@@ -58,26 +52,15 @@ def importable(readme: Path) -> str:
     return str(readme.parent if readme.with_name("pyproject.toml").exists() else readme.parents[1])
 
 
-def renewed(readme: Path, offers: dict[str, EntryPointInfo]) -> str:
-    """The README's text with its tables as they are to be."""
-    folder = importable(readme)
-    sys.path.insert(0, folder)
-    try:
-        return BLOCK.sub(lambda block: block[1] + _table(offers[block[2]], None) + block[3], readme.read_text())
-    finally:
-        sys.path.remove(folder)
-
-
 def page() -> str:
-    """Return the page of all plugins of this repository that are no examples, without its note."""
+    """Return the page, without its note."""
     parts = [HEAD]
     for readme, offers in readmes().items():
-        if is_ours(readme):
-            sys.path.insert(0, importable(readme))
-            try:
-                parts += [_section(title, offer, readme) for title, offer in offers.items()]
-            finally:
-                sys.path.remove(importable(readme))
+        sys.path.insert(0, importable(readme))
+        try:
+            parts += [_section(title, offer, readme) for title, offer in offers.items()]
+        finally:
+            sys.path.remove(importable(readme))
     return "\n".join(parts)
 
 
@@ -87,11 +70,6 @@ def _section(title: str, offer: EntryPointInfo, readme: Path) -> str:
     if title in INSIDE:
         text += f"\n### {title} {INSIDE[title]}\n{_table(offer, INSIDE[title])}"
     return text
-
-
-def told(readme: Path) -> set[str]:
-    """The entry points whose tables a README has."""
-    return {block[2] for block in BLOCK.finditer(readme.read_text())}
 
 
 def _entry_points(pyproject: Path) -> dict[str, EntryPointInfo]:
