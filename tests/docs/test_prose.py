@@ -36,8 +36,6 @@ BANNED = {
 WORDING_TO_DO = {
     "docs/commands.md",
     "docs/operations.md",
-    "plugins/tiers/peers/README.md",
-    "plugins/tiers/s3/README.md",
 }
 
 
