@@ -112,7 +112,6 @@ PARTS: dict[str, tuple[str, ...]] = {
         "dev/scaffold",
         "devices/test_planted_bugs.py",
         "docs/test_architecture.py",
-        "docs/test_gpu.py",
         "docs/test_operations.py",
         "docs/test_own_engine.py",
         "docs/test_plugin_guides.py",
