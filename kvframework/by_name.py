@@ -27,7 +27,7 @@ class NamedCall(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, function: Callable[..., object], options: msgspec.Struct, *, where: str) -> NamedCall:
-        """Raises `PluginBroken`, with `where`, for a function or options that another process could not make."""
+        """Raise `PluginBroken`, with `where`, for a function or options that another process could not make."""
         kind = type(options).__qualname__
         if not isinstance(options, msgspec.Struct):
             hint = "derive them from kvframework.api.plugin.Options"

@@ -51,7 +51,7 @@ class MemoryLayoutDesc(Message, frozen=True):
 
 
 def chunk_tokens_for(block_sizes: Sequence[int], chunk_size: int) -> int:
-    """Returns the smallest number of tokens, at least `chunk_size`, that is whole blocks of every layer group. Raises
+    """Return the smallest number of tokens, at least `chunk_size`, that is whole blocks of every layer group. Raises
     `BadLayout`."""
     if not block_sizes or min(block_sizes) < 1 or chunk_size < 1:
         raise BadLayout(f"block sizes {list(block_sizes)} with chunk size {chunk_size}: all must be positive")

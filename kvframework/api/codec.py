@@ -23,7 +23,7 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, data: memoryview) -> Sequence[memoryview]:
-        """Returns the packed form of `data` (1-D bytes) as parts, also 1-D bytes, that no later call changes. The parts
+        """Return the packed form of `data` (1-D bytes) as parts, also 1-D bytes, that no later call changes. The parts
         may borrow `data`, which stays valid and unchanged until the tier's `put` has returned."""
 
     def encode_elements(self, data: memoryview, dtype: str) -> Sequence[memoryview]:
@@ -34,7 +34,7 @@ class Codec(ABC):
 
     @abstractmethod
     def decode_into(self, packed: memoryview, out: memoryview) -> None:
-        """Unpacks into `out`, filling it exactly. Raises `ValueError` if `packed` is damaged or has another length.
+        """Unpack into `out`, filling it exactly. Raises `ValueError` if `packed` is damaged or has another length.
         Allocates no more than a few times the size of `out` and `packed`, whatever `packed` claims. Keeps no reference
         to either."""
 

@@ -69,14 +69,14 @@ class CopyBatch:
         )
 
     def split(self, limit: int) -> Iterator[CopyBatch]:
-        """Yields batches of at most `limit` bytes each, but of at least one place of one lane."""
+        """Yield batches of at most `limit` bytes each, but of at least one place of one lane."""
         cell = self.nbytes // (len(self.lane_addresses) * len(self.place_addresses))
         cells = max(limit // cell, 1)
         places = min(cells, len(self.place_addresses))
         yield from self.tiles(max(cells // places, 1), places)
 
     def tiles(self, lanes: int, places: int) -> Iterator[CopyBatch]:
-        """Yields batches of at most `lanes` lanes and `places` places each."""
+        """Yield batches of at most `lanes` lanes and `places` places each."""
         for lane in range(0, len(self.lane_addresses), lanes):
             for place in range(0, len(self.place_addresses), places):
                 yield CopyBatch(

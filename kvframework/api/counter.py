@@ -39,7 +39,7 @@ class Counts:
         return self._values[name]
 
     def add(self, name: str, amount: int = 1) -> None:
-        """Raises `KeyError` for a counter that was not declared."""
+        """Raise `KeyError` for a counter that was not declared."""
         with self._lock:
             self._values[name] += amount
 

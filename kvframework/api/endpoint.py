@@ -36,7 +36,7 @@ class Endpoint(NamedTuple):
 
 
 def parse_endpoint(text: str, *, where: str = "") -> Endpoint:
-    """Parses `text`. Pure: looks at the text only. Raises `EndpointError`."""
+    """Parse `text`. Pure: looks at the text only. Raises `EndpointError`."""
     if text.startswith(_TCP):
         hint = "a server names the address that it listens at"
         return Endpoint(

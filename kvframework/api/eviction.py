@@ -86,13 +86,13 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def victims(self) -> Iterator[PackedKey]:
-        """Returns all keys in L1, best victim first, lazily. The core may stop at any point, and calls no other method
+        """Return all keys in L1, best victim first, lazily. The core may stop at any point, and calls no other method
         while it iterates."""
 
     def admits(
         self, keys: Sequence[PackedKey], sizes: Sequence[int], chunks: Sequence[int], facts: RequestFacts
     ) -> int:
-        """Returns how many of `keys`, from the first on, are worth a place; the others are not stored. By default all.
+        """Return how many of `keys`, from the first on, are worth a place; the others are not stored. By default all.
         They are absent objects of one STORE or load in the order of the prompt, with their bytes, and for each the
         index of its chunk in the prompt, -1 if not known. Those that are admitted may still not come."""
         return len(keys)

@@ -62,24 +62,24 @@ class Future(Generic[T]):
 
     @classmethod
     def resolved(cls, value: T) -> Future[T]:
-        """Returns a future that already has its result."""
+        """Return a future that already has its result."""
         future = cls()
         future._resolve(value, None)
         return future
 
     @classmethod
     def failed(cls, error: BaseException) -> Future[T]:
-        """Returns a future that has already failed."""
+        """Return a future that has already failed."""
         future = cls()
         future._resolve(None, error)
         return future
 
     def query(self) -> bool:
-        """Returns True once there is a result or an error. Never blocks."""
+        """Return True once there is a result or an error. Never blocks."""
         return self._done
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits at most `timeout` seconds (None: no limit), and returns whether the future is resolved."""
+        """Wait at most `timeout` seconds (None: no limit), and return whether the future is resolved."""
         with self._lock:
             if self._done:
                 return True
@@ -87,7 +87,7 @@ class Future(Generic[T]):
         return waited_for.wait(timeout)
 
     def result(self, timeout: float | None = None) -> T:
-        """Returns the value, waiting at most `timeout` seconds (None: no limit). Raises `DeadlineExceeded` when the
+        """Return the value, waiting at most `timeout` seconds (None: no limit). Raises `DeadlineExceeded` when the
         time is over (the future stays pending), or the error with which the work failed."""
         if not self.wait(timeout):
             raise DeadlineExceeded(f"no result within {timeout} s")
@@ -101,11 +101,11 @@ class Future(Generic[T]):
         return self._value  # type: ignore[return-value]
 
     def exception(self) -> BaseException | None:
-        """Returns the error of a failed future, None while pending and on success. Never blocks."""
+        """Return the error of a failed future, None while pending and on success. Never blocks."""
         return self._error
 
     def add_done_callback(self, callback: Callable[[Future[T]], None]) -> None:
-        """Calls `callback(future)` once the future is resolved, at once if it already is."""
+        """Call `callback(future)` once the future is resolved, at once if it already is."""
         with self._lock:
             if not self._done:
                 self._callbacks.append(callback)
@@ -113,7 +113,7 @@ class Future(Generic[T]):
         callback(self)
 
     def cancel(self) -> None:
-        """Asks for the end of the work; the future is resolved as always once the work touches no memory any more.
+        """Ask for the end of the work; the future is resolved as always once the work touches no memory any more.
         Without a cancel hook nothing can be in flight, and the future fails with `Cancelled` at once."""
         hook = self._cancel_hook  # once: another thread may resolve the future meanwhile
         if hook is not None:
@@ -129,7 +129,7 @@ class Future(Generic[T]):
         return hook(nbytes) if hook is not None else 0
 
     def to_cuda_future(self) -> DeviceFuture[T]:
-        """Returns the same result as a future for which the engine's streams can wait."""
+        """Return the same result as a future for which the engine's streams can wait."""
         return DeviceFuture(self)
 
     def _resolve(self, value: T | None, error: BaseException | None) -> bool:
@@ -165,15 +165,15 @@ class Promise(Future[T]):
     __slots__ = ()
 
     def set_result(self, value: T) -> bool:
-        """Resolves the future; False if it was resolved before (the first result stays)."""
+        """Resolve the future; False if it was resolved before (the first result stays)."""
         return self._resolve(value, None)
 
     def set_exception(self, error: BaseException) -> bool:
-        """Fails the future; False if it was resolved before (the first result stays)."""
+        """Fail the future; False if it was resolved before (the first result stays)."""
         return self._resolve(None, error)
 
     def expire_holds(self) -> None:
-        """Ends the wait of all streams that are blocked for this future, which stays pending: its deadline has passed,
+        """End the wait of all streams that are blocked for this future, which stays pending: its deadline has passed,
         and its outcome is not known yet. Idempotent. Raises an error of a release, after all releases were called."""
         with self._lock:
             releases, self._held = self._held or [], None

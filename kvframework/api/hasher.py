@@ -28,7 +28,7 @@ class KeyHasher(ABC):
         parent: bytes = b"",
         extras: Mapping[int, bytes] | None = None,
     ) -> bytes:
-        """Returns packed 32-byte digests of all whole chunks of `tokens` (packed little-endian u32); the rest is
+        """Return packed 32-byte digests of all whole chunks of `tokens` (packed little-endian u32); the rest is
         ignored. `parent` is the digest of the chunk before the first (b"" at the start of a request). `extras` maps a
         chunk's index within this call to bytes folded in there (LoRA, multimodal and embedding digests); those after
         the last whole chunk are ignored. Blocking, CPU only; called from several threads at once; keeps no reference to

@@ -228,7 +228,7 @@ class _TierProcess(SupervisedChild):
         self._given_up: dict[Connection, float] = {}
 
     def connect(self, deadline: float) -> Connection:
-        """Returns a connection for one call; starts the process if there is none. Blocks until it has made its tier.
+        """Return a connection for one call; start the process if there is none. Blocks until it has made its tier.
         Raises `OSError`, at once where the process ends."""
         with self._state:
             if not self._began and not self.stopping:
@@ -247,7 +247,7 @@ class _TierProcess(SupervisedChild):
             return connection
 
     def give_back(self, connection: Connection, *, unanswered: float | None = None) -> None:
-        """Takes back the connection of a call. `unanswered`: the deadline of one that was not answered, whose
+        """Take back the connection of a call. `unanswered`: the deadline of one that was not answered, whose
         connection is kept until the helper has ended the call."""
         with self._state:
             if connection not in self._busy or self.stopping:
@@ -264,7 +264,7 @@ class _TierProcess(SupervisedChild):
             self.wake()
 
     def close(self) -> None:
-        """Ends the process and the calls in flight. Idempotent."""
+        """End the process and the calls in flight. Idempotent."""
         with self._state:
             self.stop()
             for connection in self._busy:
@@ -423,7 +423,7 @@ class HelperTier(Tier):
         self._call("ping", deadline)
 
     def close(self) -> None:
-        """Ends the calls in flight and the helper. Idempotent; blocks for a second at most."""
+        """End the calls in flight and the helper. Idempotent; blocks for a second at most."""
         self._process.close()
 
     @property
@@ -449,7 +449,7 @@ class HelperTier(Tier):
         keys: Sequence[PackedKey] = (),
         parts: Sequence[Sequence[memoryview]] = (),
     ) -> Answer:
-        """Makes one call. Raises `TierError`, and `RuntimeError` for what is a bug of the tier."""
+        """Make one call. Raises `TierError`, and `RuntimeError` for what is a bug of the tier."""
         self._check_open()
         call = Call(name, list(keys), [sum(part.nbytes for part in each) for each in parts], deadline - _ANSWER_S)
         if call.deadline - time.monotonic() < _ANSWER_S:
@@ -523,7 +523,7 @@ def _copy(value: memoryview, parts: Sequence[memoryview], deadline: float, *, in
 
 
 def main(arguments: list[str]) -> None:
-    """Makes the tier, says whether that went well, and serves one call at a time on each connection that the server
+    """Make the tier, say whether that went well, and serve one call at a time on each connection that the server
     sends. The only argument is the number of the control socket's descriptor, whose end closes the tier. The end of the
     thread that started this process ends it, too."""
     end_with_parent()

@@ -78,12 +78,12 @@ class ObjectKey(NamedTuple):
     digest: bytes
 
     def pack(self) -> PackedKey:
-        """Returns 72 bytes: namespace 16, salt 16, rank u32, group u32, digest 32."""
+        """Return 72 bytes: namespace 16, salt 16, rank u32, group u32, digest 32."""
         return key_prefix(self.namespace, self.salt, self.rank, self.group) + self.digest
 
     @staticmethod
     def unpack(packed: PackedKey) -> ObjectKey:
-        """Returns the inverse of `pack`. Raises `ValueError` for another length."""
+        """Return the inverse of `pack`. Raises `ValueError` for another length."""
         if len(packed) != PACKED_KEY_BYTES:
             raise ValueError(f"an object key has {PACKED_KEY_BYTES} bytes, found {len(packed)}")
         rank = int.from_bytes(packed[32:36], "little")
@@ -95,17 +95,17 @@ PACKED_KEY_BYTES = NAMESPACE_BYTES + SALT_BYTES + 4 + 4 + DIGEST_BYTES
 
 
 def key_prefix(namespace: bytes, salt: bytes, rank: int, group: int) -> bytes:
-    """Returns the bytes that all packed keys of one request, rank and group share; append a digest to get a key."""
+    """Return the bytes that all packed keys of one request, rank and group share; append a digest to get a key."""
     return namespace + salt + rank.to_bytes(4, "little") + group.to_bytes(4, "little")
 
 
 def tenant_digest(salt: str) -> str:
-    """Returns what the table of a tenant has in place of a salt, which is a secret: 32 hexadecimal digits."""
+    """Return what the table of a tenant has in place of a salt, which is a secret: 32 hexadecimal digits."""
     return hashlib.sha256(b"kvf/tenant/1\0" + salt.encode()).hexdigest()[:32]
 
 
 def salt_digest(cache_salt: str, layer_order: bytes = b"") -> bytes:
-    """Returns 16 bytes for a salt and the order of a rank's layers (b"": that of their names): zeros for neither, else
+    """Return 16 bytes for a salt and the order of a rank's layers (b"": that of their names): zeros for neither, else
     BLAKE2b of the salt, with the order as its salt parameter. So a lookup under one order never finds objects of
     another."""
     if not cache_salt and not layer_order:
@@ -125,7 +125,7 @@ def compute_namespace(
     packing: str = "",
     split: Sequence[int] = (),
 ) -> bytes:
-    """Returns 16 bytes that name everything which must be equal before two engines may share bytes: BLAKE2b-16 over the
+    """Return 16 bytes that name everything which must be equal before two engines may share bytes: BLAKE2b-16 over the
     JSON array of model, revision, quantisation, packing (instruction-set specific order inside a block, "" for none),
     hasher fingerprint, world size, the desc, and of objects that are shards of the whole model how it is `split`, see
     `kvframework.client.shards`."""
@@ -144,7 +144,7 @@ _SAMPLED = 1
 
 
 def sampled_parent(traceparent: str) -> str:
-    """Returns the `traceparent`, 55 characters of version 00, of a request that is sampled; "" for one that is not, and
+    """Return the `traceparent`, 55 characters of version 00, of a request that is sampled; "" for one that is not, and
     for what is no traceparent, which W3C wants ignored."""
     found = _TRACEPARENT.match(traceparent)
     if found is None:
@@ -297,7 +297,7 @@ class ChunkContent(Message, frozen=True):
     lora_name: Name = ""
 
     def problem(self, tokens: int, chunk_tokens: int) -> str:
-        """Returns what is wrong with it as the content of `tokens` tokens, "" for nothing."""
+        """Return what is wrong with it as the content of `tokens` tokens, "" for nothing."""
         if len(self.tokens) != tokens * 4:
             return f"token ids of {len(self.tokens)} bytes for {tokens} tokens"
         if self.block_size < 0 or bool(self.block_size) != bool(self.hashes):

@@ -114,7 +114,7 @@ class LayerGroup(Message, frozen=True):
         return 1 if self.state else chunk_tokens // self.block_size
 
     def first_loaded_block(self, tokens: int) -> int:
-        """Returns the index of the first block that a load of `tokens` tokens writes: the first that the window
+        """Return the index of the first block that a load of `tokens` tokens writes: the first that the window
         reaches."""
         return max(tokens - self.window, 0) // self.block_size if self.window else 0
 
@@ -137,7 +137,7 @@ class KVLayout(Message, frozen=True):
 
 
 def validate_layout(layout: KVLayout) -> None:
-    """Raises `BadLayout` or `BadDtype` for a declaration that contradicts itself or describes absurd sizes."""
+    """Raise `BadLayout` or `BadDtype` for a declaration that contradicts itself or describes absurd sizes."""
     number, tokens = len(layout.groups), layout.chunk_tokens
     _require(1 <= number <= MAX_GROUPS, f"{number} layer groups", "layout.groups", f"1 to {MAX_GROUPS}")
     _require(layout.num_blocks >= 0, f"num_blocks is {layout.num_blocks}", "layout.num_blocks", "0 (unknown) up")
@@ -179,7 +179,7 @@ def _require(holds: bool, fact: str, where: str, available: str = "") -> None:
 
 
 def canonical_desc(layout: KVLayout, chunk_size: int) -> MemoryLayoutDesc:
-    """Returns the desc of objects in canonical form, `[planes, layers, chunk_tokens / compress_ratio, hidden]` per
+    """Return the desc of objects in canonical form, `[planes, layers, chunk_tokens / compress_ratio, hidden]` per
     group; of groups with a packing in opaque form; of a state one slot. Raises as `validate_layout` does, and
     `BadLayout` for objects above 1 GiB."""
     validate_layout(layout)
@@ -205,7 +205,7 @@ def canonical_desc(layout: KVLayout, chunk_size: int) -> MemoryLayoutDesc:
 
 
 def check_skip(layout: KVLayout, skip_first_n_tokens: int) -> None:
-    """Raises `BadRange` if a load that skips `tokens` tokens would have to begin inside an opaque block."""
+    """Raise `BadRange` if a load that skips `tokens` tokens would have to begin inside an opaque block."""
     for index, group in enumerate(layout.groups):
         if group.packing and not group.state and skip_first_n_tokens % group.block_size:
             raise BadRange(
@@ -225,18 +225,18 @@ class Layout(ABC):
 
     @abstractmethod
     def describe(self, kv_caches: Mapping[str, LayerTensors], *, block_size: int) -> KVLayout:
-        """Returns the declaration for these tensors. `kv_caches` maps layer name to tensors in layer order. Never
+        """Return the declaration for these tensors. `kv_caches` maps layer name to tensors in layer order. Never
         guesses an axis: raises `BadLayout`, which names the missing declaration, for ambiguous shapes. Does not
         block."""
 
     @abstractmethod
     def block_views(self, layout: KVLayout, kv_caches: Mapping[str, LayerTensors]) -> list[list[list[torch.Tensor]]]:
-        """Returns views, never copies, as `[group][plane][layer]`, each of shape `[blocks, LayerGroup.slots, heads,
+        """Return views, never copies, as `[group][plane][layer]`, each of shape `[blocks, LayerGroup.slots, heads,
         head_dim]` with any strides. They borrow the engine's memory and stay valid as long as the passed tensors.
         Raises `BadLayout` if the tensors do not fit the declaration."""
 
     def object_desc(self, layout: KVLayout, chunk_size: int) -> MemoryLayoutDesc:
-        """Returns the form of one stored object: canonical, or opaque for groups that declare a packing."""
+        """Return the form of one stored object: canonical, or opaque for groups that declare a packing."""
         return canonical_desc(layout, chunk_size)
 
 
@@ -260,13 +260,13 @@ class EngineView(ABC):
     spare_blocks: Sequence[int]
 
     def declared(self, layout: KVLayout) -> None:
-        """Receives the declaration, once and before any read or write: it gives the layers of each group. Optional."""
+        """Receive the declaration, once and before any read or write: it gives the layers of each group. Optional."""
         return
 
     @abstractmethod
     def read(self, group: int, layer: int, plane: int, block: int) -> torch.Tensor:
-        """Returns a copy of the block, `[slots per block, heads, head_dim]`, in the engine's dtype."""
+        """Return a copy of the block, `[slots per block, heads, head_dim]`, in the engine's dtype."""
 
     @abstractmethod
     def write(self, group: int, layer: int, plane: int, block: int, values: torch.Tensor) -> None:
-        """Writes `values`, in the shape that `read` returns, into the block. Bit-exact for all values."""
+        """Write `values`, in the shape that `read` returns, into the block. Bit-exact for all values."""

@@ -168,11 +168,11 @@ class Records(ABC):
 
     @abstractmethod
     def take(self) -> Batch:
-        """Returns what there is, at once: perhaps nothing."""
+        """Return what there is, at once: perhaps nothing."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[Batch]:
-        """Yields batches until the server ends, the last ones included. Waits for each, some 50 ms at a time."""
+        """Yield batches until the server ends, the last ones included. Waits for each, some 50 ms at a time."""
 
 
 class ChunkShape(NamedTuple):
@@ -199,11 +199,11 @@ class Sockets(ABC):
 
     @abstractmethod
     def socket(self, kind: int) -> zmq.Socket[bytes]:
-        """Returns a new socket of a ZMQ type, which `close` closes."""
+        """Return a new socket of a ZMQ type, which `close` closes."""
 
     @abstractmethod
     def bind(self, socket: zmq.Socket[bytes], endpoint: str, *, where: str) -> None:
-        """Binds one of these sockets. Blocks for some seconds while an earlier server still has the endpoint. Raises
+        """Bind one of these sockets. Blocks for some seconds while an earlier server still has the endpoint. Raises
         `EndpointError`, with `where` as the place that named it."""
 
     @abstractmethod
@@ -212,7 +212,7 @@ class Sockets(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Closes the sockets and removes the files of ipc:// endpoints. Blocks while what was sent leaves, as long as
+        """Close the sockets and remove the files of ipc:// endpoints. Blocks while what was sent leaves, as long as
         the sockets linger."""
 
 
@@ -225,15 +225,15 @@ class ListenerContext(ABC):
 
     @abstractmethod
     def present(self, keys: Sequence[PackedKey]) -> Sequence[bool]:
-        """Returns which of `keys` are in L1 now."""
+        """Return which of `keys` are in L1 now."""
 
     @abstractmethod
     def shape(self, namespace: bytes, cache_salt: str) -> ChunkShape | None:
-        """Returns what a chunk of a namespace and salt is made of, None for a namespace that is not registered."""
+        """Return what a chunk of a namespace and salt is made of, None for a namespace that is not registered."""
 
     @abstractmethod
     def sockets(self, *, insecure: bool = False) -> Sockets:
-        """Returns sockets of the calling thread or, until `Listener.start` returns, of the listener's; `insecure`: any
+        """Return sockets of the calling thread or, until `Listener.start` returns, of the listener's; `insecure`: any
         peer may use those over tcp://, in plain text."""
 
 
@@ -244,16 +244,16 @@ class Listener(ABC):
     wants: Contents = "none"
 
     def start(self, *, keeps: bool) -> None:  # noqa: B027  most have nothing to open
-        """Opens what the listener needs, before the server serves. `keeps`: what L1 holds outlives the server.
+        """Open what the listener needs, before the server serves. `keeps`: what L1 holds outlives the server.
         Raises `KVFrameworkError`, and the server does not start. Blocks for seconds at most."""
 
     @abstractmethod
     def listen(self, records: Records) -> None:
-        """Reads the records: called once, in a thread of its own, and returns soon after they end. The server waits for
+        """Read the records: called once, in a thread of its own, and return soon after they end. The server waits for
         that for 2 s. What it raises is logged and shown in the status document; the listener hears no more then."""
 
     def status(self) -> Mapping[str, object]:
-        """Returns its part of the status document, JSON types only. From any thread; must not block. A text under
+        """Return its part of the status document, JSON types only. From any thread; must not block. A text under
         `problem` is a problem of the server while it is not empty."""
         return {}
 

@@ -44,19 +44,19 @@ class Memory(ABC):
 
     @abstractmethod
     def start(self, on_ready: Callable[[int], None]) -> None:
-        """Starts making the memory usable, in the background. Does not block. Calls `on_ready(n)`, from a thread of its
+        """Start making the memory usable, in the background. Does not block. Calls `on_ready(n)`, from a thread of its
         own, with a growing n whenever bytes `[0, n)` are resident; the core allocates only those."""
 
     @abstractmethod
     def view(self) -> memoryview:
-        """Returns a writable view of all bytes, valid until `close`."""
+        """Return a writable view of all bytes, valid until `close`."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the background work and frees the memory. Views must have been released. Idempotent."""
+        """End the background work and free the memory. Views must have been released. Idempotent."""
 
     def leave(self) -> None:
-        """Replaces `close` where the process ends right afterwards, and views may still exist: has to release only what
+        """Replace `close` where the process ends right afterwards, and views may still exist: has to release only what
         would outlive the process. By default `close`."""
         self.close()
 
@@ -108,7 +108,7 @@ class SharedMapping(NamedTuple):
             return whole[self.begin : self.begin + self.nbytes]
 
     def advise(self, advice: int) -> None:
-        """Calls madvise(2) on the file's bytes. Raises `OSError`."""
+        """Call madvise(2) on the file's bytes. Raises `OSError`."""
         self.memory.madvise(advice, self.begin, self.nbytes)
 
 
@@ -148,7 +148,7 @@ def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/c
 
 
 def cgroup_limits(proc: Path, cgroups: Path) -> Iterator[tuple[Path, int, int, str]]:
-    """Yields folder, limit and use of each cgroup above this process that has a limit of memory, and the name in its
+    """Yield folder, limit and use of each cgroup above this process that has a limit of memory, and the name in its
     memory.stat of what the kernel would reclaim."""
     for folder, version in cgroup_folders("memory", proc, cgroups):
         first = version == 1
@@ -159,7 +159,7 @@ def cgroup_limits(proc: Path, cgroups: Path) -> Iterator[tuple[Path, int, int, s
 
 
 def cgroup_folders(controller: str, proc: Path, cgroups: Path) -> Iterator[tuple[Path, int]]:
-    """Yields the folder of this process's group and all above it, any of which may hold a limit, and their version of
+    """Yield the folder of this process's group and all above it, any of which may hold a limit, and their version of
     cgroups, by which the names of files differ. Inside a container the path may be one of the host that does not exist;
     then the root of the container counts."""
     for line in _text(proc / "self" / "cgroup").splitlines():

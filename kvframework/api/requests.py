@@ -54,7 +54,7 @@ class ClientInfo(ABC):
     local: bool
 
     def liveness_fd(self) -> int | None:
-        """Returns a descriptor, owned by the caller: the client takes the server for alive as long as it is open. None
+        """Return a descriptor, owned by the caller: the client takes the server for alive as long as it is open. None
         for a client that is not local. For processes of the server that touch the client's memory, since they may
         outlive the server."""
         return None
@@ -93,13 +93,13 @@ class PrefetchTask(ABC):
 
     @abstractmethod
     def add_done_callback(self, call: Callable[[], object]) -> None:
-        """Calls `call` once the load has ended, also after a failure or a cancel: in a storage thread, while the loaded
+        """Call `call` once the load has ended, also after a failure or a cancel: in a storage thread, while the loaded
         objects are still pinned; immediately, with nothing pinned, if the load has already ended. `call` must not
         block; its exceptions are logged."""
 
     @abstractmethod
     def cancel(self) -> None:
-        """Ends the load early; objects that have arrived stay in L1. Does not block."""
+        """End the load early; objects that have arrived stay in L1. Does not block."""
 
 
 # The indices of the keys worth loading, given which of them are available.
@@ -127,7 +127,7 @@ class InstanceContext(ABC):
 
     @abstractmethod
     def get_layout_desc(self, chunk_size: int) -> MemoryLayoutDesc:
-        """Returns shape and dtype of one object per layer group, for a configured chunk size in tokens."""
+        """Return shape and dtype of one object per layer group, for a configured chunk size in tokens."""
 
 
 class CacheServices(ABC):
@@ -139,30 +139,30 @@ class CacheServices(ABC):
 
     @abstractmethod
     def instance(self, instance_id: int, client: ClientInfo | None = None) -> InstanceContext:
-        """Returns a registered instance; with `client`, only an instance of that client. Raises `NotRegistered`."""
+        """Return a registered instance; with `client`, only an instance of that client. Raises `NotRegistered`."""
 
     @abstractmethod
     def resolve_keys(self, key: CacheKey) -> Mapping[tuple[int, int], Sequence[PackedKey]]:
-        """Returns the object keys of the chunks in `[key.start, key.end)`, by (rank, layer group). Raises
+        """Return the object keys of the chunks in `[key.start, key.end)`, by (rank, layer group). Raises
         `RequestError`."""
 
     @abstractmethod
     def key_prefixes(self, namespace: bytes, cache_salt: str, ranks: Sequence[int]) -> Sequence[bytes]:
-        """Returns the prefixes of object keys, rank by rank and within a rank by layer group: append a chunk's digest.
+        """Return the prefixes of object keys, rank by rank and within a rank by layer group: append a chunk's digest.
         For a plugin's own names; `resolve_keys` gives those of a request. Raises `RequestError` for a namespace that is
         not registered."""
 
     @abstractmethod
     def layout_desc(self, namespace: bytes) -> MemoryLayoutDesc | None:
-        """Returns the desc of a registered namespace, None if the namespace is not registered."""
+        """Return the desc of a registered namespace, None if the namespace is not registered."""
 
     @abstractmethod
     def present(self, keys: Sequence[PackedKey]) -> Sequence[bool]:
-        """Returns which of `keys` are in L1 now. Objects that are not pinned may leave at any time."""
+        """Return which of `keys` are in L1 now. Objects that are not pinned may leave at any time."""
 
     @abstractmethod
     def pin(self, client: ClientInfo, keys: Sequence[PackedKey], request_id: str = "") -> str:
-        """Pins all of `keys` in L1 under a ticket of `client`, which ends as one of a LOOKUP does: by
+        """Pin all of `keys` in L1 under a ticket of `client`, which ends as one of a LOOKUP does: by
         FREE_LOOKUP_LOCKS, CANCEL, END_SESSION of its request, its time, or the client's end. Returns "" if a key is not
         in L1, or the client has ended. Raises `RequestError` if the client has too many tickets."""
 
@@ -170,7 +170,7 @@ class CacheServices(ABC):
     def submit_prefetch_task(
         self, keys: Sequence[PackedKey], layout_desc: MemoryLayoutDesc, *, select: Select | None = None
     ) -> PrefetchTask | None:
-        """Loads those of `keys` that L1 lacks from L2, in the background. `select` picks the keys worth it once the
+        """Load those of `keys` that L1 lacks from L2, in the background. `select` picks the keys worth it once the
         tiers have answered (default: all); it runs in a storage thread. A key that no tier returns after all ends the
         load. Returns None if there is no L2 tier or too many loads are running."""
 

@@ -19,7 +19,7 @@ class ByteSize(int):
 
     @classmethod
     def parse(cls, value: object) -> ByteSize:
-        """Parses a size. Raises `ValueError` with the expected form."""
+        """Parse a size. Raises `ValueError` with the expected form."""
         if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
             return cls(value)
         if isinstance(value, str):
@@ -51,7 +51,7 @@ DTYPE_BYTES: dict[str, int] = {
 
 
 def dtype_bytes(name: str) -> int:
-    """Returns the bytes of one element of a dtype. Raises `BadDtype`."""
+    """Return the bytes of one element of a dtype. Raises `BadDtype`."""
     try:
         return DTYPE_BYTES[name]
     except KeyError:

@@ -83,13 +83,13 @@ class Tier(ABC):
 
     @abstractmethod
     def contains(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
-        """Returns FOUND, MISSING, FAILED or, where that shows without reading the value, DAMAGED for each key."""
+        """Return FOUND, MISSING, FAILED or, where that shows without reading the value, DAMAGED for each key."""
 
     @abstractmethod
     def get_into(
         self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
     ) -> list[int | Outcome]:
-        """Reads each value into its writable `parts`, one after the other, and returns the number of bytes received, or
+        """Read each value into its writable `parts`, one after the other, and return the number of bytes received, or
         MISSING, FAILED or DAMAGED. It counts bytes received now, never bytes expected: the parts may hold an older
         value's bytes, so the core takes a value for whole only if this number equals the length in its header.
 
@@ -101,45 +101,45 @@ class Tier(ABC):
     def put(
         self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
     ) -> list[Outcome]:
-        """Stores the concatenated parts under each key, replacing any older value; returns STORED or FAILED. A value is
+        """Store the concatenated parts under each key, replacing any older value; return STORED or FAILED. A value is
         visible whole or not at all, also to other processes and after a crash."""
 
     @abstractmethod
     def delete(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
-        """Deletes each key and returns DELETED, MISSING or FAILED for it."""
+        """Delete each key and return DELETED, MISSING or FAILED for it."""
 
     def touch(self, keys: Sequence[PackedKey], *, deadline: float) -> None:
         """Records a use of the keys (for LRU or TTL), ignoring missing ones. Optional."""
         return
 
     def usage(self, *, deadline: float) -> TierUsage:
-        """Returns how full the store is; called before each put, so it must be quick. Optional. The core deletes the
+        """Return how full the store is; called before each put, so it must be quick. Optional. The core deletes the
         least recently used values before the capacity is reached, if the tier has `scan` too. A value that does not fit
         is FAILED."""
         raise TierError("the tier knows no capacity", where=self.name)
 
     def scan(self, *, deadline: float) -> Iterator[TierEntry]:
-        """Yields every value once, in any order; values stored or deleted meanwhile may be in it or not. Optional."""
+        """Yield every value once, in any order; values stored or deleted meanwhile may be in it or not. Optional."""
         raise TierError("the tier cannot list its values", where=self.name)
 
     def capabilities(self) -> frozenset[str]:
-        """Returns which of the optional methods `touch`, `usage` and `scan` this tier has: by default those that its
+        """Return which of the optional methods `touch`, `usage` and `scan` this tier has: by default those that its
         class overrides. Asked once, after `create`; does not block."""
         return frozenset(name for name in OPTIONAL_METHODS if getattr(type(self), name) is not getattr(Tier, name))
 
     def attach(self, node: Node) -> None:
-        """Gives the tier what a server's node has, once, before the server serves; only `ping` and `problems` may be
+        """Give the tier what a server's node has, once, before the server serves; only `ping` and `problems` may be
         called before. Optional; must not block. A `KVFrameworkError` stops the start."""
         return
 
     def problems(self) -> Sequence[str]:
-        """Returns what keeps the tier from working as configured now, a line each and without a secret: the place, and
+        """Return what keeps the tier from working as configured now, a line each and without a secret: the place, and
         the store's own words. Asked every few seconds, also while calls fail, and after a `put` with a FAILED value,
         whose reason the log has from here; must not block. Optional."""
         return ()
 
     def status(self) -> Mapping[str, object]:
-        """Returns what an operator wants to see of the tier besides, as JSON-like values without a secret, 64 KiB at
+        """Return what an operator wants to see of the tier besides, as JSON-like values without a secret, 64 KiB at
         most: `l2[].details` in the server's status. Asked like `problems`. Optional. These have metrics: rows `nodes`
         with `node` (its name), `state` (`up` if it answers) and the counters `values`, `nbytes` and `failed` of what
         came from it; a table `lending` with the counters `values` and `nbytes` of what went to others, and those in
@@ -147,17 +147,17 @@ class Tier(ABC):
         return {}
 
     def rejected(self, key: PackedKey) -> None:
-        """Receives the key of a value that `get_into` gave last and that was none: torn, of another name or
+        """Receive the key of a value that `get_into` gave last and that was none: torn, of another name or
         another format. Only tiers that are `read_only`: of others the core deletes it. Must not block. Optional."""
         return
 
     def ping(self, *, deadline: float) -> None:
-        """Raises `TierError` if the store cannot be used now. The default looks up a key that does not exist."""
+        """Raise `TierError` if the store cannot be used now. The default looks up a key that does not exist."""
         self.contains([b"\0" * 72], deadline=deadline)
 
     @abstractmethod
     def close(self) -> None:
-        """Closes connections and files. Idempotent; calls in flight fail with `TierError`."""
+        """Close connections and files. Idempotent; calls in flight fail with `TierError`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,12 +208,12 @@ class Loan(AbstractContextManager["Loan"], ABC):
 
     @abstractmethod
     def parts(self) -> Sequence[memoryview]:
-        """Returns the value: a header with a checksum, made now, which reads all of it, and the object's own bytes in
+        """Return the value: a header with a checksum, made now, which reads all of it, and the object's own bytes in
         the arena, which must not be written. Valid until `close`."""
 
     @abstractmethod
     def close(self) -> None:
-        """Gives the object back. Idempotent; does not block."""
+        """Give the object back. Idempotent; does not block."""
 
     def __exit__(self, *_exc: object) -> None:
         self.close()
@@ -230,7 +230,7 @@ class Node(ABC):
 
     @abstractmethod
     def holds(self, keys: Sequence[PackedKey]) -> Sequence[bool]:
-        """Returns which of `keys` `lend` would lend now. An object that is not lent may leave at any time."""
+        """Return which of `keys` `lend` would lend now. An object that is not lent may leave at any time."""
 
     @abstractmethod
     def lend(self, key: PackedKey) -> Loan | None:
@@ -239,11 +239,11 @@ class Node(ABC):
 
     @abstractmethod
     def models(self) -> Mapping[str, Collection[bytes]]:
-        """Returns the namespaces, 16 bytes each, of every model that this server knows."""
+        """Return the namespaces, 16 bytes each, of every model that this server knows."""
 
     @abstractmethod
     def watch(self, came: Callable[[Sequence[PackedKey]], None]) -> None:
-        """Calls `came` with what L1 has, now, and later with the keys that come into it: under the lock of L1, so it
+        """Call `came` with what L1 has, now, and later with the keys that come into it: under the lock of L1, so it
         must be done in microseconds, raise nothing and call nothing of this node."""
 
 
@@ -255,8 +255,8 @@ class RegistersMemory(ABC):
 
     @abstractmethod
     def register_memory(self, memory: memoryview) -> None:
-        """Registers memory, which is mapped, writable and page-aligned, and stays so until `unregister_memory`."""
+        """Register memory, which is mapped, writable and page-aligned, and stays so until `unregister_memory`."""
 
     @abstractmethod
     def unregister_memory(self, memory: memoryview) -> None:
-        """Forgets what `register_memory` was given: no call uses it any more, and it is unmapped after this."""
+        """Forget what `register_memory` was given: no call uses it any more, and it is unmapped after this."""

@@ -57,7 +57,7 @@ class ArenaRange(Message, frozen=True, array_like=True):
 
 
 def error_code(error: BaseException) -> str:
-    """Returns the stable code of a framework's error, "error" for any other."""
+    """Return the stable code of a framework's error, "error" for any other."""
     return error.code if isinstance(error, KVFrameworkError) else "error"
 
 
@@ -82,7 +82,7 @@ class StoreOutcome(Message, frozen=True):
         return self.ok
 
     def __add__(self, other: StoreOutcome) -> StoreOutcome:
-        """Returns the sum of both; its error is the first of the two."""
+        """Return the sum of both; its error is the first of the two."""
         return StoreOutcome(
             self.stored + other.stored,
             self.present + other.present,
@@ -210,12 +210,12 @@ class Transfer:
         return tuple(each.first // each.per_object for each in self.blocks)
 
     def blocks_of(self, place: ArenaRange) -> Sequence[int]:
-        """Returns the block ids of one object, in its order."""
+        """Return the block ids of one object, in its order."""
         blocks = self.blocks[place.group]
         return blocks.ids[place.chunk * blocks.per_object : (place.chunk + 1) * blocks.per_object]
 
     def failed(self, error: BaseException) -> StoreOutcome:
-        """Returns the outcome of a store that stored nothing."""
+        """Return the outcome of a store that stored nothing."""
         return StoreOutcome(dropped=self.objects, error=error_code(error))
 
 
@@ -243,13 +243,13 @@ class _Plan(Generic[R]):
         self.abort()
 
     def abort(self) -> None:
-        """Gives ranges and pins back, unless they were committed. Idempotent; never blocks, never raises."""
+        """Give ranges and pins back, unless they were committed. Idempotent; never blocks, never raises."""
         if self._is_open:
             self._is_open = False
             self._abort()
 
     def _end(self, closed: R) -> Future[R]:
-        """Commits; the future of a plan that is closed has the outcome `closed`."""
+        """Commit; the future of a plan that is closed has the outcome `closed`."""
         if not self._is_open:
             return Future.resolved(closed)
         self._is_open = False
@@ -279,7 +279,7 @@ class StorePlan(_Plan[StoreOutcome]):
         return self
 
     def commit(self) -> Future[StoreOutcome]:
-        """Publishes the ranges. The future has the outcome of all objects of the transfer and never fails: ranges that
+        """Publish the ranges. The future has the outcome of all objects of the transfer and never fails: ranges that
         were not published count as dropped, and after a `DeadlineExceeded` as unknown (the server publishes them when
         it handles the request, and nothing stays reserved)."""
         return self._end(self.outcome + StoreOutcome(dropped=len(self.ranges)))
@@ -310,12 +310,12 @@ class LoadPlan(_Plan[LoadOutcome]):
         return self
 
     def receive(self, positions: Sequence[int]) -> Future[Sequence[memoryview]]:
-        """Returns the bytes of `ranges` at `positions` over the wire, a buffer each, which the caller owns; an empty
+        """Return the bytes of `ranges` at `positions` over the wire, a buffer each, which the caller owns; an empty
         sequence if the pins have lapsed. Bounds and waiting as for `EngineDrivenLink.store_chunks`."""
         return self._receive(positions)
 
     def commit(self) -> Future[LoadOutcome]:
-        """Ends the pins. The future never fails: it has a miss if the pins did not last throughout, since the bytes
+        """End the pins. The future never fails: it has a miss if the pins did not last throughout, since the bytes
         read may be foreign, or if the server did not answer."""
         return self._end(LoadOutcome(False, self.reason))
 
@@ -346,24 +346,24 @@ class EngineDrivenLink(ABC):
 
     @abstractmethod
     def prepare_store(self, transfer: Transfer) -> Future[StorePlan]:
-        """Reserves ranges for the objects that the server lacks. Fails with `ServerGone` where the arena is not
+        """Reserve ranges for the objects that the server lacks. Fails with `ServerGone` where the arena is not
         mapped."""
 
     @abstractmethod
     def prepare_load(self, transfer: Transfer) -> Future[LoadPlan]:
-        """Pins all objects that the load needs; a plan without ranges is a miss."""
+        """Pin all objects that the load needs; a plan without ranges is a miss."""
 
     # The wire path, where the arena is not mapped: the same objects, as raw buffers. The bulk has a socket of its own.
 
     def missing_chunks(self, transfer: Transfer) -> Future[list[int]]:
-        """Returns which of the transfer's objects the server lacks, ascending. Objects count chunk by chunk from
+        """Return which of the transfer's objects the server lacks, ascending. Objects count chunk by chunk from
         `key.start`, and within a chunk by layer group."""
         raise TransportMismatch(f"{type(self).__name__} moves no bytes over the wire")
 
     def store_chunks(
         self, transfer: Transfer, objects: Sequence[int], buffers: Sequence[Buffer]
     ) -> Future[StoreOutcome]:
-        """Sends one buffer for each of `objects` (ascending); a stored object is a hit from then on. At most 256 MiB
+        """Send one buffer for each of `objects` (ascending); a stored object is a hit from then on. At most 256 MiB
         and 4096 buffers a call. Does not wait for the answer, but may wait for a handshake at first. Nothing is copied:
         the buffers belong to the call until the future has a result. After a failure they may still be read: drop them,
         never write to them again."""
@@ -380,17 +380,17 @@ class ServerDrivenLink(ABC):
     def store(
         self, transfer: Transfer, *, event: bytes = b"", stream_hook: StreamHook | None = None
     ) -> Future[StoreOutcome]:
-        """Sends STORE; never waits. Raises `BadBlockIds` for ids that cannot be sent."""
+        """Send STORE; never waits. Raises `BadBlockIds` for ids that cannot be sent."""
 
     @abstractmethod
     def load(
         self, transfer: Transfer, skip_tokens: int, *, event: bytes = b"", stream_hook: StreamHook | None = None
     ) -> Future[LoadOutcome]:
-        """Sends RETRIEVE; never waits. Raises as `store` does."""
+        """Send RETRIEVE; never waits. Raises as `store` does."""
 
     @abstractmethod
     def gather_block(self, registration: Registration, blocks: Sequence[int], event: bytes) -> list[bytes]:
-        """Returns one block per layer group, gathered by the server half, see `TransferContext.gather_block`. Blocks
+        """Return one block per layer group, gathered by the server half, see `TransferContext.gather_block`. Blocks
         for a few seconds at most."""
 
 
@@ -405,11 +405,11 @@ class TransferContext(ABC):
     ones, reach the engine."""
 
     def on_layout(self, layout: Layout, declared: KVLayout) -> None:
-        """Receives the declaration of the tensors before each `memory_handles`: for transports that export them."""
+        """Receive the declaration of the tensors before each `memory_handles`: for transports that export them."""
         del layout, declared
 
     def memory_handles(self, kv_caches: Mapping[str, LayerTensors]) -> tuple[bytes, ...]:
-        """Returns the handles by which the server half reaches the engine's memory, at most 4096 bytes each; () for an
+        """Return the handles by which the server half reaches the engine's memory, at most 4096 bytes each; () for an
         engine-driven transport."""
         del kv_caches
         return ()
@@ -422,21 +422,21 @@ class TransferContext(ABC):
 
     @abstractmethod
     def store(self, transfer: Transfer) -> Future[StoreOutcome]:
-        """Stores the transfer's tokens. The future is resolved once the blocks are no longer read."""
+        """Store the transfer's tokens. The future is resolved once the blocks are no longer read."""
 
     @abstractmethod
     def load(self, transfer: Transfer, skip_tokens: int) -> Future[LoadOutcome]:
-        """Loads the transfer's tokens except the first `skip_tokens`, fewer than there are, whose slots are not
+        """Load the transfer's tokens except the first `skip_tokens`, fewer than there are, whose slots are not
         written. Opaque blocks are skipped whole; a state is always written. The future is resolved once the blocks are
         no longer touched. A transport that copies in this thread should do so in `Future.advance` if the load is
         `in_pieces`: what the engine computes waits for no more than a piece then."""
 
     @abstractmethod
     def close(self) -> None:
-        """Frees the context's resources. Idempotent."""
+        """Free the context's resources. Idempotent."""
 
     def gather_block(self, kv_caches: Mapping[str, LayerTensors], blocks: Sequence[int]) -> list[bytes]:
-        """Returns one block per layer group (`blocks`), through the path that stores take, as the bytes of its
+        """Return one block per layer group (`blocks`), through the path that stores take, as the bytes of its
         canonical form `[planes, layers, slots per block, hidden]`; server-driven transports by
         `ServerDrivenLink.gather_block`. Blocking; only for the canary at registration."""
         raise TransportMismatch(
@@ -486,14 +486,14 @@ class CopyJob:
         self._on_cancel: Callable[[], None] | None = None
 
     def on_cancel(self, callback: Callable[[], None]) -> None:
-        """Registers a cancel callback: it runs in the cancelling thread, immediately if the job is cancelled already,
+        """Register a cancel callback: it runs in the cancelling thread, immediately if the job is cancelled already,
         possibly twice. It must not block."""
         self._on_cancel = callback
         if self.cancelled.is_set():
             self.cancel()
 
     def cancel(self) -> None:
-        """Asks the transport to stop; the copy's future resolves as always."""
+        """Ask the transport to stop; the copy's future resolves as always."""
         self.cancelled.set()
         callback, self._on_cancel = self._on_cancel, None
         if callback is not None:
@@ -505,25 +505,25 @@ class ServerContext(ABC):
 
     @abstractmethod
     def copy(self, job: CopyJob) -> Future[bool]:
-        """Starts the copy. The future resolves only once the job's blocks and ranges are no longer touched, whether it
+        """Start the copy. The future resolves only once the job's blocks and ranges are no longer touched, whether it
         succeeded (True), failed (False or an error) or saw `job.cancelled` (False)."""
 
     @abstractmethod
     def close(self) -> None:
-        """Closes the mappings at once; copies in flight resolve first. Idempotent."""
+        """Close the mappings at once; copies in flight resolve first. Idempotent."""
 
     def when_open(self) -> Future[None] | None:
-        """Returns a future that is resolved once the engine's memory is open, or fails with the reason why it is not;
+        """Return a future that is resolved once the engine's memory is open, or fail with the reason why it is not;
         None if the memory is open already."""
         return None
 
     def when_closed(self) -> Future[None] | None:
-        """Returns, after `close`, a future that is resolved once none of the engine's memory is mapped; None if none
+        """Return, after `close`, a future that is resolved once none of the engine's memory is mapped; None if none
         is."""
         return None
 
     def failure(self) -> KVFrameworkError | None:
-        """Returns the error for which no copy is possible any more, so that the instance must register again; None
+        """Return the error for which no copy is possible any more, so that the instance must register again; None
         while there is none."""
         return None
 
@@ -535,11 +535,11 @@ class ServerTransport(ABC):
     def open(
         self, client: ClientInfo, layout: KVLayout, desc: MemoryLayoutDesc, handles: Sequence[bytes]
     ) -> ServerContext:
-        """Opens the memory handles of one of `client`'s instances. Raises `RequestError` if they are malformed. Called
+        """Open the memory handles of one of `client`'s instances. Raises `RequestError` if they are malformed. Called
         from the serving thread; slow work continues behind `ServerContext.when_open`."""
 
     def status(self) -> dict[str, object]:
-        """Returns the transport's part of the status document, plain values of JSON. Under `counters`, its own:
+        """Return the transport's part of the status document, plain values of JSON. Under `counters`, its own:
         what `kvframework.api.counter.Counts.status` returns. Called from any thread; must not block."""
         return {}
 

@@ -144,7 +144,7 @@ class ServerSignals:
 
 
 def end_process() -> NoReturn:
-    """Ends the process, with status 0, without the interpreter's own end: all is closed, a plugin's thread that does
+    """End the process, with status 0, without the interpreter's own end: all is closed, a plugin's thread that does
     not end must not keep it alive, and tearing down modules takes seconds on a busy machine."""
     deadline = time.monotonic() + _LINGER_S
     lingering = [thread for thread in threading.enumerate() if not thread.daemon]

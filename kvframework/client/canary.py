@@ -89,7 +89,7 @@ def _as_bytes(values: Values) -> torch.Tensor:
 
 
 def _read(view: EngineView, index: int, group: LayerGroup) -> Values:
-    """Raises `BadLayout` for an error of the view, another shape or another dtype."""
+    """Raise `BadLayout` for an error of the view, another shape or another dtype."""
     block, layers = view.spare_blocks[index], range(group.num_layers)
     with _named(view, index):
         found = [[view.read(index, layer, plane, block) for layer in layers] for plane in range(group.planes)]

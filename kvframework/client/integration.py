@@ -112,7 +112,7 @@ class CallWatcher(Protocol):
 
 
 def watch_calls(owner: type, names: Iterable[str], watcher: CallWatcher) -> None:
-    """Runs every call of these methods of a class within `watcher.around`, from now on and for each object of it. The
+    """Run every call of these methods of a class within `watcher.around`, from now on and for each object of it. The
     watcher is borrowed: it watches no more once its owner has dropped it. Idempotent. Raises `AttributeError` for a
     method that the class lacks, before it changes any."""
     for name, method in [(name, getattr(owner, name)) for name in names]:
@@ -228,14 +228,14 @@ class Attachment(Generic[T]):
         return self._stop.is_set()
 
     def begin(self, wait_s: float) -> None:
-        """Registers in this thread, which waits for a server for `wait_s` seconds at most; in the background if that
+        """Register in this thread, which waits for a server for `wait_s` seconds at most; in the background if that
         fails."""
         stop = self._stop = threading.Event()
         if self._tried(stop, wait_s) is not None:
             self.begin_in_background()
 
     def begin_in_background(self, prepare: Callable[[threading.Event], None] = lambda _stop: None) -> None:
-        """Registers in another thread, in place of what that does now. Each try, and there is always one, calls
+        """Register in another thread, in place of what that does now. Each try, and there is always one, calls
         `prepare` first, which may take long: `stop` sets its argument, and does not wait for it. Never blocks."""
         self._stop.set()
         before, stop = self._thread, threading.Event()
@@ -259,7 +259,7 @@ class Attachment(Generic[T]):
                 change()
 
     def stop(self, wait_s: float) -> T | None:
-        """Ends the tries, and returns what is registered, which the caller ends. Waits for a call of
+        """End the tries, and return what is registered, which the caller ends. Waits for a call of
         `register` or `replace` for `wait_s` seconds at most. Idempotent."""
         self._stop.set()
         if self._registering.acquire(timeout=wait_s):

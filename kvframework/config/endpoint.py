@@ -71,7 +71,7 @@ def default_endpoint(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def prepare_private_directory(path: Path, *, shared: bool = False) -> None:
-    """Creates the directory of a server's sockets (0700; 0711 if it is `shared` with admitted users), or checks an
+    """Create the directory of a server's sockets (0700; 0711 if it is `shared` with admitted users), or check an
     existing one.
 
     Refused: a symbolic link, another user's directory, one that group or others may write to; of the default directory
@@ -92,7 +92,7 @@ def prepare_private_directory(path: Path, *, shared: bool = False) -> None:
 
 
 def check_directory(path: Path, *, shared: bool = False) -> None:
-    """Refuses what `prepare_private_directory` would refuse, and creates nothing. Raises `EndpointError`. Blocking."""
+    """Refuse what `prepare_private_directory` would refuse, and create nothing. Raises `EndpointError`. Blocking."""
     _check_shared(path, shared)
     try:
         check_private_directory(path)
@@ -105,7 +105,7 @@ def check_directory(path: Path, *, shared: bool = False) -> None:
 
 
 def check_private_directory(path: Path, *, owner: int | None = None) -> None:
-    """Checks the directory, in server and client: any user who may write there can replace the server. Refuses the
+    """Check the directory, in server and client: any user who may write there can replace the server. Refuses the
     directories that `prepare_private_directory` refuses; `owner` is the user that may have it, None: this process's.
     Raises `EndpointError`, and `OSError` if there is none. Blocking."""
     owner = os.getuid() if owner is None else owner

@@ -16,7 +16,7 @@ _HINT = "write table.key=value, for example l1.capacity=4GiB or l2.0.url=redis:/
 
 
 def apply_override(raw: dict[str, object], override: str) -> None:
-    """Sets one value in `raw`, and creates missing tables. A number indexes an array of tables; one past its end
+    """Set one value in `raw`, and create missing tables. A number indexes an array of tables; one past its end
     appends. Raises `ConfigFieldError` if the override is malformed or its path does not exist."""
     keys, text = override_keys(override), override.partition("=")[2]
     node: object = raw
@@ -141,7 +141,7 @@ class Layers(NamedTuple):
 
 
 def read_layers(path: Path | None, overrides: Sequence[str], environ: Mapping[str, str]) -> Layers:
-    """Reads the layers. Blocking. Raises `ConfigFileError` and `ConfigFieldError` (of a malformed override)."""
+    """Read the layers. Blocking. Raises `ConfigFileError` and `ConfigFieldError` (of a malformed override)."""
     by_variable = path is None and bool(environ.get(CONFIG_VARIABLE))
     if by_variable:
         path = Path(environ[CONFIG_VARIABLE])

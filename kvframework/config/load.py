@@ -42,7 +42,7 @@ class _Allow(msgspec.Struct, frozen=True):
 def load_config(
     path: Path | None = None, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ
 ) -> Config:
-    """Reads `path`, else the file that `KVFRAMEWORK_CONFIG` names, else takes the embedded default.
+    """Read `path`, else the file that `KVFRAMEWORK_CONFIG` names, else takes the embedded default.
 
     `overrides` are `table.key=value` texts, applied in order. Blocking. Raises `ConfigFileError`, `ConfigFieldError`
     and `EndpointError`; plugins are neither imported nor called, see `kvframework.registry.tables`.

@@ -37,7 +37,7 @@ class Checkup(msgspec.Struct, frozen=True):
 
 
 def examine(path: Path | None = None, overrides: Iterable[str] = ()) -> Checkup:
-    """Runs all checks. Blocks for `CHECK_S` seconds a check at most; a configuration that cannot be read is a finding,
+    """Run all checks. Blocks for `CHECK_S` seconds a check at most; a configuration that cannot be read is a finding,
     and checks that need none run all the same."""
     findings: list[Finding] = []
     config: Config | None = None

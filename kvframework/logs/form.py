@@ -65,7 +65,7 @@ class PrintedLines(io.TextIOBase):
         """Does nothing: an incomplete line waits for its end, or for `end_line`."""
 
     def end_line(self) -> None:
-        """Logs an incomplete line."""
+        """Log an incomplete line."""
         with self._lock:
             line, self._begun = self._begun, ""
         self._log(line)
@@ -121,7 +121,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logging(level: str, form: str) -> None:
-    """Sends all logs, warnings, errors of threads and printed text to standard error in this form, without ever waiting
+    """Send all logs, warnings, errors of threads and printed text to standard error in this form, without ever waiting
     for its reader. Once in a process, before it serves."""
     global _handler
     # Python has no stream where the descriptor was closed: another file may have its number by now.
@@ -155,7 +155,7 @@ def recent_lines() -> list[str]:
 
 
 def end_logging() -> None:
-    """Writes all records logged so far, within `log_queue.FLUSH_S`; later prints go to the original streams."""
+    """Write all records logged so far, within `log_queue.FLUSH_S`; later prints go to the original streams."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, PrintedLines):
             stream.end_line()
@@ -178,7 +178,7 @@ def log_status() -> dict[str, object]:
 
 
 def _write_stacks() -> None:
-    """Makes a crash, and SIGUSR1, write the stacks of all threads to standard error. To a pipe they go through an open
+    """Make a crash, and SIGUSR1, write the stacks of all threads to standard error. To a pipe they go through an open
     file of its own that does not block: a full one must not keep a dying process, and its resources, alive."""
     file = STDERR
     with contextlib.suppress(OSError):
@@ -270,7 +270,7 @@ class QueuedHandler(logging.Handler):
         self.drain(FLUSH_S)
 
     def drain(self, timeout_s: float) -> bool:
-        """Waits until all earlier records are written; False after `timeout_s`."""
+        """Wait until all earlier records are written; False after `timeout_s`."""
         written = threading.Event()
         self._queue.put(written)
         return written.wait(timeout_s)
@@ -310,7 +310,7 @@ class QueuedHandler(logging.Handler):
                 self._reported += missing
 
     def _write(self, line: bytes) -> bool:
-        """Writes one line; blocks as long as the reader does not read."""
+        """Write one line; blocks as long as the reader does not read."""
         begun = self._torn
         data = memoryview(b"\n" + line if self._torn else line)
         try:

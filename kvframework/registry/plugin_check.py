@@ -36,13 +36,13 @@ _CLAUSE = re.compile(r"\s*(~=|==|!=|<=|>=|<|>)\s*v?(\d+(?:\.\d+)*)(\.\*)?(\S*)\s
 
 
 def check_major(major: int, title: str) -> None:
-    """Raises `PluginWrongApi` if an entry point is in the group of another major."""
+    """Raise `PluginWrongApi` if an entry point is in the group of another major."""
     if major != API_VERSION[0]:
         raise _wrong_api(title, str(major))
 
 
 def check_requires(requires_api: object, title: str) -> None:
-    """Raises `PluginWrongApi` if a provider needs more than this version offers, `PluginBroken` for a malformed
+    """Raise `PluginWrongApi` if a provider needs more than this version offers, `PluginBroken` for a malformed
     version."""
     if not isinstance(requires_api, str) or not (match := re.fullmatch(r"(\d+)\.(\d+)", requires_api)):
         raise PluginBroken(f"{title}: requires_api is {requires_api!r}", available='a version such as "1.0"')
@@ -73,7 +73,7 @@ def release_wanted(distribution: str) -> str:
 
 
 def check_release(distribution: str, title: str) -> None:
-    """Raises `PluginWrongApi` for a plugin whose distribution asks for another release. pip installs none; a later
+    """Raise `PluginWrongApi` for a plugin whose distribution asks for another release. pip installs none; a later
     change of kvframework, or `--no-deps`, leads to it. Blocking."""
     if wanted := release_wanted(distribution):
         raise PluginWrongApi(
@@ -101,7 +101,7 @@ def _fits(clause: re.Match[str], present: str) -> bool:
 
 @contextmanager
 def guarded(title: str, step: str) -> Iterator[None]:
-    """Turns any exception of a plugin's code into `PluginBroken`; only an interrupt from the keyboard passes."""
+    """Turn any exception of a plugin's code into `PluginBroken`; only an interrupt from the keyboard passes."""
     try:
         with timed(title, step):
             yield
@@ -113,7 +113,7 @@ def guarded(title: str, step: str) -> Iterator[None]:
 
 
 def adopt(manager: pluggy.PluginManager, plugin: object, title: str) -> None:
-    """Registers a plugin and checks its hooks, unless it is registered already: a module may have several entry
+    """Register a plugin and check its hooks, unless it is registered already: a module may have several entry
     points. Raises `PluginBroken`, and the plugin is then not registered."""
     with guarded(title, "its registration"), _registering:
         if manager.is_registered(plugin):
@@ -132,7 +132,7 @@ def hooks_of(manager: pluggy.PluginManager, plugin: object) -> set[str]:
 
 
 def offered(manager: pluggy.PluginManager, plugin: object, kind: str, title: str) -> list[AnyProvider]:
-    """Calls the hook of `kind` of one plugin only. Raises `PluginBroken` and `PluginWrongKind`."""
+    """Call the hook of `kind` of one plugin only. Raises `PluginBroken` and `PluginWrongKind`."""
     hook = KINDS[kind].hook
     others = [other for other in manager.get_plugins() if other is not plugin]
     with guarded(title, hook):

@@ -81,7 +81,7 @@ class PluginRegistry:
         self._able: set[EntryPointInfo] = set()
 
     def register(self, plugin: object, *, distribution: str = IN_PROCESS, version: str = "") -> None:
-        """Adds a plugin object of this process, with all that its hooks offer. For tests and embedders. Raises
+        """Add a plugin object of this process, with all that its hooks offer. For tests and embedders. Raises
         `PluginBroken` and `PluginWrongKind`, and nothing is added. Errors of a single provider (its name, its API
         version) are raised when that one is resolved."""
         value = f"{getattr(plugin, '__name__', type(plugin).__name__)} at {id(plugin):#x}"
@@ -225,7 +225,7 @@ class PluginRegistry:
         return PluginInfo(offer.name, offer.kind, offer.distribution, offer.version, status, reason)
 
     def _check_static(self, offer: EntryPointInfo) -> None:
-        """Checks an offer without importing it; raises its errors."""
+        """Check an offer without importing it; raise its errors."""
         check_major(offer.api_major, str(offer))
         check_release(offer.distribution, str(offer))
         if not offer.kind:

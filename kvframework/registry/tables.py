@@ -184,7 +184,7 @@ def server_terms(config: Config) -> ServerTerms:
 
 
 def check_config(config: Config, registry: PluginRegistry) -> None:
-    """Resolves every configured plugin and validates its options; creates nothing. Blocking. Raises the first error:
+    """Resolve every configured plugin and validate its options; create nothing. Blocking. Raises the first error:
     `PluginError` or `ConfigFieldError`."""
     codec_tables(config)
     for table, descriptor in named_tables(config):
@@ -201,7 +201,7 @@ def check_table(
     replaces: int | None = None,
     kept: bool = False,
 ) -> None:
-    """Calls the provider's own check. The server of process `replaces`, or a keeper (`kept`), holds memory that the new
+    """Call the provider's own check. The server of process `replaces`, or a keeper (`kept`), holds memory that the new
     one will have or free, so the memory plugin is not asked for as much again. Raises the plugin's `KVFrameworkError`,
     or `PluginBroken`. Blocking."""
     held = kept or replaces is not None

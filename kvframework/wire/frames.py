@@ -55,7 +55,7 @@ def join(request_id: int, type_name: str, payload: Message, buffers: Sequence[Bu
 
 
 def split(frames: Sequence[Buffer]) -> Envelope:
-    """Splits a message, without the routing id, into its parts.
+    """Split a message, without the routing id, into its parts.
 
     Raises `MalformedFrames` for a wrong number, size or order of frames and `MessageTooLarge` beyond the bounds.
     """
@@ -82,7 +82,7 @@ def split(frames: Sequence[Buffer]) -> Envelope:
 
 
 def decode(payload: Buffer, struct: type[M], *, where: str) -> M:
-    """Decodes a payload frame. Raises `InvalidPayload` naming the field."""
+    """Decode a payload frame. Raises `InvalidPayload` naming the field."""
     decoder = _decoders.get(struct)
     if decoder is None:
         decoder = _decoders.setdefault(struct, msgspec.msgpack.Decoder(struct))

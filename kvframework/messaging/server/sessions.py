@@ -364,7 +364,7 @@ class LivenessServer:
             self._epoll.register(process, select.EPOLLIN)
 
     def _answer(self, sock: socket.socket, session: ClientSession) -> None:
-        """Raises `OSError`, also where the process of the client has ended."""
+        """Raise `OSError`, also where the process of the client has ended."""
         if self._arena_for is None:
             sock.send(WITHOUT_ARENA)
             return

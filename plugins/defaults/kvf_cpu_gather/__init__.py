@@ -41,7 +41,7 @@ class CpuGatherOptions(Options, frozen=True):
 
 
 def _create(options: CpuGatherOptions, link: EngineLink) -> TransferContext:
-    """Runs in engine processes only: a server offers the transport by name and needs no torch for it, so there is no
+    """Run in engine processes only: a server offers the transport by name and needs no torch for it, so there is no
     reason for which a probe could refuse."""
     if importlib.util.find_spec("torch") is None:
         raise PluginUnavailable("transport cpu_gather needs torch in the engine process", hint=install_command("torch"))

@@ -53,7 +53,7 @@ class CpuGather(TransferContext):
         self._tasks = TaskRunner()
 
     def on_registered(self, registration: Registration, layout: Layout) -> None:
-        """Raises `BadLayout` if objects are neither canonical nor opaque blocks."""
+        """Raise `BadLayout` if objects are neither canonical nor opaque blocks."""
         forms = {group.form for group in registration.desc.groups}
         if not all(form == CANONICAL or form.startswith(OPAQUE) for form in forms):
             raise BadLayout(
@@ -64,7 +64,7 @@ class CpuGather(TransferContext):
             self._link.map_ahead()
 
     def store(self, transfer: Transfer) -> Future[StoreOutcome]:
-        """Copies the objects that the server lacks. Raises `BadBlockIds` or `BadLayout`."""
+        """Copy the objects that the server lacks. Raises `BadBlockIds` or `BadLayout`."""
 
         def steps(moves: Moves, ready: torch.Event | None, mapped: bool) -> Steps[StoreOutcome]:
             if mapped:
@@ -75,7 +75,7 @@ class CpuGather(TransferContext):
         return self._started(steps, partial(self._ended, "stored", transfer.request_id, failed), transfer)
 
     def load(self, transfer: Transfer, skip_tokens: int) -> Future[LoadOutcome]:
-        """Copies into the blocks. Raises `BadBlockIds` or `BadLayout`."""
+        """Copy into the blocks. Raises `BadBlockIds` or `BadLayout`."""
 
         def steps(moves: Moves, ready: torch.Event | None, mapped: bool) -> Steps[LoadOutcome]:
             if mapped:
@@ -93,7 +93,7 @@ class CpuGather(TransferContext):
             return gather_blocks(registration, views, blocks, self._kernel)
 
     def close(self) -> None:
-        """Waits for a copy that has begun; transfers that wait for the server are cancelled."""
+        """Wait for a copy that has begun; transfers that wait for the server are cancelled."""
         self._tasks.close()
         self._registered = None
         self._wire.close()

@@ -223,7 +223,7 @@ def _check_declared(layout: KVLayout, found: Sequence[TensorGroup]) -> None:
 
 
 def check_given(kv_caches: Mapping[str, LayerTensors], block_size: int) -> None:
-    """Raises `BadLayout` unless there are layers, and tokens in a block."""
+    """Raise `BadLayout` unless there are layers, and tokens in a block."""
     if not kv_caches:
         raise BadLayout("there are no layers", available="layer name -> tensors, in layer order")
     if block_size < 1:

@@ -37,7 +37,7 @@ class PagedLayout(Layout):
     name = "paged"
 
     def __init__(self, axes: Sequence[str] = (), rules: Sequence[PagedRule] = (), chunk_tokens: int = 0) -> None:
-        """Raises `BadLayout` for contradictory axes; an instance that describes nothing needs no axes."""
+        """Raise `BadLayout` for contradictory axes; an instance that describes nothing needs no axes."""
         self._chunk_tokens = chunk_tokens
         self._axes = tuple(axes)
         self._rules = tuple(rules)

@@ -29,7 +29,7 @@ EXAMPLES = (
 
 
 def check_axes(axes: Sequence[str], *, state: bool = False) -> None:
-    """Raises `BadLayout` for contradictory axes. A state has blocks and no tokens."""
+    """Raise `BadLayout` for contradictory axes. A state has blocks and no tokens."""
     unknown = [axis for axis in axes if axis not in AXES]
     needed = ("block", "dim") if state else ("token", "dim")
     missing = [axis for axis in needed if axis not in axes]
@@ -58,7 +58,7 @@ def undeclared(name: str, shapes: Sequence[Sequence[int]], block_size: int) -> B
 
 
 def check_sizes(name: str, tensor: torch.Tensor, axes: Sequence[str], slots: int) -> None:
-    """Raises `BadLayout` naming layer, axis, expected and found size."""
+    """Raise `BadLayout` naming layer, axis, expected and found size."""
     if tensor.dim() != len(axes):
         raise BadLayout(
             f"shape {tuple(tensor.shape)} has {tensor.dim()} axes",
@@ -144,7 +144,7 @@ def place_of(tensor: torch.Tensor) -> Place:
 
 
 def check_apart(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raises `BadLayout` naming the first two of these tensors that share an element, or one whose elements overlap."""
+    """Raise `BadLayout` naming the first two of these tensors that share an element, or one whose elements overlap."""
     places = sorted(
         ((place_of(tensor), name) for name, tensor in tensors.items() if tensor.numel()), key=lambda each: each[0]
     )

@@ -15,7 +15,7 @@ _MOST = 0.9
 
 
 def diagnose(options: PinnedOptions, sysfs: Path = Path("/sys"), proc: Path = Path("/proc")) -> list[Finding]:
-    """Reads /proc, /sys and the cgroup files; allocates nothing but one page, to test the placement."""
+    """Read /proc, /sys and the cgroup files; allocate nothing but one page, to test the placement."""
     pages = choose_pages(options.huge_pages, options.capacity, sysfs, proc)
     return [
         _capacity(options.capacity, pages),

@@ -43,7 +43,7 @@ class Toucher:
         self._populates = True
 
     def touch(self, start: int, end: int) -> None:
-        """Makes bytes `[start, end)` resident; `start` is a multiple of the page size. Blocks while the kernel clears
+        """Make bytes `[start, end)` resident; `start` is a multiple of the page size. Blocks while the kernel clears
         the pages, without the interpreter lock. Raises `OSError` (ENOMEM, ENOSPC) if there is no memory."""
         if self._kept:
             os.posix_fallocate(self._fd, start, end - start)
@@ -82,7 +82,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def check_room(capacity: int, pages: Pages, where: str) -> None:
-    """Refuses an arena beyond the memory that is available now, or beyond the limits of this process. Reserved pages
+    """Refuse an arena beyond the memory that is available now, or beyond the limits of this process. Reserved pages
     are apart from that memory. Raises `ArenaError`."""
     room, what = (sys.maxsize if pages.kind == "reserved" else available_memory()), "memory"
     for limit, name in ((resource.RLIMIT_FSIZE, "the limit of a file (ulimit -f)"), (resource.RLIMIT_AS, "ulimit -v")):
@@ -99,7 +99,7 @@ def check_room(capacity: int, pages: Pages, where: str) -> None:
 
 
 def check_pages(wanted: HugePages, capacity: int, *, where: str, sysfs: Path = Path("/sys")) -> Pages:
-    """Refuses "on" where the machine has no huge pages for the arena. Raises `ArenaError`."""
+    """Refuse "on" where the machine has no huge pages for the arena. Raises `ArenaError`."""
     pages = choose_pages(wanted, capacity, sysfs)
     if wanted == "on" and pages.kind == "small":
         raise ArenaError(
@@ -109,7 +109,7 @@ def check_pages(wanted: HugePages, capacity: int, *, where: str, sysfs: Path = P
 
 
 def _new_file(capacity: int, pages: Pages) -> int:
-    """Raises `OSError`."""
+    """Raise `OSError`."""
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     if pages.kind == "reserved":
         flags |= os.MFD_HUGETLB | (pages.size.bit_length() - 1) << os.MFD_HUGE_SHIFT
@@ -168,7 +168,7 @@ class MemfdArena(Memory):
         self._thread: threading.Thread | None = None
 
     def start(self, on_ready: Callable[[int], None]) -> None:
-        """Starts the background thread, which ends by itself once all is resident, or the memory has run out: bytes
+        """Start the background thread, which ends by itself once all is resident, or the memory has run out: bytes
         that were ready stay usable then. Once per arena, else `ArenaError`."""
         if self._stop.is_set() or self._thread is not None:
             raise ArenaError("the arena was started or closed before", where=self._where)
@@ -182,7 +182,7 @@ class MemfdArena(Memory):
         return self._segment.view()
 
     def close(self) -> None:
-        """Ends the background thread (waits for its current step), closes fd and mapping. Raises `BufferError` while a
+        """End the background thread (waits for its current step), close fd and mapping. Raises `BufferError` while a
         view is still exported: the fd is closed then, and `close` can be called again once the views are released."""
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -196,12 +196,12 @@ class MemfdArena(Memory):
             raise BufferError("the arena is in use: release every memoryview of view() before close()") from None
 
     def leave(self) -> None:
-        """Stops the background thread and leaves the mapping to the end of the process. Unmapping a large arena takes
+        """Stop the background thread and leave the mapping to the end of the process. Unmapping a large arena takes
         seconds, and meanwhile the process can neither map memory nor start a thread."""
         self._stop.set()
 
     def _place(self, choice: Choice) -> None:
-        """Sets the NUMA nodes before any page is resident: a resident page does not move."""
+        """Set the NUMA nodes before any page is resident: a resident page does not move."""
         try:
             with self._segment.view() as view:
                 place(view, choice.nodes)

@@ -33,7 +33,7 @@ _syscall.restype = ctypes.c_long
 
 
 def place(segment: mmap.mmap | memoryview, nodes: Sequence[int]) -> None:
-    """Sets the nodes of the pages of `segment` that are not resident yet: one preferred node, or several interleaved,
+    """Set the nodes of the pages of `segment` that are not resident yet: one preferred node, or several interleaved,
     while they have room. Of a memfd that holds for every process, whichever touches a page first. Does not block.
     Raises `OSError`, which `hint` explains: EPERM where a container does not allow it, EINVAL for a node that does not
     exist or is not allowed, ENOSYS for a kernel without NUMA."""

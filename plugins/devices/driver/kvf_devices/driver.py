@@ -65,7 +65,7 @@ class DeviceOptions(Options, frozen=True):
     ] = 10.0
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` for a size out of range; a subclass with a `__post_init__` of its own calls this one
+        """Raise `ValueError` for a size out of range; a subclass with a `__post_init__` of its own calls this one
         too."""
         for name, least in (("in_flight", 1), ("launch", 1), ("pace", 0)):
             value = int(getattr(self, name))
@@ -87,11 +87,11 @@ class EngineDriver(ABC, Generic[E]):
 
     @abstractmethod
     def create_event(self, device: str) -> E:
-        """Returns a new interprocess event of a device; the caller destroys it."""
+        """Return a new interprocess event of a device; the caller destroys it."""
 
     @abstractmethod
     def export_event(self, event: E) -> bytes:
-        """Returns the handle by which another process opens the event, at most `MAX_HANDLE_BYTES`."""
+        """Return the handle by which another process opens the event, at most `MAX_HANDLE_BYTES`."""
 
     @abstractmethod
     def record(self, event: E, behind: object | None) -> None:
@@ -115,7 +115,7 @@ class EngineDriver(ABC, Generic[E]):
         raise DeviceError("this device's streams cannot wait for a transfer")
 
     def close(self) -> None:
-        """Ends the driver's use in this process. Idempotent."""
+        """End the driver's use in this process. Idempotent."""
         return
 
 
@@ -130,7 +130,7 @@ class CopierDriver(ABC, Generic[E, S]):
 
     @abstractmethod
     def pin(self, offset: int, nbytes: int) -> None:
-        """Registers a slice of the arena with the device, so that copies run asynchronously. Blocking."""
+        """Register a slice of the arena with the device, so that copies run asynchronously. Blocking."""
 
     @abstractmethod
     def open(self, allocation: Allocation) -> int:
@@ -144,11 +144,11 @@ class CopierDriver(ABC, Generic[E, S]):
 
     @abstractmethod
     def open_event(self, handle: bytes) -> E:
-        """Opens another process's event, see `EngineDriver.export_event`."""
+        """Open another process's event, see `EngineDriver.export_event`."""
 
     @abstractmethod
     def create_event(self) -> E:
-        """Returns a new event for this process alone."""
+        """Return a new event for this process alone."""
 
     @abstractmethod
     def destroy_event(self, event: E) -> None:
@@ -156,15 +156,15 @@ class CopierDriver(ABC, Generic[E, S]):
 
     @abstractmethod
     def create_stream(self, *, loads: bool) -> S:
-        """Returns a stream for copies. That for `loads` has priority where the device knows priorities."""
+        """Return a stream for copies. That for `loads` has priority where the device knows priorities."""
 
     @abstractmethod
     def wait(self, stream: S, event: E) -> None:
-        """Makes later work of the stream run behind the event. Never blocks."""
+        """Make later work of the stream run behind the event. Never blocks."""
 
     @abstractmethod
     def copy(self, stream: S, batch: CopyBatch, *, to_arena: bool) -> None:
-        """Starts to copy every fragment between device and arena; never waits for it. The driver owns the batch."""
+        """Start to copy every fragment between device and arena; never wait for it. The driver owns the batch."""
 
     @abstractmethod
     def record(self, event: E, behind: S) -> None:

@@ -32,7 +32,7 @@ class DeviceTransportProvider(TransportProvider[D]):
         object.__setattr__(self, "create_server", self._server_side)
 
     def _engine_side(self, options: D, link: EngineLink) -> TransferContext:
-        """Raises `DeviceError` where the device cannot be used."""
+        """Raise `DeviceError` where the device cannot be used."""
         from kvf_devices.endpoints import DeviceTransfer  # here: whatever lists plugins imports this module
 
         if not link.maps_arena:
@@ -40,7 +40,7 @@ class DeviceTransportProvider(TransportProvider[D]):
         return DeviceTransfer(link, self.create_engine(options))
 
     def _server_side(self, options: D, arena_fd: int) -> ServerTransport:
-        """Raises `PluginBroken` if another process cannot find `create_copier`."""
+        """Raise `PluginBroken` if another process cannot find `create_copier`."""
         from kvf_devices.endpoints import DeviceServerTransport
         from kvframework.api.process import NamedCall
 

@@ -61,7 +61,7 @@ class Rotary(Message, frozen=True):
 
 
 def check(rotary: Rotary) -> None:
-    """Raises `BadRotary`, which names the parameter, unless `rotary` determines exactly one rotation."""
+    """Raise `BadRotary`, which names the parameter, unless `rotary` determines exactly one rotation."""
     try:
         msgspec.convert(msgspec.structs.asdict(rotary), Rotary)
     except msgspec.ValidationError as error:

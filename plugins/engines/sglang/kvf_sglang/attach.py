@@ -58,7 +58,7 @@ class Attachments:
         return pool.value if pool is not None else None
 
     def add(self, name: str, form: PoolForm, page_tokens: int, place: Place) -> None:
-        """Registers a pool in the background; its memory is borrowed until `close`. A name that is known stays what it
+        """Register a pool in the background; its memory is borrowed until `close`. A name that is known stays what it
         is. Never blocks."""
         with self._lock:
             if name in self._pools or self._closed:
@@ -71,7 +71,7 @@ class Attachments:
             self._pools[name].begin_in_background(self._name)
 
     def close(self) -> None:
-        """Unregisters, if the server runs; waits for a registration that is under way, not for files that are read. No
+        """Unregister, if the server runs; wait for a registration that is under way, not for files that are read. No
         transfer may be in progress. Idempotent."""
         with self._lock:
             self._closed = True

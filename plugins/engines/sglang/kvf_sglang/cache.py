@@ -142,7 +142,7 @@ class PageCache:
         self._once = LogLimit.once()
 
     def add_pool(self, name: str, pool: Any, form_of: Callable[[Any, int], PoolForm] = form_of) -> None:
-        """Declares a pool, by default one of the host, and the one of keys and values first: its pages are those of the
+        """Declare a pool, by default one of the host, and the one of keys and values first: its pages are those of the
         page hashes. If a pool cannot be kept nothing is: a hit needs all of them. Never blocks."""
         if name == KV:
             self._page_tokens = int(pool.page_size)
@@ -207,15 +207,15 @@ class PageCache:
         return Found(found, by_pool, restorable)
 
     def load(self, name: str, keys: Sequence[str], indices: Sequence[int]) -> list[bool]:
-        """Loads pages into their slots; those that are true are there, from the first on."""
+        """Load pages into their slots; those that are true are there, from the first on."""
         return self._moved(name, keys, indices, storing=False)
 
     def store(self, name: str, keys: Sequence[str], indices: Sequence[int]) -> list[bool]:
-        """Stores pages; all are true, or none."""
+        """Store pages; all are true, or none."""
         return self._moved(name, keys, indices, storing=True)
 
     def close(self) -> None:
-        """Unregisters and disconnects. Idempotent."""
+        """Unregister and disconnects. Idempotent."""
         self._attachments.close()
         self._client.close()
 

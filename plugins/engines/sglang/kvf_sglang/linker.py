@@ -95,7 +95,7 @@ class KvFrameworkLinker(UnifiedCacheLinker):  # type: ignore[misc]
         return self._recent.get(rid, full.keys, lambda: cache.find(full.keys, rest, LOOKUP_S).restorable)
 
     def load(self, rid: str, transfers: list[Any]) -> bool:
-        """Loads at once. Every rank gets the same answer."""
+        """Load at once. Every rank gets the same answer."""
         self._recent.forget(rid)
         return self._agreed(self._load(transfers))
 
@@ -161,6 +161,6 @@ class KvFrameworkLinker(UnifiedCacheLinker):  # type: ignore[misc]
             cache.close()
 
     def _written(self) -> None:
-        """Waits for the forward that may write the device pools."""
+        """Wait for the forward that may write the device pools."""
         for event in self.record_offload_ready() if self.forward_stream is not None else ():
             event.synchronize()

@@ -77,7 +77,7 @@ def interface_of(storage: type) -> str:
 
 
 def check_linker_version(version: str) -> None:
-    """Raises `VersionMismatch` for another release: the linker's interface has changed with each."""
+    """Raise `VersionMismatch` for another release: the linker's interface has changed with each."""
     if version not in KNOWN:
         raise VersionMismatch(
             f"this is SGLang {version}, and the interface of linkers changes with each release",
@@ -88,7 +88,7 @@ def check_linker_version(version: str) -> None:
 
 
 def check_version(version: str, interface: str) -> str:
-    """Returns "" for a known release. Another one with the same interface is tried: logs a warning, and returns the
+    """Return "" for a known release. Another one with the same interface is tried: logs a warning, and returns the
     release, since its pools may mean something else by the same names. Raises `VersionMismatch` for one with another
     interface."""
     if version in KNOWN:

@@ -63,7 +63,7 @@ class Tickets:
         self._lock = threading.Lock()
 
     def hold(self, result: LookupResult, last: bytes, salt: str) -> list[LookupResult]:
-        """Returns those that are to be freed."""
+        """Return those that are to be freed."""
         with self._lock:
             self._held.append(_Held(last, salt, self._clock() + TICKET_HOLDS_S, result))
             return self._ended(())
@@ -146,7 +146,7 @@ class PoolPages:
         return found[::-1]
 
     def load(self, digests: Sequence[bytes], places: Sequence[int], deadline_s: float) -> int:
-        """Loads pages into these places of the pool. Returns how many from the first on are there. After it returns
+        """Load pages into these places of the pool. Returns how many from the first on are there. After it returns
         nothing writes into the pool."""
         until, ends = self._clock() + deadline_s, {digests[-1]}
         try:
@@ -162,7 +162,7 @@ class PoolPages:
             self._free(self._tickets.take(ends))
 
     def store(self, digests: Sequence[bytes], places: Sequence[int], deadline_s: float) -> bool:
-        """Stores the pages in these places; those that are stored already are skipped. True if the server has all of
+        """Store the pages in these places; those that are stored already are skipped. True if the server has all of
         them. After it returns nothing reads the pool."""
         until = self._clock() + deadline_s
         request = self._request(digests)

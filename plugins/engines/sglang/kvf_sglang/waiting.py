@@ -43,12 +43,12 @@ class Offloads:
         return self._ended.popleft() if self._ended else False
 
     def quiesce(self) -> None:
-        """Waits for all, each of which has a deadline of its own, and drops their results."""
+        """Wait for all, each of which has a deadline of its own, and drop their results."""
         self._queue.join()
         self._ended.clear()
 
     def close(self) -> None:
-        """Waits for all, and ends the thread. Idempotent."""
+        """Wait for all, and end the thread. Idempotent."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._queue.put(None)

@@ -151,7 +151,7 @@ class AdapterNames:
         self._contents: dict[tuple[str, str], set[str]] = {}
 
     def heard(self, worker: int, news: Mapping[int, AdapterNews | None]) -> None:
-        """Applies the news of one worker."""
+        """Apply the news of one worker."""
         for number, each in news.items():
             held = self._held.setdefault(number, {})
             if each is None:
@@ -220,7 +220,7 @@ class LoadedAdapters:
         self._slots: Callable[[], Sequence[int | None]] = tuple
 
     def watch(self, manager_class: Any) -> None:
-        """Follows the loads of vLLM's class from now on. Never raises."""
+        """Follow the loads of vLLM's class from now on. Never raises."""
         try:
             watch_calls(manager_class, ("_load_adapter",), self)
         except AttributeError as error:

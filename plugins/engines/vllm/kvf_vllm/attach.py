@@ -65,24 +65,24 @@ class AttachedInstance:
         return self._attachment.value
 
     def attach(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Registers. Without a server, or after its refusal, logs the reason and retries in the background. Blocks for
+        """Register. Without a server, or after its refusal, logs the reason and retries in the background. Blocks for
         at most the connect timeout. Raises `BadLayout` for tensors that are not as declared."""
         self._tensors = self._form.tensors(self._groups, kv_caches, self._num_blocks)
         self._attachment.begin(self._timeout_s)
 
     def detach(self) -> None:
-        """Unregisters while the engine sleeps: its memory is mapped nowhere afterwards. Waits for copies under way.
+        """Unregister while the engine sleeps: its memory is mapped nowhere afterwards. Waits for copies under way.
         Idempotent."""
         self._attachment.stop(self._timeout_s + 1.0)
         self._adapter.close()
 
     def attach_again(self) -> None:
-        """Registers the same tensors after `detach`, as `attach` does. Idempotent."""
+        """Register the same tensors after `detach`, as `attach` does. Idempotent."""
         if self._attachment.stopped:
             self._attachment.begin(self._timeout_s)
 
     def rename(self, name: Callable[[], KvIdentity]) -> Future[bool]:
-        """Registers the same tensors by the name that `name` gives, in the background. The result is False if it
+        """Register the same tensors by the name that `name` gives, in the background. The result is False if it
         raises: then the name stays. Until there is a result no transfer may begin. Never blocks."""
         naming: Promise[bool] = Promise()
 
@@ -108,7 +108,7 @@ class AttachedInstance:
         self._identity, self._adapter = identity, self._adapter_of(identity)
 
     def load(self, ops: Sequence[TransferOp], *, in_pieces: bool = False) -> list[Future[LoadOutcome]]:
-        """Raises before the first is sent. `in_pieces`: what this thread has to copy waits for `Future.advance`."""
+        """Raise before the first is sent. `in_pieces`: what this thread has to copy waits for `Future.advance`."""
         return self._adapter.batched_submit_retrieve(
             [self._request(op) for op in ops],
             [(op.start, op.end) for op in ops],
@@ -118,7 +118,7 @@ class AttachedInstance:
         )
 
     def store(self, ops: Sequence[TransferOp]) -> list[Future[StoreOutcome]]:
-        """Raises before the first is sent."""
+        """Raise before the first is sent."""
         return self._adapter.batched_submit_store(
             [self._request(op) for op in ops],
             [(op.start, op.end) for op in ops],
@@ -137,12 +137,12 @@ class AttachedInstance:
         )
 
     def collect(self) -> None:
-        """Drops transfers that have ended. Never blocks."""
+        """Drop transfers that have ended. Never blocks."""
         self._adapter.get_finished()
         self._adapter.take_failed_blocks()
 
     def close(self) -> None:
-        """Unregisters, if the server runs. No transfer may be in progress. Idempotent."""
+        """Unregister, if the server runs. No transfer may be in progress. Idempotent."""
         self.detach()
 
     def _adapter_of(self, identity: KvIdentity) -> WorkerAdapter:

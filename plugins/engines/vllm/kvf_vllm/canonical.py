@@ -130,7 +130,7 @@ def _check(name: str, form: LayerForm) -> None:
 
 
 def _check_order(names: Sequence[str]) -> None:
-    """Checks the order of the layers: objects hold them in the model's order, which vLLM gives only by numbers in their
+    """Check the order of the layers: objects hold them in the model's order, which vLLM gives only by numbers in their
     names."""
     places = layer_numbers(names)
     if len(places) != len(names) or places != sorted(set(places)):
@@ -158,7 +158,7 @@ def prove_planes(
     kv_caches: Mapping[str, torch.Tensor],
     planes: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
 ) -> None:
-    """Proves that keys and values lie where form `canonical` expects them: vLLM writes a pattern by its own code, into
+    """Prove that keys and values lie where form `canonical` expects them: vLLM writes a pattern by its own code, into
     the block that it never hands out, and the views must show it. Runs in the worker, once, before the engine serves.
 
     `layers` are vLLM's attention layers, `planes` the views of each, `[blocks, tokens, heads, dim]`. The null block

@@ -441,7 +441,7 @@ def is_beside_others(transfer: Any) -> bool:
 
 
 def check_failure_policy(transfer: Any) -> None:
-    """Raises `ConfigFieldError` if vLLM would fail a request whose KV is lost."""
+    """Raise `ConfigFieldError` if vLLM would fail a request whose KV is lost."""
     # Beside other connectors the engine's policy counts.
     for each in _connectors(transfer):
         if each.kv_load_failure_policy != "recompute":

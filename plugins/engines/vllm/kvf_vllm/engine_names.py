@@ -56,11 +56,11 @@ class EngineNames:
         return "workers_differ" if self._differ else "no_server"
 
     def hide(self) -> None:
-        """Hides all KV so far from this engine."""
+        """Hide all KV so far from this engine."""
         self.generation = secrets.token_hex(8)
 
     def heard(self, report: WorkerNews) -> bool:
-        """Applies the workers' news. Returns True if weights were updated: KV from before has another name."""
+        """Apply the workers' news. Returns True if weights were updated: KV from before has another name."""
         if not (report.served or report.weights):
             return False
         self._heard.update(report.served)
@@ -107,7 +107,7 @@ class EngineNames:
         return is_updated
 
     def _learn(self) -> None:
-        """Takes the names that hold from now on. None do while workers disagree, or KV of other weights may lie in
+        """Take the names that hold from now on. None do while workers disagree, or KV of other weights may lie in
         vLLM's blocks; they stay while a worker has no server."""
         names = self._agreed() if self.weights.are_alone else ()
         if names or self._differ or not self.weights.are_alone:

@@ -91,7 +91,7 @@ class Announcements:
             self._events.append(BlocksRemoved(gone))
 
     def forget(self) -> None:
-        """Announces the removal of everything announced so far: this engine no longer finds it."""
+        """Announce the removal of everything announced so far: this engine no longer finds it."""
         if self._announced:
             self._events.append(BlocksRemoved(list(self._announced)))
             self._announced.clear()

@@ -78,7 +78,7 @@ def groups_of(kv_cache_config: Any) -> tuple[GroupFacts, ...]:
 
 
 def check_states(index: int, specs: Iterable[Any]) -> None:
-    """Raises `BadLayout` for recurrent states that cannot be kept."""
+    """Raise `BadLayout` for recurrent states that cannot be kept."""
     for spec in specs:
         kind = str(getattr(spec.mamba_type, "name", spec.mamba_type))
         if kind not in _STATES:
@@ -118,7 +118,7 @@ def why_unread(vllm_config: Any, *, invariant: bool = False) -> str:
 
 
 def check_parallel(parallel: Any) -> None:
-    """Raises `TransportMismatch` for ways of splitting a model whose blocks do not hold consecutive tokens."""
+    """Raise `TransportMismatch` for ways of splitting a model whose blocks do not hold consecutive tokens."""
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise TransportMismatch(
@@ -130,7 +130,7 @@ def check_parallel(parallel: Any) -> None:
 
 
 def check_sleep(model: Any, *, tells: bool, transport: str) -> None:
-    """Raises `ConfigFieldError` for an engine that may sleep without a call of its connector (`tells` False), if the
+    """Raise `ConfigFieldError` for an engine that may sleep without a call of its connector (`tells` False), if the
     server might go on using its memory, which lies elsewhere afterwards."""
     if getattr(model, "enable_sleep_mode", False) and not tells and transport != "cpu_gather":
         raise ConfigFieldError(

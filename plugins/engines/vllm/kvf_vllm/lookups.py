@@ -38,7 +38,7 @@ class ServerLookups:
         self._adapters: Sequence[SchedulerAdapter] = ()
 
     def serve(self, served: Sequence[Served]) -> None:
-        """Sets the names of content that the workers use, one for each pipeline stage. Called before any lookup."""
+        """Set the names of content that the workers use, one for each pipeline stage. Called before any lookup."""
         self._chunk_tokens = served[0].chunk_tokens
         self._adapters = [
             SchedulerAdapter(
@@ -75,7 +75,7 @@ class ServerLookups:
     def lookup(
         self, request: RequestHashes, start: int, end: int, wait_s: float = 0.0, speed: EngineSpeed | None = None
     ) -> LookupResult:
-        """Looks up tokens `[start, end)`, and waits `wait_s` at most for L2 to say whether it has more than L1. `speed`
+        """Look up tokens `[start, end)`, and wait `wait_s` at most for L2 to say whether it has more than L1. `speed`
         is this engine's, as far as it is known."""
         serving = self._serving()
         # All stages together hold up the scheduler for no longer than one.

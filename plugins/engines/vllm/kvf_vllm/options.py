@@ -74,7 +74,7 @@ def parse_options(extra: Mapping[str, object]) -> VllmOptions:
 
 
 def check_version(version: str) -> str:
-    """Returns "" for a supported release, and for `TRIED` its number: it is tried, with a warning. Raises
+    """Return "" for a supported release, and for `TRIED` its number: it is tried, with a warning. Raises
     `VersionMismatch` for any other."""
     release = _release(version)
     if release not in (*SUPPORTED, TRIED):
@@ -88,7 +88,7 @@ def check_version(version: str) -> str:
 
 
 def check_offloading(version: str, *, on_cpu: bool) -> None:
-    """Raises `VersionMismatch` for a release whose offloading `KvFrameworkOffloading` does not follow: before 0.32 vLLM
+    """Raise `VersionMismatch` for a release whose offloading `KvFrameworkOffloading` does not follow: before 0.32 vLLM
     registers no memory of others with a device, and the workers of 0.33 are asked for loads in another way."""
     known = SUPPORTED if on_cpu else SUPPORTED[-1:]
     if _release(version) not in known:

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Registers the connector, which is imported on first use. Idempotent. Never raises."""
+    """Register the connector, which is imported on first use. Idempotent. Never raises."""
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -33,7 +33,7 @@ _OURS = ("kvf_vllm", "kvframework", "kvf_cpu_gather")
 
 
 def join_log(engine: str) -> None:
-    """Gives the framework's loggers the handlers and the level of the logger `engine`, unless the application has
+    """Give the framework's loggers the handlers and the level of the logger `engine`, unless the application has
     configured logging itself."""
     theirs = logging.getLogger(engine)
     if logging.getLogger().handlers or not theirs.handlers:

@@ -202,7 +202,7 @@ class SchedulerSide:
         self.tally.took("lookup", tracked.search.found_after_s)
 
     def allocated_in_vain(self, request_id: str, table: GroupBlocks, external: int) -> None:
-        """Replaces `allocated` after that has raised: the load promised to vLLM fails."""
+        """Replace `allocated` after that has raised: the load promised to vLLM fails."""
         self.leave_out(request_id)
         tracked = self._tracked.get(request_id)
         if tracked is None or not external or tracked.loading:
@@ -212,7 +212,7 @@ class SchedulerSide:
         tracked.loading = self._workers
 
     def leave_out(self, request_id: str) -> None:
-        """Stops loads and stores for this request after an error in its handling."""
+        """Stop loads and stores for this request after an error in its handling."""
         tracked = self._tracked.get(request_id)
         if tracked is not None:
             tracked.wish = Wish(False, False, reason="error")
@@ -250,7 +250,7 @@ class SchedulerSide:
         self._prefill.end_step()
 
     def plan_in_doubt(self) -> StepPlan:
-        """Replaces `plan_step` after that has raised: planned loads stay, nothing is stored, and all stores end before
+        """Replace `plan_step` after that has raised: planned loads stay, nothing is stored, and all stores end before
         the step, since any of their blocks may be written in it."""
         self._names.planned(writes=True)
         loads, self._planned_loads = self._planned_loads, []
@@ -260,7 +260,7 @@ class SchedulerSide:
         return StepPlan(loads, [], list(self._unfinished), step=self._names.step, updates=self._names.weights.updates)
 
     def heard(self, report: StepReport) -> None:
-        """Applies the report of the workers after a step."""
+        """Apply the report of the workers after a step."""
         if self._names.heard(report):
             self._leave_all_out("weights_changed")
         for worker, news in report.adapters.items():
@@ -301,7 +301,7 @@ class SchedulerSide:
             tracked.search.release()
 
     def reset(self) -> None:
-        """Hides all earlier KV from this engine: the weights may have changed. Objects in the server stay, since they
+        """Hide all earlier KV from this engine: the weights may have changed. Objects in the server stay, since they
         belong to other engines too."""
         self._names.hide()
         self._leave_all_out("reset")
@@ -312,7 +312,7 @@ class SchedulerSide:
             self._leave_all_out("weights_changed")
 
     def close(self) -> None:
-        """Releases all tickets."""
+        """Release all tickets."""
         for tracked in self._tracked.values():
             tracked.search.release()
         self._tracked.clear()
@@ -326,7 +326,7 @@ class SchedulerSide:
         return tracked
 
     def _leave_all_out(self, reason: str) -> None:
-        """Ends the part of all requests: their KV may be from before and after. Those without blocks begin again."""
+        """End the part of all requests: their KV may be from before and after. Those without blocks begin again."""
         self.events.forget()
         for store in self._unfinished.values():
             store.event = None

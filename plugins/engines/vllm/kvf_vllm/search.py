@@ -73,14 +73,14 @@ class PrefixSearch:
         return () if self._result is None else self._result.take_grants()
 
     def give_up(self) -> None:
-        """Releases the hit and treats it as a miss, for as long as a miss holds. Idempotent."""
+        """Release the hit and treat it as a miss, for as long as a miss holds. Idempotent."""
         if self._result is not None:
             result, self._result = self._result, LookupResult(0)
             if result.ticket:
                 self._service.free(result)
 
     def release(self) -> None:
-        """Releases the hit; the next call asks the server. Idempotent."""
+        """Release the hit; the next call asks the server. Idempotent."""
         self.give_up()
         self._result = None
 

@@ -121,7 +121,7 @@ class WeightUpdates:
         return self._worker is not None
 
     def watch(self, worker_class: type) -> None:
-        """Follows the worker of this class that has this configuration. Raises `AttributeError` for a class that is not
+        """Follow the worker of this class that has this configuration. Raises `AttributeError` for a class that is not
         as expected."""
         watch_calls(worker_class, (_STARTS,), self)
 

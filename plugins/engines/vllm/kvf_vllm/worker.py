@@ -112,7 +112,7 @@ class WorkerSide:
         self._is_spoiled = False
 
     def before_step(self, plan: StepPlan) -> None:
-        """Ends the stores whose blocks will be written in this step. Waits for them."""
+        """End the stores whose blocks will be written in this step. Waits for them."""
         self._is_spoiled = False
         self._weights.begin_step(plan)
         for number in plan.fence:
@@ -139,7 +139,7 @@ class WorkerSide:
         self._weights.changed(naming)
 
     def load(self, plan: StepPlan) -> None:
-        """Starts the loads; synchronous ones are over when this returns. Of the others a piece is copied. Loads that
+        """Start the loads; synchronous ones are over when this returns. Of the others a piece is copied. Loads that
         were planned for other weights fail."""
         self._pace.begin()
         started, fits = self._clock(), self._weights.fit(self._worker, plan)
@@ -158,7 +158,7 @@ class WorkerSide:
         self._settle_loads()
 
     def store(self, plan: StepPlan) -> None:
-        """Starts the stores of the tokens that the step has computed. If a load for this step has failed, the computed
+        """Start the stores of the tokens that the step has computed. If a load for this step has failed, the computed
         KV may be wrong, and if the weights are not those of the plan it has another name: nothing is stored then."""
         is_base_spoiled, started = self._adapters.spoils_base(), self._clock()
         is_spoiled = self._is_spoiled or not self._weights.fit(self._worker, plan)
@@ -212,14 +212,14 @@ class WorkerSide:
         return report
 
     def close(self) -> None:
-        """Waits until no transfer touches the engine's memory."""
+        """Wait until no transfer touches the engine's memory."""
         for _, loading, _ in self._loading.values():
             self._end(loading)
         for _, storing, _ in self._storing.values():
             self._end(storing)
 
     def _advance(self, *, computes: bool) -> None:
-        """Copies the next piece of the loads, the oldest first."""
+        """Copy the next piece of the loads, the oldest first."""
         left = self._pace.room(computes=computes)
         for _, future, since in self._loading.values():
             started = self._clock()
@@ -310,7 +310,7 @@ class WorkerSide:
             self._end(future)
 
     def _end(self, future: Future[O]) -> None:
-        """Cancels the transfer; returns once it no longer touches the blocks."""
+        """Cancel the transfer; return once it no longer touches the blocks."""
         if future.query():
             return
         try:

@@ -33,7 +33,7 @@ class Limit:
         self._closed = closed
 
     def check(self) -> None:
-        """Raises `TierError` if the call must end."""
+        """Raise `TierError` if the call must end."""
         if self._closed():
             raise TierError(CLOSED)
         if time.monotonic() >= self._deadline:
@@ -71,7 +71,7 @@ class Ledger:
         return self._used
 
     def reserve(self, nbytes: int, replaced: int) -> bool:
-        """Reserves room for a value of `nbytes` that is about to replace one of `replaced`; False if there is none.
+        """Reserve room for a value of `nbytes` that is about to replace one of `replaced`; False if there is none.
         After True the caller calls `release`."""
         with self._lock:
             if self._used + self._reserved + nbytes - replaced > self.capacity:
@@ -149,7 +149,7 @@ class Counting:
             self._changed.notify_all()
 
     def close(self, seconds: float) -> None:
-        """Ends the thread; waits at most `seconds` for its current step. Idempotent."""
+        """End the thread; wait at most `seconds` for its current step. Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

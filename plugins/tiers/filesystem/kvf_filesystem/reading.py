@@ -38,7 +38,7 @@ def move(
     offset: int = 0,
     enough: int,
 ) -> int:
-    """Reads or writes `views` (of bytes) one after the other, from `offset` on; returns the number of bytes moved.
+    """Read or write `views` (of bytes) one after the other, from `offset` on; return the number of bytes moved.
 
     Less than `enough` only where the file ends. Raises `OSError`, and the errors of `check`, which is called before
     each slice.
@@ -111,7 +111,7 @@ class AlignedValue:
             self._views.append(self._page)
 
     def write(self, fd: int, check: Callable[[], None]) -> bool:
-        """Writes head and value at the beginning of the file; False if the kernel refuses direct I/O: then any part may
+        """Write head and value at the beginning of the file; False if the kernel refuses direct I/O: then any part may
         have been written. Raises `OSError`."""
         self._front[: form.HEAD_BYTES] = form.pack_head(self._start, self._nbytes)
         offset = self._start
@@ -122,7 +122,7 @@ class AlignedValue:
         return self._move(os.pwritev, fd, check)
 
     def read(self, fd: int, check: Callable[[], None]) -> bool:
-        """Reads head and value; False if the kernel refuses direct I/O, or the value does not begin at the offset that
+        """Read head and value; False if the kernel refuses direct I/O, or the value does not begin at the offset that
         these parts need: the parts then hold undefined bytes. Raises `OSError`."""
         if not self._move(os.preadv, fd, check):
             return False
@@ -183,7 +183,7 @@ def look(root: Root, key: PackedKey) -> Outcome:
 
 
 def load(root: Root, key: PackedKey, parts: Sequence[memoryview], check: Callable[[], None]) -> int | Outcome:
-    """Fills `parts` (of bytes, none empty) with the value: its bytes, or MISSING, FAILED or DAMAGED.
+    """Fill `parts` (of bytes, none empty) with the value: its bytes, or MISSING, FAILED or DAMAGED.
 
     Raises `OSError` for errors that do not concern this file alone, and the errors of `check`.
     """

@@ -45,7 +45,7 @@ class Folders:
         self._changed_ns = 0
 
     def seen(self, root: os.stat_result) -> None:
-        """Takes note of the status of the root, as of now."""
+        """Take note of the status of the root, as of now."""
         if root.st_ctime_ns != self._changed_ns or time.time_ns() - root.st_ctime_ns < _TICK_NS:
             with self._lock:
                 self._changed_ns = root.st_ctime_ns
@@ -103,7 +103,7 @@ def lock(marker_fd: int, options: FilesystemOptions, path: str, where: str) -> N
 
 
 def check_lock(marker_fd: int, options: FilesystemOptions, path: str, where: str, *, replaces: int | None) -> None:
-    """Refuses what `lock` would refuse, without a lock: to try one would refuse a server that starts at this moment.
+    """Refuse what `lock` would refuse, without a lock: to try one would refuse a server that starts at this moment.
     Processes of other machines and containers are not seen. Raises `ConfigFieldError`."""
     holders = _holders(marker_fd, options) - {replaces}
     if holders:
@@ -188,7 +188,7 @@ class Root:
 
 
 def open_root(options: FilesystemOptions, *, where: str) -> Root:
-    """Opens the folder; creates it if it is missing. Links in its path are followed here, and never again. Raises
+    """Open the folder; create it if it is missing. Links in its path are followed here, and never again. Raises
     `ConfigFieldError`."""
     path = _absolute(options.path, where)
     try:
@@ -202,7 +202,7 @@ def open_root(options: FilesystemOptions, *, where: str) -> Root:
 
 
 def open_again_at(path: str, options: FilesystemOptions, *, where: str) -> Root:
-    """Opens the folder at the `path` of an earlier root, if it is there and no part of it is a link. Raises
+    """Open the folder at the `path` of an earlier root, if it is there and no part of it is a link. Raises
     `ConfigFieldError`."""
     try:
         fd = _open_part_by_part(path)
@@ -225,7 +225,7 @@ def open_again_at(path: str, options: FilesystemOptions, *, where: str) -> Root:
 
 
 def check_root(options: FilesystemOptions, *, where: str, replaces: int | None = None) -> None:
-    """Refuses a folder that `open_root` would refuse, without creating, locking or writing anything. What process
+    """Refuse a folder that `open_root` would refuse, without creating, locking or writing anything. What process
     `replaces` has locked is not refused. Raises `ConfigFieldError`."""
     path = _absolute(options.path, where)
     base = path
@@ -302,7 +302,7 @@ def _check(root: Root, options: FilesystemOptions, path: str, where: str) -> Non
 
 
 def _check_private(fd: int, path: str, where: str) -> None:
-    """Refuses a folder that others may write to: their files would be loaded as KV, and a checksum detects damage, not
+    """Refuse a folder that others may write to: their files would be loaded as KV, and a checksum detects damage, not
     intent."""
     status = os.fstat(fd)
     if status.st_mode & stat.S_IWOTH:
@@ -316,7 +316,7 @@ def _check_private(fd: int, path: str, where: str) -> None:
 
 
 def _check_marker(fd: int, path: str, where: str) -> None:
-    """Refuses a folder with other files, or with a marker of another format. Raises `ConfigFieldError`, `OSError`."""
+    """Refuse a folder with other files, or with a marker of another format. Raises `ConfigFieldError`, `OSError`."""
     names = os.listdir(fd)
     if MARKER not in names:
         if not _PASSED_OVER.issuperset(names):
@@ -405,7 +405,7 @@ def _folder(path: str, base: str) -> Finding:
 
 
 def _space(base: str, options: FilesystemOptions, *, stored: bool) -> Finding:
-    """Checks the free space. In a folder with values part of the capacity is taken already, so only the free space
+    """Check the free space. In a folder with values part of the capacity is taken already, so only the free space
     counts."""
     system = os.statvfs(base)
     free, size = ByteSize(system.f_bavail * system.f_frsize), ByteSize(system.f_blocks * system.f_frsize)

@@ -45,7 +45,7 @@ class SharedRoot:
                 self._close_if_unused(root)
 
     def close(self) -> None:
-        """Refuses further calls. Never blocks. Idempotent."""
+        """Refuse further calls. Never blocks. Idempotent."""
         with self._lock:
             self.closed = True
             root, self._root = self._root, None

@@ -128,7 +128,7 @@ class FilesystemTier(Tier):
         return [f"{self._path}: {trouble}"] if trouble else []
 
     def close(self) -> None:
-        """Waits a few seconds at most, for the counting thread; not for calls in flight, which fail by themselves."""
+        """Wait a few seconds at most, for the counting thread; not for calls in flight, which fail by themselves."""
         self._shared_root.close()
         self._counting.close(_CLOSE_S)
 
@@ -143,7 +143,7 @@ class FilesystemTier(Tier):
         return self._run(run, deadline)
 
     def _run(self, work: Callable[[Root, Limit], T], deadline: float) -> T:
-        """Calls `work` with the open folder. No reference outlives the call: the raised error has no context whose
+        """Call `work` with the open folder. No reference outlives the call: the raised error has no context whose
         frames would keep the caller's buffers."""
         limit = Limit(deadline, lambda: self._shared_root.closed)
         try:

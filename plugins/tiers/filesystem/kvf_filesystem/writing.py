@@ -34,7 +34,7 @@ class Writer:
         self.trouble = ""
 
     def store(self, root: Root, key: PackedKey, parts: Sequence[memoryview], limit: Limit) -> Outcome:
-        """Writes the value of `parts` (of bytes, none empty): STORED, or FAILED if there is no room for it or its path
+        """Write the value of `parts` (of bytes, none empty): STORED, or FAILED if there is no room for it or its path
         cannot be replaced.
 
         Raises `OSError` for errors that do not concern this file alone, and the errors of `limit`; the temporary file
@@ -56,7 +56,7 @@ class Writer:
             raise
 
     def remove(self, root: Root, key: PackedKey, limit: Limit) -> Outcome:
-        """Removes the file, or an empty folder in its place: DELETED, MISSING or FAILED. Raises `OSError` and
+        """Remove the file, or an empty folder in its place: DELETED, MISSING or FAILED. Raises `OSError` and
         `TierError`."""
         folder, name = form.place_of(key)
         try:
@@ -133,7 +133,7 @@ class Writer:
 
 
 def touch(root: Root, key: PackedKey) -> None:
-    """Sets the time of the file, unless it has a second name, which may be outside of the folder. Raises `OSError`."""
+    """Set the time of the file, unless it has a second name, which may be outside of the folder. Raises `OSError`."""
     folder, name = form.place_of(key)
     with contextlib.suppress(FileNotFoundError):
         fd = root.folders.at(folder)

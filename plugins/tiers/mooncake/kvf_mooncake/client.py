@@ -120,7 +120,7 @@ def _room() -> memoryview:
 
 
 def diagnose(options: MooncakeOptions, context: TableContext, deadline: float) -> list[Finding]:
-    """Asks nothing of the master: a client that joins would be one of the store's."""
+    """Ask nothing of the master: a client that joins would be one of the store's."""
     try:
         library(context.where)
     except TierError as error:

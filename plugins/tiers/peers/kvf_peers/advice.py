@@ -22,7 +22,7 @@ _NO_TRUST = (NotTrusted, ssl.SSLError)
 
 
 def diagnose(options: PeersOptions, context: TableContext, deadline: float) -> list[Finding]:
-    """Says hello to the nodes of `peers` and to this one; blocks until `deadline` at most. Raises
+    """Say hello to the nodes of `peers` and to this one; blocks until `deadline` at most. Raises
     `ConfigFieldError`."""
     settings = read_settings(options, where=context.where)
     own = settings.listen

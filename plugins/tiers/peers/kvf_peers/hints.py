@@ -152,7 +152,7 @@ class Hints(Directory):
         return peer
 
     def _forget(self) -> None:
-        """Leaves nodes that do not answer and that no hint names, and those beyond `MOST_PEERS`. Never blocks."""
+        """Leave nodes that do not answer and that no hint names, and those beyond `MOST_PEERS`. Never blocks."""
         left = []
         with self._lock:
             old = time.monotonic() - _FORGET_S

@@ -71,12 +71,12 @@ class Connections:
         return len(self._served)
 
     def all(self) -> dict[Wire, Served]:
-        """Returns those of now."""
+        """Return those of now."""
         with self._lock:
             return dict(self._served)
 
     def add(self, wire: Wire, stranger: Served) -> bool:
-        """Returns whether there is place for one more stranger."""
+        """Return whether there is place for one more stranger."""
         with self._lock:
             hosts = [each.host for each in self._served.values() if each.is_stranger]
             if len(hosts) >= _STRANGERS or hosts.count(stranger.host) >= _STRANGERS_OF_A_HOST:
@@ -101,13 +101,13 @@ class Connections:
             self._served[wire].is_stranger = False
 
     def end(self, wire: Wire) -> None:
-        """Closes a connection."""
+        """Close a connection."""
         with self._lock:
             self._served.pop(wire, None)
         wire.close()
 
     def refuse(self, host: str, reason: str) -> None:
-        """Remembers a stranger that was refused; the log has it once for each reason, however often it comes."""
+        """Remember a stranger that was refused; the log has it once for each reason, however often it comes."""
         now = time.monotonic()
         with self._lock:
             self.counts["strangers"] += 1
@@ -119,7 +119,7 @@ class Connections:
             log.warning("%s was refused at %s: %s", host, self._place, reason)
 
     def refused(self) -> list[dict[str, object]]:
-        """Returns the hosts that were refused last, for the status."""
+        """Return the hosts that were refused last, for the status."""
         now = time.monotonic()
         with self._lock:
             return [
@@ -138,7 +138,7 @@ class Room:
 
     @contextlib.contextmanager
     def held(self, nbytes: int, until: float) -> Iterator[bool]:
-        """Yields whether there is room, which it waits for; `nbytes` of it are taken meanwhile."""
+        """Yield whether there is room, which it waits for; `nbytes` of it are taken meanwhile."""
         size = min(nbytes, self._most)
         with self._changed:
             there = self._changed.wait_for(lambda: self.taken + size <= self._most, max(until - time.monotonic(), 0.0))
@@ -185,12 +185,12 @@ class Holder:
         self._thread = threading.Thread(target=self._run, name="peers-holder", daemon=True)
 
     def start(self) -> None:
-        """Listens, now if it can. Blocks only for a resolver, if `listen` is a name."""
+        """Listen, now if it can. Blocks only for a resolver, if `listen` is a name."""
         self._listener = self._bound()
         self._thread.start()
 
     def close(self) -> None:
-        """Ends all loans. Blocks for half a second at most."""
+        """End all loans. Blocks for half a second at most."""
         self._closing.set()
         until = time.monotonic() + _JOIN_S
         with self._lock:

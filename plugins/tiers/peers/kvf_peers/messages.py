@@ -114,7 +114,7 @@ def encoded(message: msgspec.Struct) -> bytes:
 
 
 def decoded(body: bytes, kind: type[M]) -> M:
-    """Raises `ProtocolError`."""
+    """Raise `ProtocolError`."""
     try:
         return msgspec.msgpack.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -126,7 +126,7 @@ def joined_keys(keys: Sequence[PackedKey]) -> bytes:
 
 
 def split_keys(keys: bytes, most: int) -> list[PackedKey]:
-    """Raises `ProtocolError` for a part of a key, and for more than `most`."""
+    """Raise `ProtocolError` for a part of a key, and for more than `most`."""
     count, rest = divmod(len(keys), PACKED_KEY_BYTES)
     if rest or count > most:
         raise ProtocolError(f"{len(keys)} bytes are no 0 to {most} keys")

@@ -89,7 +89,7 @@ class Peer:
         self._not_before = 0.0
 
     def start(self) -> None:
-        """Begins to connect, in a thread, unless it answers."""
+        """Begin to connect, in a thread, unless it answers."""
         with self.changed:
             if self._thread is None and self.state != "up" and not self._closed:
                 self._thread = threading.Thread(target=self._connect_until_up, name=f"peer-{self.address}", daemon=True)
@@ -104,14 +104,14 @@ class Peer:
             self._settle_as(self.who)
 
     def settle(self, until: float) -> bool:
-        """Waits while it is being connected for the first time, or again; returns whether it can be asked."""
+        """Wait while it is being connected for the first time, or again; return whether it can be asked."""
         with self.changed:
             while self.state == "connecting" and not self._closed and (left := until - time.monotonic()) > 0:
                 self.changed.wait(left)
             return self.state == "up"
 
     def ask(self, keys: Sequence[PackedKey], until: float) -> Question:
-        """Sends the question which of `keys` it has. Raises `TierError`."""
+        """Send the question which of `keys` it has. Raises `TierError`."""
         wire = self._take(until)
         try:
             for first in range(0, len(keys), m.ASK_KEYS):
@@ -127,7 +127,7 @@ class Peer:
         outcomes: list[int | Outcome],
         deadline: float,
     ) -> None:
-        """Receives the values of `keys` into `parts`, and notes each in `outcomes`, which are FAILED before. Raises
+        """Receive the values of `keys` into `parts`, and note each in `outcomes`, which are FAILED before. Raises
         `TierError`: the connection is closed then, and nothing arrives any more; what is noted is right."""
         wire = self._take(deadline)
         try:
@@ -149,14 +149,14 @@ class Peer:
             return {"node": str(self.address), "state": self.state, **asdict(self.counts)}
 
     def close(self) -> None:
-        """Ends its calls in flight. Blocks for a connection that is being made, half a second at most."""
+        """End its calls in flight. Blocks for a connection that is being made, half a second at most."""
         self.leave()
         thread = self._thread
         if thread is not None:
             thread.join(0.5)
 
     def leave(self) -> None:
-        """Ends its calls in flight. Never blocks: a connection that is being made ends later."""
+        """End its calls in flight. Never blocks: a connection that is being made ends later."""
         with self.changed:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -208,7 +208,7 @@ class Peer:
         wire.close()
 
     def _failed(self, wire: Wire, error: BaseException) -> TierError:
-        """Closes a connection that failed, and has the node connected again before it is asked."""
+        """Close a connection that failed, and have the node connected again before it is asked."""
         self._drop(wire)
         with self.changed:
             self.counts.failed += 1
@@ -314,7 +314,7 @@ class Peer:
             self._pause(backoff.delay(time.monotonic()))
 
     def _pause(self, pause_s: float) -> None:
-        """Waits before the next attempt; not for one that was judged again, nor after `leave`."""
+        """Wait before the next attempt; not for one that was judged again, nor after `leave`."""
         with self.changed:
             pause_s = _USELESS_S if self.state == "useless" else pause_s
             self.changed.wait_for(lambda: self._closed or self.state in ("up", "connecting"), pause_s)
@@ -391,7 +391,7 @@ class Question:
 
 
 def _places(address: Address) -> list[Place]:
-    """Asks the system's resolver, which knows no deadline. Raises `OSError`."""
+    """Ask the system's resolver, which knows no deadline. Raises `OSError`."""
     return [(each[0], each[4]) for each in socket.getaddrinfo(*address, type=socket.SOCK_STREAM)]
 
 
@@ -420,23 +420,23 @@ class Directory(ABC):
 
     @abstractmethod
     def peers(self) -> Sequence[Peer]:
-        """Returns the nodes that are known now."""
+        """Return the nodes that are known now."""
 
     @abstractmethod
     def candidates(self, keys: Sequence[PackedKey], until: float) -> Mapping[Peer, Sequence[int]]:
-        """Returns the nodes to ask, each with the indices of the keys to ask it for. Blocks until `until` at most.
+        """Return the nodes to ask, each with the indices of the keys to ask it for. Blocks until `until` at most.
         Raises `TierError` if it cannot say."""
 
     def attach(self, node: Node) -> None:
-        """Tells others from now on what this node has, where that is the directory's work."""
+        """Tell others from now on what this node has, where that is the directory's work."""
         return
 
     def ping(self, until: float) -> None:
-        """Raises `TierError` if what it asks besides the nodes does not answer."""
+        """Raise `TierError` if what it asks besides the nodes does not answer."""
         return
 
     def problems(self) -> Sequence[str]:
-        """Returns what keeps it from working, see `Tier.problems`."""
+        """Return what keeps it from working, see `Tier.problems`."""
         return ()
 
     def status(self) -> Mapping[str, object]:
@@ -445,7 +445,7 @@ class Directory(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Closes the nodes, too."""
+        """Close the nodes, too."""
 
 
 class AskAll(Directory):

@@ -57,7 +57,7 @@ class Settings:
 
 
 def read_settings(options: PeersOptions, *, where: str) -> Settings:
-    """Checks the options. Raises `ConfigFieldError`."""
+    """Check the options. Raises `ConfigFieldError`."""
     peers = tuple(_address(each, f"{where} peers") for each in options.peers)
     listen = _address(options.listen, f"{where} listen") if options.listen else None
     advertise = _address(options.advertise, f"{where} advertise") if options.advertise else listen
@@ -79,7 +79,7 @@ def read_settings(options: PeersOptions, *, where: str) -> Settings:
 
 
 def parse_address(text: str) -> Address:
-    """Raises `ValueError`."""
+    """Raise `ValueError`."""
     match = _ADDRESS.fullmatch(text)
     if match is None or not 1 <= int(match["port"]) <= 65535:
         raise ValueError(f"{text!r} is no HOST:PORT")
@@ -126,7 +126,7 @@ class Tls:
     have changed get new ones; as long as the files cannot be used, the former ones."""
 
     def __init__(self, options: PeersOptions, where: str) -> None:
-        """Raises `ConfigFieldError`."""
+        """Raise `ConfigFieldError`."""
         self._options = options
         self._where = where
         self._files = self._stamps()

@@ -50,7 +50,7 @@ class PeersTier(Tier):
         self._closed = False
 
     def attach(self, node: Node) -> None:
-        """Begins to lend, if `listen` says so, and to connect."""
+        """Begin to lend, if `listen` says so, and to connect."""
         self._node = node
         if self._settings.listen is not None:
             self._holder = Holder(self._settings, self._settings.listen, node)
@@ -108,7 +108,7 @@ class PeersTier(Tier):
             peer.distrust()
 
     def ping(self, *, deadline: float) -> None:
-        """Raises `TierError` unless a node answers; a tier without other nodes works."""
+        """Raise `TierError` unless a node answers; a tier without other nodes works."""
         self._check(deadline)
         if self._node is None and not self._used:
             return  # a server pings before it attaches: then this node does not listen yet, and knows no other
@@ -213,7 +213,7 @@ class PeersTier(Tier):
         outcomes: list[int | Outcome],
         deadline: float,
     ) -> list[TierError]:
-        """Loads each value from its source; returns what went wrong, after which its outcomes are FAILED."""
+        """Load each value from its source; return what went wrong, after which its outcomes are FAILED."""
         failures = []
         of_peer: dict[Peer, list[int]] = {}
         for index, peer in sources.items():

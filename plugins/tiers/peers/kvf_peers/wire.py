@@ -46,12 +46,12 @@ class Wire:
         return self._sock.fileno()
 
     def connect(self, place: tuple[object, ...], deadline: float) -> None:
-        """Connects an unconnected socket."""
+        """Connect an unconnected socket."""
         self._arm(deadline)
         self._sock.connect(place)
 
     def start_tls(self, context: ssl.SSLContext, deadline: float, *, host: str = "") -> None:
-        """Begins TLS: as the client if `host` names the server. Blocks."""
+        """Begin TLS: as the client if `host` names the server. Blocks."""
         self._arm(deadline)
         self._sock = context.wrap_socket(self._sock, server_side=not host, server_hostname=host or None)
         self._is_tls = True
@@ -60,7 +60,7 @@ class Wire:
         self.send([memoryview(m.encoded(message))], deadline)
 
     def read(self, kind: type[M], deadline: float, most: int = m.MOST_BYTES) -> M:
-        """Receives one message of at most `most` bytes. Raises `EOFError` if the other side has ended between two."""
+        """Receive one message of at most `most` bytes. Raises `EOFError` if the other side has ended between two."""
         head = bytearray(m.LENGTH.size)
         self.receive_into(memoryview(head), deadline, may_end=True)
         (size,) = m.LENGTH.unpack(head)
@@ -71,7 +71,7 @@ class Wire:
         return m.decoded(bytes(body), kind)
 
     def send(self, parts: Sequence[memoryview], deadline: float) -> None:
-        """Sends all of `parts`, borrowed until it returns."""
+        """Send all of `parts`, borrowed until it returns."""
         if self._is_tls:
             for part in parts:
                 at = 0
@@ -93,7 +93,7 @@ class Wire:
                 first += 1
 
     def receive_into(self, view: memoryview, deadline: float, *, may_end: bool = False) -> None:
-        """Fills `view`. Raises `EOFError` if the other side has ended: with `may_end` before the first byte, else it
+        """Fill `view`. Raises `EOFError` if the other side has ended: with `may_end` before the first byte, else it
         is a `ConnectionResetError`."""
         at = 0
         while at < view.nbytes:
@@ -106,7 +106,7 @@ class Wire:
             at += count
 
     def available(self, most: int) -> bytes | None:
-        """Receives up to `most` bytes that have come, None if there are none now. Never blocks. Raises `OSError`."""
+        """Receive up to `most` bytes that have come, None if there are none now. Never blocks. Raises `OSError`."""
         self._sock.settimeout(0.0)
         try:
             piece = self._sock.recv(most)
@@ -126,13 +126,13 @@ class Wire:
         return not poller.poll(0)
 
     def cut(self) -> None:
-        """Ends the connection while another thread may be using it, which then gets an error. Never blocks."""
+        """End the connection while another thread may be using it, which then gets an error. Never blocks."""
         with contextlib.suppress(OSError):
             # Not that of `SSLSocket`, after which the other thread would go on in plain text.
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Frees the socket. Never blocks."""
+        """Free the socket. Never blocks."""
         with contextlib.suppress(OSError):
             self._sock.close()
 

@@ -20,7 +20,7 @@ _CACHE = "CONFIG SET maxmemory-policy allkeys-lru, and the same in redis.conf"
 
 
 def diagnose(options: RedisOptions, context: TableContext, deadline: float) -> list[Finding]:
-    """Checks the Redis; blocks until `deadline` at most. Of a cluster, only the first node that answers is checked.
+    """Check the Redis; blocks until `deadline` at most. Of a cluster, only the first node that answers is checked.
     Raises `ConfigFieldError`."""
     settings = read_settings(options, where=context.where)
     connector = settings.connector

@@ -123,7 +123,7 @@ class Cluster(Router):
             node.close()
 
     def _run(self, commands: Sequence[Command], pinned: dict[Command, Place], deadline: float) -> None:
-        """Carries out the commands. Those in `pinned` are sent to the place named there, not by their slot."""
+        """Carry out the commands. Those in `pinned` are sent to the place named there, not by their slot."""
         slots = self._current(deadline)
         waiting, failure = list(commands), None
         for _ in range(_HOPS):
@@ -157,7 +157,7 @@ class Cluster(Router):
             raise failure or TierError("the keys were redirected too often", where=self._where)
 
     def _redirected(self, command: Command, place: Place | None, slots: SlotMap, pinned: dict[Command, Place]) -> bool:
-        """Applies a MOVED or ASK redirection to the command; False for any other error."""
+        """Apply a MOVED or ASK redirection to the command; False for any other error."""
         redirect = parse_redirect(command.error)
         if redirect is None or place is None:
             return False
@@ -174,7 +174,7 @@ class Cluster(Router):
     # Flights
 
     def _carry(self, groups: dict[Place | None, list[Command]], deadline: float) -> dict[Place | None, TierError]:
-        """Sends each group to its node, all at the same time; returns the failures by node."""
+        """Send each group to its node, all at the same time; return the failures by node."""
         failures: dict[Place | None, TierError] = {}
 
         def fly(place: Place, group: Sequence[Command]) -> None:
@@ -251,7 +251,7 @@ class Cluster(Router):
         return self._slots
 
     def _refresh(self, deadline: float) -> None:
-        """Reads the map again, unless it was just read or another thread is reading it. Raises nothing."""
+        """Read the map again, unless it was just read or another thread is reading it. Raises nothing."""
         just_done = time.monotonic() - self._asked_at < _REFRESH_S
         if self._closed or just_done or not self._asking.acquire(blocking=False):
             return
@@ -263,7 +263,7 @@ class Cluster(Router):
             self._asking.release()
 
     def _ask(self, deadline: float) -> None:
-        """Asks members for the map until one has a complete one, members without failures first; keeps the best answer.
+        """Ask members for the map until one has a complete one, members without failures first; keep the best answer.
 
         Raises `TierError` if there is none.
         """
@@ -299,7 +299,7 @@ class Cluster(Router):
         self._forget(set(best.members))
 
     def _forget(self, members: set[Place]) -> None:
-        """Closes nodes that have left the cluster and are not in use."""
+        """Close nodes that have left the cluster and are not in use."""
         with self._lock:
             for place in [each for each in self._nodes if each not in members]:
                 if self._nodes[place].close_unused():

@@ -104,7 +104,7 @@ class Command(ABC):
         self.reset()
 
     def reset(self) -> None:
-        """Resets the results before the command is sent again."""
+        """Reset the results before the command is sent again."""
         self.outcome = Outcome.FAILED
         self.answered = False
         self.error = ""
@@ -114,7 +114,7 @@ class Command(ABC):
         return [_ASKING, *self._buffers()] if self.asking else self._buffers()
 
     def receive(self, wire: Wire, deadline: float) -> None:
-        """Reads the reply. Raises the errors of `Wire`, `Refused`, `ProtocolSurprise` and `Oversized`."""
+        """Read the reply. Raises the errors of `Wire`, `Refused`, `ProtocolSurprise` and `Oversized`."""
         if self.asking and not holds(wire.reply(deadline), "+"):
             raise ProtocolSurprise("an ASKING was refused for one key")
         reply = wire.reply(deadline)
@@ -131,7 +131,7 @@ class Command(ABC):
 
     @abstractmethod
     def _take(self, reply: Reply, wire: Wire, deadline: float) -> None:
-        """Sets the outcome from a reply that is no error."""
+        """Set the outcome from a reply that is no error."""
 
     def _wrong_type(self) -> None:
         return

@@ -71,7 +71,7 @@ class Connector:
         return connected
 
     def ask(self, place: Place | None, *words: str, read: Callable[[Any], T], deadline: float) -> T:
-        """Sends a command over a connection of its own; returns `read` of the reply."""
+        """Send a command over a connection of its own; return `read` of the reply."""
 
         def reply(connection: Any) -> T:
             connection.send_command(*words)
@@ -82,7 +82,7 @@ class Connector:
     def _logged_in(
         self, failure: str, place: Place | None, deadline: float, use: Callable[[Any], T], *, keep: bool
     ) -> T:
-        """Logs in and calls `use` with the connection, which stays open if `keep` is set and `use` returned something.
+        """Log in and call `use` with the connection, which stays open if `keep` is set and `use` returned something.
         `failure` begins an error's text."""
         remaining = min(deadline - time.monotonic(), _LONGEST_WAIT_S)
         if remaining <= 0:

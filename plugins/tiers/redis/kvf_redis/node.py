@@ -31,7 +31,7 @@ class Node:
         self._closed = False
 
     def carry(self, commands: Sequence[Command], deadline: float) -> TierError | None:
-        """Carries out the commands; returns the error that ended them early, after which some may not be `answered`.
+        """Carry out the commands; return the error that ended them early, after which some may not be `answered`.
 
         Any error, timeout or surprise drops its connection and all idle ones. The returned error has no traceback or
         context, whose frames would keep the caller's buffers.
@@ -91,7 +91,7 @@ class Node:
         return wire
 
     def _release(self, wire: Wire) -> None:
-        """Takes back a connection whose replies were all read."""
+        """Take back a connection whose replies were all read."""
         with self._changed:
             self._in_use.discard(wire)
             keep = not self._closed and not wire.spoilt
@@ -102,19 +102,19 @@ class Node:
             wire.close()
 
     def _discard(self, wire: Wire) -> None:
-        """Takes back a connection that must not be used again, and closes it."""
+        """Take back a connection that must not be used again, and close it."""
         wire.spoilt = True
         self._release(wire)
 
     def _drop_idle(self) -> None:
-        """Closes idle connections: they are presumably as dead as the one that has just failed. Never blocks."""
+        """Close idle connections: they are presumably as dead as the one that has just failed. Never blocks."""
         with self._changed:
             idle, self._idle = self._idle, []
         for wire in idle:
             wire.close()
 
     def close_unused(self) -> bool:
-        """Closes the node if no call uses it; True if it was closed. Never blocks."""
+        """Close the node if no call uses it; True if it was closed. Never blocks."""
         with self._changed:
             if self._in_use or self._connecting:
                 return False
@@ -123,7 +123,7 @@ class Node:
         return True
 
     def close(self) -> None:
-        """Closes idle connections and cuts those in use: calls in flight fail. Idempotent; never blocks."""
+        """Close idle connections and cut those in use: calls in flight fail. Idempotent; never blocks."""
         with self._changed:
             self._closed = True
             for wire in self._in_use:
@@ -174,7 +174,7 @@ MAX_COMMANDS = 256
 
 
 def fly(wire: Wire, commands: Sequence[Command], deadline: float) -> None:
-    """Sends the commands and reads their replies in order. An exception ends the flight; commands with `answered` set
+    """Send the commands and read their replies in order. An exception ends the flight; commands with `answered` set
     keep their outcomes.
 
     At least one command is in flight, whatever its cost. More are sent only when half of the bound is free, so that
@@ -214,7 +214,7 @@ class Router(ABC):
 
     @abstractmethod
     def run(self, commands: Sequence[Command], deadline: float) -> None:
-        """Carries out the commands and sets their outcomes; blocks until `deadline` at most.
+        """Carry out the commands and set their outcomes; blocks until `deadline` at most.
 
         Commands to one key are carried out in their order. Raises `TierError` if none of them could be.
         """
@@ -225,15 +225,15 @@ class Router(ABC):
 
     @abstractmethod
     def run_at(self, server: Place | None, command: Command, deadline: float) -> None:
-        """Carries out a command on one of the `servers`, on no other. Raises `TierError` if that cannot be."""
+        """Carry out a command on one of the `servers`, on no other. Raises `TierError` if that cannot be."""
 
     @abstractmethod
     def ping(self, deadline: float) -> None:
-        """Checks that the servers answer. Raises `TierError` if none does."""
+        """Check that the servers answer. Raises `TierError` if none does."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends calls in flight. Idempotent; never blocks."""
+        """End calls in flight. Idempotent; never blocks."""
 
 
 class OneNode(Router):

@@ -87,7 +87,7 @@ def set_command(key: bytes, value_bytes: int, ttl_s: int) -> tuple[bytes, bytes]
 
 
 def parse_line(line: bytes) -> Reply:
-    """Parses a reply line without its CRLF. Raises `ProtocolSurprise` for a malformed line."""
+    """Parse a reply line without its CRLF. Raises `ProtocolSurprise` for a malformed line."""
     kind, rest = line[:1], line[1:]
     if kind in (b"+", b"-"):
         return Reply(kind.decode(), text=visible(rest[:200].decode("ascii", "backslashreplace")))
@@ -118,7 +118,7 @@ def error_code(text: str) -> str:
 
 
 def parse_redirect(text: str) -> Redirect | None:
-    """Parses the text of a MOVED or ASK error; None for any other."""
+    """Parse the text of a MOVED or ASK error; None for any other."""
     match = _REDIRECT.fullmatch(text)
     if match is None:
         return None
@@ -155,7 +155,7 @@ class Wire:
         self.spoilt = False  # set by a caller that leaves replies unread: the connection is not used again
 
     def send(self, buffers: Sequence[Buffer], deadline: float) -> None:
-        """Sends all of `buffers`; large ones are not joined. Borrows them until it returns."""
+        """Send all of `buffers`; large ones are not joined. Borrows them until it returns."""
         if not self._vectored:
             for record in _records(buffers):
                 self._arm(deadline)
@@ -186,7 +186,7 @@ class Wire:
         return parse_line(line)
 
     def value_into(self, parts: Sequence[memoryview], nbytes: int, deadline: float) -> None:
-        """Receives a value of `nbytes` into the beginning of `parts` (1-D bytes, writable), which together are at least
+        """Receive a value of `nbytes` into the beginning of `parts` (1-D bytes, writable), which together are at least
         as long. Borrows them."""
         for part in parts:
             wanted = min(nbytes, part.nbytes)
@@ -199,7 +199,7 @@ class Wire:
         self._end_of_value(deadline)
 
     def drain(self, nbytes: int, deadline: float) -> None:
-        """Receives and drops a value of `nbytes`."""
+        """Receive and drop a value of `nbytes`."""
         while nbytes:
             if self._start == self._end:
                 self._fill(deadline)
@@ -217,12 +217,12 @@ class Wire:
         return not poller.poll(0)
 
     def cut(self) -> None:
-        """Ends the connection while another thread may be using it; that thread gets an `OSError`. Never blocks."""
+        """End the connection while another thread may be using it; that thread gets an `OSError`. Never blocks."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Frees the socket. Never blocks."""
+        """Free the socket. Never blocks."""
         self._on_close()
 
     def _end_of_value(self, deadline: float) -> None:
@@ -233,7 +233,7 @@ class Wire:
         self._start += 2
 
     def _fill(self, deadline: float) -> int:
-        """Receives more bytes into the buffer; returns the first index where an unseen CRLF may begin."""
+        """Receive more bytes into the buffer; return the first index where an unseen CRLF may begin."""
         held = self._end - self._start
         self._store[:held] = self._store[self._start : self._end]
         self._start, self._end = 0, held

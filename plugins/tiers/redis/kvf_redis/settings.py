@@ -53,7 +53,7 @@ class Settings:
 
 
 def read_settings(options: RedisOptions, *, where: str) -> Settings:
-    """Checks the options. Raises `ConfigFieldError` for options that contradict each other or name something that does
+    """Check the options. Raises `ConfigFieldError` for options that contradict each other or name something that does
     not exist."""
     problem = next(_contradictions(options), None)
     if problem is not None:

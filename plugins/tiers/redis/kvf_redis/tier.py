@@ -31,7 +31,7 @@ def pattern_of(prefix: bytes) -> bytes:
 
 
 def list_values(router: Router, prefix: bytes, deadline: float) -> Iterator[TierEntry]:
-    """Yields each value once, on all servers. Between two pages it holds no connection. Raises `TierError`."""
+    """Yield each value once, on all servers. Between two pages it holds no connection. Raises `TierError`."""
     pattern, seen = pattern_of(prefix), set[bytes]()
     for server in router.servers(deadline):
         cursor = _START
@@ -169,7 +169,7 @@ class RedisTier(Tier):
         self._router.close()
 
     def _check(self, deadline: float) -> None:
-        """Raises `TierError` where even a call without keys fails: after the deadline, and once closed."""
+        """Raise `TierError` where even a call without keys fails: after the deadline, and once closed."""
         if self._closed:
             raise TierError("the tier is closed")
         if time.monotonic() >= deadline:
@@ -189,18 +189,18 @@ class RedisTier(Tier):
             self._turn.release()
 
     def _run(self, commands: Sequence[Command], deadline: float) -> None:
-        """Carries out the commands. Raises `TierError` if none of them could be."""
+        """Carry out the commands. Raises `TierError` if none of them could be."""
         if commands:
             self._router.run(commands, deadline)
 
     def _try_all(self, commands: Iterator[Command], deadline: float) -> None:
-        """Carries out the commands, a bounded number at once: a forged trailer may name any number of pieces. Commands
+        """Carry out the commands, a bounded number at once: a forged trailer may name any number of pieces. Commands
         left at the deadline are not sent."""
         while time.monotonic() < deadline and (batch := list(islice(commands, _AT_ONCE))):
             self._try(batch, deadline)
 
     def _try(self, commands: Sequence[Command], deadline: float) -> TierError | None:
-        """Returns the error that `_run` raises: these commands may fail without failing the call."""
+        """Return the error that `_run` raises: these commands may fail without failing the call."""
         try:
             self._run(commands, deadline)
         except TierError as error:

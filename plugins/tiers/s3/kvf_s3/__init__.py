@@ -36,7 +36,7 @@ class Address:
 
     @classmethod
     def parse(cls, url: str) -> Address:
-        """Raises `ValueError`, whose text does not show `url`: it may hold a password."""
+        """Raise `ValueError`, whose text does not show `url`: it may hold a password."""
         match = _URL.fullmatch(url)
         if match is None:
             raise ValueError(f"url is {_EXPECTED}, without a user, a password or a query")
@@ -157,7 +157,7 @@ class S3Options(Options, frozen=True):
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Raises `ValueError` unless `endpoint` is empty or the address of an HTTP server, and nothing more. Does not show
+    """Raise `ValueError` unless `endpoint` is empty or the address of an HTTP server, and nothing more. Does not show
     it, since it may hold a password."""
     from urllib.parse import urlsplit
 

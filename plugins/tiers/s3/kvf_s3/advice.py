@@ -17,7 +17,7 @@ _SAMPLE = 100
 
 
 def diagnose(options: S3Options, context: TableContext, deadline: float) -> list[Finding]:
-    """Checks the bucket; blocks until `deadline` at most. Raises `ConfigFieldError`."""
+    """Check the bucket; blocks until `deadline` at most. Raises `ConfigFieldError`."""
     settings = read_settings(options, where=context.where)
     began = time.monotonic()
     answer = asyncio.run(_ask(settings.store, settings.address, deadline - began))

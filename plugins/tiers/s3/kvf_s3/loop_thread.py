@@ -39,7 +39,7 @@ class LoopThread:
         raise CLOSED.error(where)
 
     def close(self) -> None:
-        """Cancels what is under way and ends the thread; blocks until that has ended, two seconds at most.
+        """Cancel what is under way and end the thread; blocks until that has ended, two seconds at most.
         Idempotent."""
         with self._lock:
             first, self.closed = not self.closed, True
@@ -110,7 +110,7 @@ async def ask_each(
 
 
 async def end_by(tasks: Sequence[asyncio.Future[None]], deadline: float) -> None:
-    """Waits for the tasks, until the deadline at most."""
+    """Wait for the tasks, until the deadline at most."""
     if tasks:
         await asyncio.wait(tasks, timeout=max(deadline - asyncio.get_running_loop().time(), 0.0))
 

@@ -104,7 +104,7 @@ class Settings:
 
 
 def read_settings(options: S3Options, *, where: str) -> Settings:
-    """Raises `ConfigFieldError` for files and settings that cannot be used."""
+    """Raise `ConfigFieldError` for files and settings that cannot be used."""
     address = Address.parse(options.url)
     client: dict[str, object] = {
         "connect_timeout": timedelta(seconds=_CONNECT_S),

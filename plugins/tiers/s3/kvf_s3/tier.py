@@ -140,7 +140,7 @@ class S3Tier(Tier):
         return [] if self._full is None else [f"{self._shown_as}: {self._full.fact}; {self._full.hint}"]
 
     def close(self) -> None:
-        """Ends calls in flight, and the tier's thread; blocks for two seconds at most."""
+        """End calls in flight, and the tier's thread; blocks for two seconds at most."""
         self._thread.close()
 
     def _batch(
@@ -153,7 +153,7 @@ class S3Tier(Tier):
         return self._thread.run(work, where=self._where)
 
     def _check(self, deadline: float) -> None:
-        """Raises `TierError` where even a call without keys fails: after the deadline, and once closed."""
+        """Raise `TierError` where even a call without keys fails: after the deadline, and once closed."""
         if self._thread.closed:
             raise TierError("the tier is closed", where=self._where)
         if time.monotonic() >= deadline:

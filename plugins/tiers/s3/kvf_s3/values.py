@@ -111,7 +111,7 @@ async def remove(store: Any, name: str) -> Outcome | Failure:
 
 
 async def _returned(lent: Sequence[memoryview]) -> None:
-    """Waits until obstore's threads have released the views: after a request, a cancelled one too, about a
+    """Wait until obstore's threads have released the views: after a request, a cancelled one too, about a
     millisecond. A cancellation meanwhile waits as well."""
     cancelled = False
     for view in lent:

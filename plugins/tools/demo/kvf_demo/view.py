@@ -95,7 +95,7 @@ class DemoView:
 
     @contextmanager
     def step(self, title: str) -> Iterator[Step]:
-        """Shows `title` with a spinner and the time; afterwards a line with the text of `Step.done`."""
+        """Show `title` with a spinner and the time; afterwards a line with the text of `Step.done`."""
         started = time.perf_counter()
         columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
         # Before rich 14.3 even a disabled Progress writes an empty line where there is no terminal.

@@ -189,7 +189,7 @@ def _is_array(raw: msgspec.Raw) -> bool:
 
 
 def _checked(event: _Stored | _Removed | _Cleared) -> Event:
-    """Raises `ValueError` and `OverflowError`."""
+    """Raise `ValueError` and `OverflowError`."""
     if isinstance(event, _Cleared):
         return Cleared()
     if event.locality == "REMOTE":

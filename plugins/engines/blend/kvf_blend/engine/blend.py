@@ -45,7 +45,7 @@ def pre_compute(
     session: CacheSession,
     now: ModelNow,
 ) -> PreComputed:
-    """Computes the segments of `tokens` that are not held, each behind `before`, and stores them without it, all in one
+    """Compute the segments of `tokens` that are not held, each behind `before`, and store them without it, all in one
     store, for the model in its state `now`. Raises the errors of that store."""
     lacking = {segment.digests: segment for segment in segments if not segment.held}
     held = sum(segment.held for segment in segments)
@@ -157,7 +157,7 @@ class BlendTransformers:
         self.close()
 
     def close(self) -> None:
-        """Unregisters and disconnects. Idempotent."""
+        """Unregister and disconnects. Idempotent."""
         for blend, _ in [*self._blends.values()]:
             blend.unregister()
         self._blends.clear()
@@ -175,7 +175,7 @@ class BlendTransformers:
         separator: Sequence[int] | None = None,
         ranges: Ranges | None = None,
     ) -> PreComputed:
-        """Computes each marked segment that the server does not hold, behind `before` and nothing else, and stores it.
+        """Compute each marked segment that the server does not hold, behind `before` and nothing else, and store it.
 
         After any failure no segment counts as held. Raises `BadSegments` for arguments that mark no segments,
         `RequestError` for a batch.
@@ -201,7 +201,7 @@ class BlendTransformers:
         separator: Sequence[int] | None = None,
         ranges: Ranges | None = None,
     ) -> Loaded:
-        """Loads the cached parts of this prompt: its longest prefix, then segments behind it, marked or known.
+        """Load the cached parts of this prompt: its longest prefix, then segments behind it, marked or known.
 
         After any failure nothing is loaded. Raises as `pre_compute`.
         """
@@ -223,7 +223,7 @@ class BlendTransformers:
         share: float | None = None,
         loaded: Loaded | None = None,
     ) -> BlendedPrompt:
-        """Loads the cached parts, rotates keys to their new positions and computes the rest, with `share` of the
+        """Load the cached parts, rotate keys to their new positions and compute the rest, with `share` of the
         segments' tokens: those whose KV in layer 1 is furthest from the loaded one. A `share` of 0 recomputes none and
         skips the measure.
 
@@ -272,7 +272,7 @@ class BlendTransformers:
         return self._forward.decode(logits, cache, max_new_tokens)
 
     def save_final(self, input_ids: torch.Tensor | Sequence[int], cache: Any) -> Saved:
-        """Stores the whole chunks of a blended prompt, which `cache` holds, as a prefix for later blended prompts.
+        """Store the whole chunks of a blended prompt, which `cache` holds, as a prefix for later blended prompts.
 
         The KV is near to exact but not exact: only blend finds it. Borrows the cache until it returns. After any
         failure `tokens` is 0, as for a cache that was filled unseen, or before the model changed. Raises `BadLayout`
@@ -321,7 +321,7 @@ class BlendTransformers:
         )
 
     def _attach(self, now: ModelNow, timeout_s: float = 0.0) -> tuple[BlendClient, Rotary]:
-        """Registers unless that is done. Raises `ServerGone` if there is no server, or the server's refusal."""
+        """Register unless that is done. Raises `ServerGone` if there is no server, or the server's refusal."""
         attached = self._session.attach(now, timeout_s)
         known = self._blends.get(attached)
         if known is None:

@@ -57,7 +57,7 @@ class BlendClient:
         self._timeout_s = timeout_s
 
     def register(self) -> m.BlendRegistered:
-        """Registers the rotary parameters with the server. Blocks for the client's `setup_s` at most.
+        """Register the rotary parameters with the server. Blocks for the client's `setup_s` at most.
 
         Raises `BadRotary` and `BlendRefused` for a model or layout that cannot be blended, `UnknownRequest` from a
         server without this plugin, `VersionMismatch` from one that is too old for `before`, `ServerGone`,
@@ -78,7 +78,7 @@ class BlendClient:
         return answer
 
     def unregister(self) -> None:
-        """Ends blend for the instance, if the server runs. Stored objects stay."""
+        """End blend for the instance, if the server runs. Stored objects stay."""
         if self._client.usable:
             payload = m.UnregisterBlend(self._instance_id)
             with contextlib.suppress(KVFrameworkError):
@@ -126,7 +126,7 @@ class BlendClient:
         return self._ask(m.CB_RETRIEVE_PRE_COMPUTED, payload, m.LoadPlan(), timeout=self._client.deadlines.load_s)
 
     def end(self, request_id: str) -> None:
-        """Releases the pins of `look_up` and `plan`."""
+        """Release the pins of `look_up` and `plan`."""
         self._scheduler.end_request(request_id)
 
     def name_final(self, tokens: Sequence[int]) -> bytes:
@@ -158,7 +158,7 @@ class BlendClient:
         return miss
 
     def _release(self, answer: Message) -> None:
-        """Releases the pins of an answer that came after its timeout: no caller knows its ticket."""
+        """Release the pins of an answer that came after its timeout: no caller knows its ticket."""
         if isinstance(answer, (m.Hits, m.LoadPlan)):
             self._scheduler.release_ticket(answer.ticket)
 

@@ -229,7 +229,7 @@ def _computed(model: Any, tokens: list[int], positions: list[int]) -> list[_Plan
 
 
 def _near_by_pairs(expected: torch.Tensor, found: torch.Tensor, rotary: Rotary, tolerance: float) -> bool:
-    """Compares pair by pair over the heads, so that a few wrong frequencies show; elements without rotation are
+    """Compare pair by pair over the heads, so that a few wrong frequencies show; elements without rotation are
     compared bit by bit."""
     lengths = torch.hypot(*(part.float() for part in pairs(found, rotary))).norm(dim=0)
     apart = [of - to for of, to in zip(pairs(expected.float(), rotary), pairs(found.float(), rotary), strict=True)]

@@ -40,7 +40,7 @@ class Prefilled:
 def prefill(
     decoder: Decoder, tokens: Sequence[int], held: Held, pairs: Sequence[LayerPair], choose: Choice | None
 ) -> Prefilled:
-    """Fills `pairs`, the KV of the whole prompt layer by layer, in place, where nothing was loaded and at the positions
+    """Fill `pairs`, the KV of the whole prompt layer by layer, in place, where nothing was loaded and at the positions
     of `choose`; with None no loaded token is recomputed, and layer 0 does not run for it either.
 
     The contents of `pairs` for tokens that are not loaded are never read. Blocks for the computation.
@@ -142,8 +142,8 @@ _TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
 
 
 def check_decoder(model: Any, decoder: Decoder) -> None:
-    """Proves once per model that a selective prefill computes its logits: what `Decoder` misses of a model, such as
-    scaled embeddings, capped logits or masks of its own, shows in them. Blocks for four forward passes of 24 tokens.
+    """Prove once per model that a selective prefill computes its logits: what `Decoder` misses of a model, such as
+    scaled embeddings, capped logits or masks of its own, show in them. Blocks for four forward passes of 24 tokens.
     Raises `BlendRefused` unless the logits are the model's own without any hit, with all loaded tokens recomputed, and
     with the right KV loaded."""
     tokens = [(at * 7 + 3) % model.config.vocab_size for at in range(_TOKENS)]
@@ -252,7 +252,7 @@ class Decoder:
         return logits
 
     def refuse(self, why: str, *, available: str = "") -> None:
-        """Raises `BlendRefused`."""
+        """Raise `BlendRefused`."""
         raise BlendRefused(why, where=self.name, available=available, hint=_HINT)
 
 

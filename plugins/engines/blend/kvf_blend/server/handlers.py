@@ -138,7 +138,7 @@ def _plan(choice: Choice, chunk_tokens: int, ticket: str, before_tokens: int) ->
 
 
 def _check_hits(payload: m.RetrievePreComputed, chunk_tokens: int) -> None:
-    """Raises `BadSegments` for hits that no CB_LOOKUP_PRE_COMPUTED returns."""
+    """Raise `BadSegments` for hits that no CB_LOOKUP_PRE_COMPUTED returns."""
     digests, rest = divmod(len(payload.prefix_digests), DIGEST_BYTES)
     if rest or digests * chunk_tokens != payload.prefix_tokens:
         raise BadSegments(

@@ -34,7 +34,7 @@ class Objects:
         return MAX_OBJECTS // len(self._prefixes)
 
     def check(self, digests: int) -> None:
-        """Raises `MessageTooLarge` for more chunks than one request may name."""
+        """Raise `MessageTooLarge` for more chunks than one request may name."""
         if digests > self.most_digests:
             raise MessageTooLarge(
                 f"{digests} chunks of {len(self._prefixes)} ranks and layer groups",
@@ -91,7 +91,7 @@ class Blended:
 
 
 def attach(services: CacheServices, client: ClientInfo, payload: RegisterBlend) -> Blended:
-    """Adds rotary parameters to one of the client's instances; the same ones again are no error.
+    """Add rotary parameters to one of the client's instances; the same ones again are no error.
 
     Raises `NotRegistered`, `NamespaceMismatch` for another model or world size than registered, `BlendRefused`,
     `BadRotary`, `BadSegments`, and `AlreadyRegistered` for other parameters than before.
@@ -119,7 +119,7 @@ def attach(services: CacheServices, client: ClientInfo, payload: RegisterBlend) 
 
 
 def detach(services: CacheServices, client: ClientInfo, instance_id: int) -> None:
-    """Removes the parameters. Raises `NotRegistered` if there are none."""
+    """Remove the parameters. Raises `NotRegistered` if there are none."""
     context = blended(services, instance_id, client).context
     del context.attached[_ATTACHED]
 
@@ -143,7 +143,7 @@ def blended(services: CacheServices, instance_id: int, client: ClientInfo | None
 
 
 def _check_layout(context: InstanceContext, desc: MemoryLayoutDesc) -> None:
-    """Checks that the layout keeps every token's keys, in their own form, for the whole of a segment."""
+    """Check that the layout keeps every token's keys, in their own form, for the whole of a segment."""
     for index, (group, stored) in enumerate(zip(context.layout.groups, desc.groups, strict=True)):
         found = ""
         if group.state or group.window:
@@ -163,7 +163,7 @@ def _check_layout(context: InstanceContext, desc: MemoryLayoutDesc) -> None:
 
 
 def _check_head(context: InstanceContext, rotary: Rotary) -> None:
-    """Checks that all groups with keys and values have heads of this size. Of those with one plane (MLA, or keys and
+    """Check that all groups with keys and values have heads of this size. Of those with one plane (MLA, or keys and
     values of unequal size) only one holds the rotated part."""
     groups = context.layout.groups
     fits = {index: group.hidden % rotary.head_dim == 0 for index, group in enumerate(groups)}

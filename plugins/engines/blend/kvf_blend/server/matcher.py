@@ -67,7 +67,7 @@ class KnownSegments:
         return len(self._known)
 
     def add(self, space: Space, tokens: bytes, digests: bytes) -> None:
-        """Adds a segment by its tokens and its name. Does not keep `tokens`."""
+        """Add a segment by its tokens and its name. Does not keep `tokens`."""
         count = len(tokens) // TOKEN_BYTES
         if not count or not self._most:
             return

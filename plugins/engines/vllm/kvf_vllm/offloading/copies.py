@@ -51,7 +51,7 @@ class Part:
 
     @classmethod
     def of(cls, ref: CanonicalKVCacheRef, *, canonical: bool) -> Part:
-        """Raises `BadLayout` if vLLM has no canonical form of the layer's blocks."""
+        """Raise `BadLayout` if vLLM has no canonical form of the layer's blocks."""
         if not canonical:
             fragments, mapping = [(0, 0, int(ref.page_size_bytes))], None
         else:

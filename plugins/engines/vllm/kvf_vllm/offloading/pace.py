@@ -47,7 +47,7 @@ class Pace:
         self._ended = now
 
     def copied(self, nbytes: int, seconds: float) -> None:
-        """Loads of a worker have taken so long to copy."""
+        """Load of a worker have taken so long to copy."""
         self._copied.append((nbytes, seconds))
 
     def is_short(self, nbytes: int, *, idle: bool) -> bool:

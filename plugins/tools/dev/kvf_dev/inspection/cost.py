@@ -77,7 +77,7 @@ def _too_much(module: str, cost: Cost, others: list[str]) -> Iterator[Problem]:
 
 
 def main() -> None:
-    """Imports `argv[2]` and reports a `Cost`, or the text of its exception."""
+    """Import `argv[2]` and report a `Cost`, or the text of its exception."""
     with os.fdopen(int(sys.argv[1]), "wb", closefd=False) as report:
         report.write(msgspec.json.encode(_measured(sys.argv[2])) + b"\n")
 

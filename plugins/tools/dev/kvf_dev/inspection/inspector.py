@@ -138,7 +138,7 @@ def _module(value: str) -> str:
 
 
 def _exists(module: str) -> bool:
-    """Checks the first part of the name only: checking further parts would import it."""
+    """Check the first part of the name only: checking further parts would import it."""
     root = module.partition(".")[0]
     return root.isidentifier() and find_spec(root) is not None
 
@@ -228,7 +228,7 @@ def _sources(module: str) -> Iterator[tuple[str, Path]]:
 
 
 def import_problems(module: str) -> Iterator[Problem]:
-    """Imports of modules that a release may change without notice. Blocking: reads the source."""
+    """Import of modules that a release may change without notice. Blocking: reads the source."""
     for name, path in _sources(module):
         try:
             tree = ast.parse(path.read_bytes())

@@ -45,7 +45,7 @@ from kvframework.registry.tables import declared_attributes
 
 
 def main() -> None:
-    """Reads a `Target` from standard input; `argv[1]` is the report's descriptor."""
+    """Read a `Target` from standard input; `argv[1]` is the report's descriptor."""
     target = msgspec.json.decode(sys.stdin.buffer.read(), type=Target)
     descriptor = int(sys.argv[1])
     for line in _inspect(target):

@@ -240,7 +240,7 @@ def _walk(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, Traversa
 
 
 def write_distribution(folder: Path, files: Mapping[str, str]) -> None:
-    """Creates `folder` and writes `files` into it. Blocking.
+    """Create `folder` and write `files` into it. Blocking.
 
     Raises `FolderExists` if the path exists, an empty folder too, and `ScaffoldError` if it cannot be written; a
     partial folder is removed then.

@@ -362,7 +362,7 @@ class HasherConformance(NamedKit):
             must_refuse(f"a parent of {nbytes} bytes, chunks of {chunk} tokens", call, RequestError)
 
     def test_a_call_knows_nothing_of_others(self, make_hasher: MakeHasher) -> None:
-        """Calls that differ in one argument each, in any order and in the same memory of the tokens, give what a new
+        """Call that differ in one argument each, in any order and in the same memory of the tokens, give what a new
         hasher gives."""
         tokens, last = mixed(5 * _CHUNK), mixed(5 * _CHUNK)
         last[-1] ^= 1

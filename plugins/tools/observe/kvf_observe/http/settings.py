@@ -84,7 +84,7 @@ def read_token(config: Listening) -> str:
 
 
 def check_port(config: Listening, where: str) -> None:
-    """Raises `EndpointError` for a port that cannot be bound."""
+    """Raise `EndpointError` for a port that cannot be bound."""
     host, port = parse_listen(config.listen, where=where)
     try:
         try_bind(host or None, port)

@@ -17,17 +17,17 @@ _MOST_SECONDS = 366 * 86_400
 
 
 def size_of(text: str) -> int:
-    """Parses an option that is a size."""
+    """Parse an option that is a size."""
     return _option(parsed_size, text)
 
 
 def seconds_of(text: str) -> float:
-    """Parses an option that is a time."""
+    """Parse an option that is a time."""
     return _option(parsed_duration, text)
 
 
 def count_of(text: str) -> float:
-    """Parses an option that is a positive number, perhaps of thousands."""
+    """Parse an option that is a positive number, perhaps of thousands."""
     return _option(parsed_count, text)
 
 

@@ -142,7 +142,7 @@ def wrong_field(error: msgspec.ValidationError, where: str, form: str) -> TraceE
 
 
 def check_chunks(tokens: int, chunks: int, chunk_tokens: int, where: str, ids: str, length: str) -> None:
-    """Raises `TraceError` unless so many tokens fill the chunks, but for the last one."""
+    """Raise `TraceError` unless so many tokens fill the chunks, but for the last one."""
     full = tokens // chunk_tokens
     if not full <= chunks <= full + (tokens % chunk_tokens > 0):
         guess = f", or {tokens / chunks:.0f} tokens are a chunk" if chunks else ""

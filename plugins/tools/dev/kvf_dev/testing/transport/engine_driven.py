@@ -28,7 +28,7 @@ class EngineDriven(TransportKit):
 
     @pytest.fixture
     def wire(self, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Hides the arena; skips the test for a transport that sends no bytes then."""
+        """Hide the arena; skip the test for a transport that sends no bytes then."""
         monkeypatch.setattr(KVClient, "maps_arena", property(lambda _: False))
         with monkeypatch.context() as patch:
             sent = _seen(patch, hold=False)

@@ -66,7 +66,7 @@ class TransportKit(Kit):
 
     @pytest.fixture
     def make_engine(self, rig: TransportRig, client: KVClient) -> Iterator[MakeEngine]:
-        """Makes engines, and ends them with the test."""
+        """Make engines, and end them with the test."""
         with ExitStack() as stack:
 
             def make(groups: Sequence[GroupCase], **options: Any) -> KitEngine:
