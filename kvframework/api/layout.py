@@ -33,6 +33,7 @@ __all__ = [
     "AXES",
     "CANONICAL",
     "MAX_OBJECT_BYTES",
+    "MAX_PACKING",
     "NO_BLOCK",
     "OPAQUE",
     "BadLayout",

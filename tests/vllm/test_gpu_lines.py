@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 OFFLOADING = ROOT / "plugins" / "engines" / "vllm" / "kvf_vllm" / "offloading"
 MOST = 300
 

@@ -24,7 +24,7 @@ pytest.importorskip("kvf_run")
 # Both import vLLM's package for the engine.
 from tests.support.user_node import Node, user_node
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 START_S = 800.0
 PROMPT = [7 + number % 900 for number in range(1000)]
 

@@ -136,7 +136,7 @@ def test_a_change_is_seen(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 UNSEEN = {
     "a description": ("kvf_devices.driver", "bytes of one launch", "what one launch has"),
-    "a docstring": ("kvframework.api.futures", '"""Returns the value, waiting', '"""The result, waiting'),
+    "a docstring": ("kvframework.api.futures", '"""Return the value, waiting', '"""The result, waiting'),
     "a private name": ("kvframework.api.futures", "_callbacks", "_waiting"),
     "a test of a kit": (
         "kvf_dev.testing.layout",

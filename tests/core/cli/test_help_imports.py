@@ -44,7 +44,7 @@ def imported(*arguments: str, site: Path | None = None, **variables: str) -> set
 def test_help_imports_no_command() -> None:
     found = imported("--help")
     assert not found & HEAVY
-    light = {"api", "api.command", "api.installing", "cli", "errors", "overdue", "text"}
+    light = {"api", "api.command", "api.installing", "cli", "errors", "bounded_calls", "text"}
     light |= {"cli.main", "cli.app", "cli.commands", "cli.serving"}
     assert {name for name in found if name.startswith("kvframework")} <= {f"kvframework.{name}" for name in light}
 

@@ -47,14 +47,16 @@ found = {"kvf_sglang": util.find_spec("kvf_sglang") is not None, "transfer": Non
 if util.find_spec("kvf_vllm") is not None:
     import kvf_vllm
     found["transfer"] = kvf_vllm.transfer_config()
-found["vllm"] = any(each.metadata["Name"] == "vllm" for each in metadata.distributions())
+named = any(each.metadata["Name"] == "vllm" for each in metadata.distributions())
+found["vllm"] = named or util.find_spec("vllm") is None
 print(json.dumps(found))
 """
 
 
 class Installed(msgspec.Struct, frozen=True):
     """What the engine's interpreter has: the `kv_transfer_config` that `kvf_vllm` recommends, None without it; whether
-    there is `kvf_sglang`; whether a distribution is named `vllm`, which the command `vllm` needs."""
+    there is `kvf_sglang`; whether the command `vllm` can start, which it cannot where there is vLLM and no distribution
+    `vllm`."""
 
     transfer: dict[str, Any] | None = None
     kvf_sglang: bool = False
