@@ -119,7 +119,7 @@ CALLS: list[Callable[[KVClient], object]] = [
     lambda client: client.request("LOOKUP", m.Lookup(KEY), m.LookupReply),
     lambda client: client.prepare_store(TRANSFER).result(WAIT_S),
     lambda client: client.prepare_load(TRANSFER).result(WAIT_S),
-    lambda client: client._commit_store(m.Commit("lease"), 1, StoreOutcome()).result(WAIT_S),
+    lambda client: client._commit_store(m.Commit("lease"), 1, StoreOutcome(), True).result(WAIT_S),
     lambda client: client._loaded(m.Commit("lease"), None, 0.0, 0.0).result(WAIT_S),
     lambda client: client.missing_chunks(TRANSFER).result(WAIT_S),
     lambda client: client.gather_block(TRANSFER.registration, [0], b""),
