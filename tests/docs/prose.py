@@ -1,4 +1,4 @@
-"""The pages of the project, and the wrapping of generated prose at `WIDTH` columns."""
+"""The pages of the project, their anchors, and the wrapping of generated prose at `WIDTH` columns."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ PAGES = sorted(
         *(ROOT / "plugins" / "tools" / "dev" / "kvf_dev" / "scaffold" / "templates").glob("*/README.md-tpl"),
     ]
 )
+FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 _ITEM = re.compile(r"( *)((?:[*+-]|\d+\.)\s+)?")
 
 
@@ -36,3 +37,20 @@ def wrapped(text: str) -> str:
         break_on_hyphens=False,
     )
     return "\n".join(lines).replace("\0", " ")
+
+
+def slug(heading: str) -> str:
+    """A heading's anchor, as GitHub makes it."""
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").replace("*", "")
+    return re.sub(r"[^\w\- ]", "", plain.strip().lower()).replace(" ", "-")
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page's headings."""
+    return set(map(slug, re.findall(r"^#{1,6} (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)))
+
+
+def anchors(page: Path) -> set[str]:
+    """Those of headings that are the same on GitHub and on the site, and those of rows of tables."""
+    rows = re.findall(r'<a id="([\w.-]+)"></a>', FENCE.sub("", page.read_text()))
+    return {name for name in headings(page) if "--" not in name} | set(rows)

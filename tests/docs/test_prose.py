@@ -11,12 +11,12 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.docs import api_reference
-from tests.docs.prose import PAGES, ROOT, WIDTH
+from tests.docs.prose import FENCE, PAGES, ROOT, WIDTH, headings
+from tests.docs.prose import anchors as own_anchors
 from tests.docs.test_site import pages as site
 
 # Texts that a scaffold fills in have links of their distribution.
 CHECKED = [page for page in PAGES if page.suffix == ".md"]
-FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[(?:[^\]\\]|\\.)*\]\(\s*<?([^)\s>]+)>?\s*\)")
 MADE = "<!-- Made from"
 MOST_WORDS = 2500
@@ -91,21 +91,13 @@ def links(text: str) -> Iterator[str]:
     return (link[1] for link in LINK.finditer(text))
 
 
-def slug(heading: str) -> str:
-    """A heading's anchor, as GitHub makes it."""
-    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").replace("*", "")
-    return re.sub(r"[^\w\- ]", "", plain.strip().lower()).replace(" ", "-")
-
-
 @cache
 def anchors(page: Path) -> set[str]:
     """The anchors that are the same on GitHub and on the site, which makes one hyphen of several. A second heading of
     one text has another on each. Rows of tables have anchors of their own."""
-    text = FENCE.sub("", page.read_text())
-    headings = re.findall(r"^#{1,6} (.+)$", text, re.MULTILINE)
     if page.parent.name == "reference" and page.stem in api_reference.REFERENCE:
-        return api_reference.anchors(page.stem) | set(map(slug, headings))
-    return {name for name in map(slug, headings) if "--" not in name} | set(re.findall(r'<a id="([\w.-]+)"></a>', text))
+        return api_reference.anchors(page.stem) | headings(page)
+    return own_anchors(page)
 
 
 def dead(page: Path, text: str) -> list[str]:

@@ -15,6 +15,7 @@ from kvf_observe.http.exposition import PREFIX
 from kvf_observe.metrics import METRICS, TABLE
 from kvframework.status import COUNTERS, REASONS
 from kvframework.status import places as fields
+from tests.docs.prose import anchors
 from tests.observe.documents import NOW, answered, document
 from tests.observe.promtool import ALERTS, NEEDED, RULES
 from tests.support import doc_tables
@@ -63,10 +64,7 @@ def test_every_place_is_a_field_of_the_status_document() -> None:
 
 def test_every_row_is_a_row() -> None:
     rows = {metric.row for metric in METRICS} | {check.row for check in CHECKS} | {alert.row for alert in ALERTS}
-    text = OPERATIONS.read_text()
-    headings = (re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in re.findall(r"(?m)^#+ (.+)$", text))
-    anchors = {*headings, *re.findall(r'<a id="([\w.-]+)"></a>', text)}
-    assert sorted(rows - {""} - anchors) == []
+    assert sorted(rows - {""} - anchors(OPERATIONS)) == []
     assert all(check.row for check in CHECKS)
 
 
