@@ -35,6 +35,21 @@ def test_it_turns_at_the_end_of_a_line(tmp_path: Path) -> None:
     assert last_lines(path, 3) == ["line 197", "line 198", "line 199"]
 
 
+def test_a_log_that_cannot_turn_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "s.log"
+    (older(path) / "in the way").mkdir(parents=True)
+    lines = [b"line %d\n" % number for number in range(9)]
+    source, end = os.pipe()
+    reading = threading.Thread(target=write, args=(source, path, 10))
+    reading.start()
+    for count, line in enumerate(lines, 1):
+        os.write(end, line)
+        wait_until(lambda count=count: path.exists() and path.read_bytes() == b"".join(lines[:count]), what="a line")
+    os.close(end)
+    reading.join()
+    os.close(source)
+
+
 def test_a_log_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         last_lines(tmp_path / "s.log", 3)

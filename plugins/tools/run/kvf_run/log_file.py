@@ -70,9 +70,10 @@ def write(source: int, path: Path, most: int = MOST_BYTES) -> None:
             end = text.rfind(b"\n") + 1
             with contextlib.suppress(OSError):
                 os.write(target, text[:end])
-                os.close(target)
+                # The file stays open until the next one is: where the path cannot turn, it goes on.
                 os.replace(path, older(path))
-                target, size = _opened(path)
+                turned, (target, size) = target, _opened(path)
+                os.close(turned)
             text = text[end:]
         with contextlib.suppress(OSError):
             size += os.write(target, text)
