@@ -65,7 +65,7 @@ def test_the_module_stands_in_for_a_command_that_cannot_start() -> None:
         ["--kv-transfer-config", json.dumps(MULTI)],
         ["--kv-transfer-config", "{no json"],
     ],
-)  # fmt: skip
+)
 def test_options_of_the_user_stay(options: list[str]) -> None:
     assert connected([*VLLM, *options], ALL, HERE).command == [*VLLM, *options]
 
@@ -76,11 +76,14 @@ def test_options_of_the_user_stay(options: list[str]) -> None:
         (["--kv-transfer-config", '{"kv_connector": "LMCacheConnectorV1"}'], "LMCacheConnectorV1"),
         (["--kv-transfer-config.kv_connector=NixlConnector"], "NixlConnector"),
         (
-            ["--kv-transfer-config", json.dumps(TRANSFER | {"kv_connector_extra_config": {"kvframework.endpoint": "ipc:///x"}})],
+            [
+                "--kv-transfer-config",
+                json.dumps(TRANSFER | {"kv_connector_extra_config": {"kvframework.endpoint": "ipc:///x"}}),
+            ],
             "ipc:///x",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_contradiction_names_both_sides(options: list[str], named: str) -> None:
     with pytest.raises(ConfigFieldError) as caught:
         connected([*VLLM, *options], ALL, HERE)
@@ -118,9 +121,12 @@ def test_sglang_gets_its_storage_backend() -> None:
     [
         ["--hicache-storage-backend", "mooncake"],
         ["--hicache-storage-backend-extra-config", '{"module_path": "other"}'],
-        ["--hicache-storage-backend-extra-config", '{"module_path": "kvf_sglang.storage", "kvframework.endpoint": "ipc:///x"}'],
+        [
+            "--hicache-storage-backend-extra-config",
+            '{"module_path": "kvf_sglang.storage", "kvframework.endpoint": "ipc:///x"}',
+        ],
     ],
-)  # fmt: skip
+)
 def test_another_storage_of_sglang_is_a_contradiction(options: list[str]) -> None:
     with pytest.raises(ConfigFieldError, match="contradicts"):
         connected([*SGLANG, *options], ALL, HERE)

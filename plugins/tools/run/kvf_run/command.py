@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kvf_run.engine import connected, environment, examined, kind_of
+from kvf_run.engine import connected, environment, examined
 from kvf_run.foreground import become, end_like, has_terminal, stay_in_front
 from kvf_run.node_server import Wanted, ensure_server
 from kvf_run.stats import read_stats, summary
@@ -69,7 +69,7 @@ def run(
     for note in asked.notes:
         _say(note)
     environ = environment(chosen)
-    if not has_terminal() or (kind_of(command) == "other" and os.getpid() == 1):
+    if not has_terminal():
         become(asked.command, environ)
     code = stay_in_front(asked.command, environ)
     with contextlib.suppress(KVFrameworkError):

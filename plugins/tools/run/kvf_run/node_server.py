@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import select
 import signal
 import stat
 import subprocess
@@ -55,13 +56,13 @@ def ensure_server(wanted: Wanted) -> Found:
     """Find the server or start it, and wait until it answers. Blocks for a second, at most for `_READY_S`. Raises
     `KVFrameworkError`: there is no server then, and nothing of a failed start is left."""
     quiet_connection()
-    if (found := _answering(wanted)) is not None:
-        return found
+    if (version := _version_of(wanted.endpoint)) is not None:
+        return _found(wanted, version)
     if parse_endpoint(wanted.endpoint).kind != "ipc":
         raise EndpointError("no server answers there", where=wanted.endpoint, hint="start it on its own node")
     with _alone(wanted.endpoint):
-        found = _answering(wanted)
-        return _start(wanted) if found is None else found
+        version = _version_of(wanted.endpoint)
+        return _start(wanted) if version is None else _found(wanted, version)
 
 
 def keeper_of(endpoint: str) -> dict[str, Any] | None:
@@ -118,18 +119,22 @@ def chosen_capacity(available: int | None = None) -> ByteSize:
     return ByteSize(chosen)
 
 
-def _answering(wanted: Wanted) -> Found | None:
+def _version_of(endpoint: str) -> str | None:
+    """Return the release of the server that answers, None where none does. Blocks for `_LOOK_S` at most."""
     # A path without a socket needs no connection, which would be tried for its whole time.
-    parsed = parse_endpoint(wanted.endpoint)
+    parsed = parse_endpoint(endpoint)
     if parsed.kind == "ipc" and not Path(parsed.path).exists():
         return None
-    source = StatusSource(wanted.endpoint, _LOOK_S, name="run")
+    source = StatusSource(endpoint, _LOOK_S, name="run")
     try:
-        version = msgspec.json.decode(source.ask(), type=Status).server.version
+        return msgspec.json.decode(source.ask(), type=Status).server.version
     except ServerGone:
         return None
     finally:
         source.close()
+
+
+def _found(wanted: Wanted, version: str) -> Found:
     notes = []
     if version != kvframework.__version__:
         notes.append(
@@ -162,7 +167,7 @@ def _start(wanted: Wanted) -> Found:
     # At once: a `run` that is killed while it waits leaves a server that `stop` knows.
     _lock_path(wanted.endpoint).write_text(f"{keeper.pid}\n")
     try:
-        _wait_ready(keeper, wanted, log)
+        _wait_ready(keeper, wanted.endpoint, log)
     except BaseException:
         end_keeper(keeper.pid)
         raise
@@ -194,22 +199,21 @@ def _command(name: str) -> list[str]:
     return [sys.executable, "-m", "kvframework", name]
 
 
-def _wait_ready(keeper: subprocess.Popen[bytes], wanted: Wanted, log: Path) -> None:
+def _wait_ready(keeper: subprocess.Popen[bytes], endpoint: str, log: Path) -> None:
     deadline = time.monotonic() + _READY_S
-    plain = wanted._replace(l1=None, config=None)
-    while _answering(plain) is None:
+    while _version_of(endpoint) is None:
         code = keeper.poll()
         if code is not None or time.monotonic() > deadline:
             why = "did not answer in time" if code is None else f"ended with status {code}"
-            raise EndpointError(f"the server {why}: {_last_line(log)}", where=wanted.endpoint, hint=f"see {log}")
+            raise EndpointError(f"the server {why}: {_last_line(log)}", where=endpoint, hint=f"see {log}")
         time.sleep(_PAUSE_S)
 
 
 def _last_line(log: Path) -> str:
     with contextlib.suppress(OSError):
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        told = [line for line in lines[-8:] if "error:" in line or " ERROR " in line] or lines[-1:]
-        return told[0].strip() if told else "its log is empty"
+        errors = [line for line in lines[-8:] if "error:" in line or " ERROR " in line] or lines[-1:]
+        return errors[0].strip() if errors else "its log is empty"
     return "it has no log"
 
 
@@ -242,8 +246,6 @@ def _alone(endpoint: str) -> Iterator[None]:
 
 
 def _ended_within(process: int, timeout_s: float) -> bool:
-    import select
-
     poll = select.poll()
     poll.register(process, select.POLLIN)
     return bool(poll.poll(timeout_s * 1000))
