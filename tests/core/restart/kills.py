@@ -82,7 +82,7 @@ class Kills(Course):
         serves = moment in ("working", "stopped", "reloaded")
         late = self._late_writer() if serves and self._chance.random() < 0.3 else nullcontext()
         with late, self._engines(world), self.ledger.work("kill_server"):
-            used = serves and self._use_keepsake()
+            used = self._use_keepsake() if serves else None
             if moment == "reloaded":
                 reply = self._server.keeper("reload")
                 assert reply["done"], f"{reply}\n{self._server.log[-3000:]}"
@@ -156,15 +156,18 @@ class Kills(Course):
 
     # what outlives a kill
 
-    def _use_keepsake(self) -> bool:
-        """Make the keepsake what the engines' objects evict last. Returns whether that was done."""
+    def _use_keepsake(self) -> int | None:
+        """Make the keepsake what the engines' objects evict last. Returns how many they had stored by then, None if the
+        server did not answer."""
         with suppress(KVFrameworkError, OSError), self._server.client() as client:
             key = _keepsake(client)
-            return self._loads(client, key) or client.store(key, b"kept", 1001) is not None
-        return False
+            if self._loads(client, key) or client.store(key, b"kept", 1001) is not None:
+                return self.ledger.tally["chunks_stored"]
+        return None
 
-    def _look(self, used: bool) -> None:
-        """Load the keepsake, `used` right before the kill. The engines that have worked since may have evicted it."""
+    def _look(self, used: int | None) -> None:
+        """Load the keepsake, `used` right before the kill. The engines that have worked since may have evicted it, from
+        this server or from the one that a takeover has ended."""
         self._server.serving(0)
         with suppress(KVFrameworkError, OSError), self._server.client() as client:
             recovered = client.status()["l1"]["recovered"]
@@ -174,7 +177,9 @@ class Kills(Course):
                 self.ledger.count(keepsakes=1)
                 return
             evictions = client.status()["l1"]["evictions"]
-            assert not used or evictions >= FEW_EVICTIONS, f"LOST what was used right before; {evictions} evictions"
+            stored = 0 if used is None else self.ledger.tally["chunks_stored"] - used
+            few = used is not None and evictions < FEW_EVICTIONS and stored < FEW_EVICTIONS
+            assert not few, f"LOST what was used right before; {evictions} evictions, {stored} chunks stored since"
             self.ledger.count(keepsakes_evicted=1)
 
     def _loads(self, client: WireClient, key: CacheKey) -> bool:

@@ -47,5 +47,6 @@ def test_a_server_that_forgets_who_may_still_write_is_found() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(KILLS * 30)
 def test_a_start_that_forgets_what_was_used_last_is_found() -> None:
-    with pytest.raises(Broken, match="LOST"):
+    # Stored again before it was missed, it is in the journal twice.
+    with pytest.raises(Broken, match=r"LOST|two objects of one name"):
         Kills(SEED, KILLS, bug="forgetful_start").run()
