@@ -175,7 +175,7 @@ def test_redis_loses_all_of_this_prefix_and_nothing_else(tmp_path: Path) -> None
     with (
         RedisServer(tmp_path) as redis,
         redis.client() as store,
-        ServerProcess("l2.0.use=redis", f"l2.0.url={redis.url}", "l2.0.max_value_bytes=64KiB") as server,
+        ServerProcess("l2.0.use=redis", f"l2.0.url={redis.url}") as server,
     ):
         store.set("kvf:of somebody else", b"stays")
         store.set(b"foreign:" + bytes(72), b"stays")

@@ -76,34 +76,8 @@ def test_each_key_is_asked_of_its_master_at_once(cluster: RedisCluster, on_clust
 
 
 @pytest.mark.redis
-def test_pieces_lie_on_several_masters_and_live_and_leave_together(cluster: RedisCluster, on_cluster: Opened) -> None:
-    tier, value = on_cluster(max_value_bytes=64 << 10, ttl_s=300), os.urandom(2 << 20)
-
-    def pieces() -> dict[int, list[int]]:
-        """The time to live of each, by the master that holds it."""
-        found: dict[int, list[int]] = {}
-        for server in filter(cluster.is_master, cluster.running):
-            with server.client() as client:
-                found[server.port] = [client.ttl(key) for key in client.keys("kvf:large*")]
-        return found
-
-    assert put(tier, b"large", value) is STORED
-    assert get(tier, b"large", nbytes=len(value)) == ([FOUND], [value])
-    assert sum(map(len, pieces().values())) == 33
-    assert all(pieces().values()), "every master holds some"
-    for server in filter(cluster.is_master, cluster.running):
-        with server.client() as client:
-            for key in client.keys("kvf:large*"):
-                client.expire(key, 5)
-    tier.touch([b"large", b"nothing"], deadline=soon())
-    assert all(ttl > 250 for ttls in pieces().values() for ttl in ttls)
-    assert tier.delete([b"large"], deadline=soon()) == [DELETED]
-    assert not any(pieces().values())
-
-
-@pytest.mark.redis
 def test_every_master_is_listed_and_a_lost_one_is_no_empty_one(cluster: RedisCluster, on_cluster: Opened) -> None:
-    tier, keys = on_cluster(prefix="listed:", max_value_bytes=64 << 10), [os.urandom(72) for _ in range(200)]
+    tier, keys = on_cluster(prefix="listed:"), [os.urandom(72) for _ in range(200)]
     large = os.urandom(300_000)
     parts = [[memoryview(value)] for value in (large, *[b"value"] * 199)]
     assert tier.put(keys, parts, deadline=soon()) == [STORED] * 200
@@ -169,12 +143,10 @@ def test_a_user_with_the_listed_commands_can_do_all(
 ) -> None:
     monkeypatch.setenv("KVF_TEST_PASSWORD", "s3cret é")
     for server in cluster.running:
-        rights = "+get +getrange +set +exists +unlink +expire +ping +asking +cluster|slots +scan +strlen"
+        rights = "+get +set +exists +unlink +expire +ping +asking +cluster|slots +scan +strlen"
         cluster.on(server, "ACL", "SETUSER", "cache", "on", "reset")
         cluster.on(server, "ACL", "SETUSER", "cache", "on", ">s3cret é", "~acl:*", *rights.split())
-    tier = on_cluster(
-        username="cache", password_env="KVF_TEST_PASSWORD", prefix="acl:", ttl_s=50, max_value_bytes=64 << 10
-    )
+    tier = on_cluster(username="cache", password_env="KVF_TEST_PASSWORD", prefix="acl:", ttl_s=50)
     slot = 77
     source = cluster.master_of(slot)
     key, value = key_in(slot, prefix=b"acl:"), os.urandom(300_000)

@@ -340,3 +340,25 @@ def test_the_listing_has_this_prefix_only_as_it_stands(shared: RedisServer, open
         client.flushdb()
         client.lpush(b"g" + key, b"another type")
     assert list(tiers[0].scan(deadline=soon())) == []
+
+
+def test_a_value_that_is_too_long_is_not_stored_and_is_a_problem(server: RedisServer, opened: Opened) -> None:
+    tier, longest = opened(server.url, max_value_bytes=64 << 10), b"x" * (64 << 10)
+    parts = [[memoryview(longest)], [memoryview(longest), memoryview(b"x")]]
+    assert tier.put([b"longest", b"longer"], parts, deadline=soon()) == [STORED, FAILED]
+    assert ["max_value_bytes" in each for each in tier.problems()] == [True]
+    assert tier.contains([b"longest", b"longer"], deadline=soon()) == [FOUND, MISSING]
+    assert put(tier, b"short", b"x") is STORED
+    assert tier.problems() == []
+
+
+def test_a_full_server_is_a_problem_until_it_stores_again(server: RedisServer, opened: Opened) -> None:
+    tier = opened(server.url)
+    with server.client() as client:
+        client.config_set("maxmemory-policy", "noeviction")
+        client.config_set("maxmemory", client.info("memory")["used_memory"] + (1 << 20))
+        assert put(tier, b"large", b"x" * (8 << 20)) is FAILED
+        assert ["full" in each for each in tier.problems()] == [True]
+        client.config_set("maxmemory", 0)
+    assert put(tier, b"large", b"x") is STORED
+    assert tier.problems() == []

@@ -87,13 +87,12 @@ class TestOnAClusterOverTls(TierConformance):
             "url": cluster.masters[0].url,
             "nodes": nodes,
             "topology": "cluster",
-            "max_value_bytes": 1 << 20,
             **files,
         }
 
 
-def test_values_in_pieces_travel_over_tls(server: RedisServer, files: dict[str, object]) -> None:
-    tier = open_redis_tier(server.url, max_value_bytes=1 << 20, **files)
+def test_small_and_large_values_travel_over_tls(server: RedisServer, files: dict[str, object]) -> None:
+    tier = open_redis_tier(server.url, **files)
     values = {b"small": b"x", b"large": os.urandom(3 << 20), b"empty": b""}
     parts = [[memoryview(value)] for value in values.values()]
     assert tier.put(list(values), parts, deadline=soon()) == [STORED] * 3

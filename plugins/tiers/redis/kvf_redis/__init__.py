@@ -78,7 +78,7 @@ class RedisOptions(Options, frozen=True):
     max_value_bytes: Annotated[
         ByteSize,
         Meta(
-            description="larger values are stored in pieces; 64 KiB to 512 MiB, and no more than the server's "
+            description="larger values are not stored; 64 KiB to 512 MiB, and no more than the server's "
             "proto-max-bulk-len"
         ),
     ] = MOST_VALUE_BYTES

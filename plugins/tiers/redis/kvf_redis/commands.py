@@ -5,73 +5,12 @@ A command is used by one thread at a time. It borrows the caller's buffers until
 
 from __future__ import annotations
 
-import os
-import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from kvf_redis.resp import ProtocolSurprise, Reply, Wire, command, error_code, holds, set_command
 from kvframework.api.plugin import Buffer
 from kvframework.api.tier import Outcome
-
-_TRAILER = struct.Struct("<16s16sQII")
-_MAGIC = b"\xa7kvf pieces 1\r\n\xf3"
-TRAILER_BYTES = _TRAILER.size
-
-# More than any writer makes: bounds the work that a forged trailer can cause.
-MAX_PIECES = 1 << 16
-
-
-class Trailer(NamedTuple):
-    """The end of each piece of a value above the maximum size.
-
-    Piece 0 lies under the value's own key, the others under keys that name one write of the value, and each ends with a
-    trailer that names that write too. Piece 0 is written last: until then the value is absent, or is still the old one.
-    A reader takes the trailer of piece 0 and accepts no piece with a different one. A whole value that happens to end
-    like a trailer is stored as pieces, too. `generation` is random and names one write of `total` bytes in `pieces`
-    pieces.
-    """
-
-    generation: bytes
-    total: int
-    pieces: int
-
-    def fits(self, first_bytes: int, least: int) -> bool:
-        """True if a piece 0 with `first_bytes` of the value may have this trailer; no writer makes pieces that hold
-        less than `least`."""
-        if self.pieces == 1:
-            return self.total == first_bytes
-        return first_bytes >= max(least, 1) and len(spans(self.total, first_bytes)) == self.pieces
-
-    def bytes_of(self, index: int) -> bytes:
-        """The bytes at the end of piece `index`."""
-        return _TRAILER.pack(_MAGIC, self.generation, self.total, self.pieces, index)
-
-
-def parse_trailer(tail: bytes) -> Trailer | None:
-    """The trailer of a piece 0 that ends with `tail`. None: the value is no piece 0."""
-    if len(tail) != TRAILER_BYTES or not tail.startswith(_MAGIC):
-        return None
-    _, generation, total, count, index = _TRAILER.unpack(tail)
-    return Trailer(generation, total, count) if index == 0 and 0 < count <= MAX_PIECES else None
-
-
-def new_trailer(total: int, piece_bytes: int) -> Trailer | None:
-    """A trailer for a new write in pieces that hold `piece_bytes` of the value each. None: too many pieces."""
-    count = len(spans(total, piece_bytes))
-    return Trailer(os.urandom(16), total, count) if count <= MAX_PIECES else None
-
-
-def spans(total: int, piece_bytes: int) -> range:
-    """The offset of each piece in the value, where each but the last holds `piece_bytes` of it."""
-    return range(0, total, piece_bytes or 1)
-
-
-def piece_key(key: bytes, trailer: Trailer, index: int) -> bytes:
-    """The key of piece `index` (1 or more) of the value under `key`; in a cluster it has a slot of its own."""
-    return b"%b:%b:%d" % (key, trailer.generation.hex().encode(), index)
-
 
 # A value that is too long is read and dropped up to this size; beyond it the connection is dropped.
 DRAIN_BYTES = 16 << 20
@@ -155,17 +94,13 @@ class Count(Command):
 
 
 class Get(Command):
-    """Receives a value into `views`, and up to a trailer's length behind them into `spare`.
-
-    FOUND: `nbytes` were received. DAMAGED: the value is of another type, or even longer.
-    """
+    """Receives a value into `views`. FOUND: `nbytes` were received. DAMAGED: it is longer, or of another type."""
 
     kind = "$"
 
     def __init__(self, key: bytes, views: Sequence[memoryview]) -> None:
         self.room = sum(view.nbytes for view in views)
         self.nbytes = 0
-        self.spare = bytearray(TRAILER_BYTES)
         self._views = views
         super().__init__(key, self.room)
 
@@ -175,8 +110,8 @@ class Get(Command):
     def _take(self, reply: Reply, wire: Wire, deadline: float) -> None:
         if reply.number < 0:
             self.outcome = Outcome.MISSING
-        elif reply.number <= self.room + TRAILER_BYTES:
-            wire.value_into([*self._views, memoryview(self.spare)], reply.number, deadline)
+        elif reply.number <= self.room:
+            wire.value_into(self._views, reply.number, deadline)
             self.nbytes = reply.number
             self.outcome = Outcome.FOUND
         else:
@@ -188,27 +123,6 @@ class Get(Command):
 
     def _wrong_type(self) -> None:
         self.outcome = Outcome.DAMAGED
-
-
-class Tail(Command):
-    """Reads the last bytes of a value, where a trailer would be, into `tail`; b"" if there is no value."""
-
-    kind = "$"
-
-    def __init__(self, key: bytes) -> None:
-        self.tail = b""
-        self._bytes = command(b"GETRANGE", key, b"%d" % -TRAILER_BYTES, b"-1")
-        super().__init__(key, len(self._bytes))
-
-    def _buffers(self) -> list[Buffer]:
-        return [self._bytes]
-
-    def _take(self, reply: Reply, wire: Wire, deadline: float) -> None:
-        if not 0 <= reply.number <= TRAILER_BYTES:
-            raise ProtocolSurprise("the answer to GETRANGE is longer than requested")
-        tail = bytearray(reply.number)
-        wire.value_into([memoryview(tail)], reply.number, deadline)
-        self.tail = bytes(tail)
 
 
 class Length(Command):

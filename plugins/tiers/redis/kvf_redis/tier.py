@@ -7,16 +7,15 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import islice
 
-from kvf_redis import LEAST_VALUE_BYTES, RedisOptions
+from kvf_redis import RedisOptions
 from kvf_redis.cluster import Cluster
-from kvf_redis.commands import TRAILER_BYTES, Command, Count, Length, Page, Tail, parse_trailer
-from kvf_redis.connect import Sentinels, rebuilt
+from kvf_redis.commands import Command, Count, Get, Length, Page, Set
+from kvf_redis.connect import Sentinels
 from kvf_redis.node import Node, OneNode, Router
 from kvf_redis.settings import Settings, read_settings
-from kvf_redis.values import Borrowed, Reading, Writing, other_pieces, piece_ttl
 from kvframework.api.keys import PACKED_KEY_BYTES
+from kvframework.api.plugin import ByteSize
 from kvframework.api.tier import Outcome, PackedKey, Tier, TierEntry
 from kvframework.errors import TierError
 
@@ -25,8 +24,8 @@ _SPECIAL = re.compile(rb"[\\*?\[\]]")
 
 
 def pattern_of(prefix: bytes) -> bytes:
-    """The glob of the tier's keys: the prefix as it stands, and as many bytes as a key has, so that no piece but the
-    first and no key of a longer prefix matches."""
+    """The glob of the tier's keys: the prefix as it stands, and as many bytes as a key has, so that no key of a longer
+    prefix matches."""
     return _SPECIAL.sub(rb"\\\g<0>", prefix) + b"?" * PACKED_KEY_BYTES
 
 
@@ -48,21 +47,14 @@ def list_values(router: Router, prefix: bytes, deadline: float) -> Iterator[Tier
 
 
 def _entries(router: Router, keys: list[bytes], prefix_bytes: int, deadline: float) -> Iterator[TierEntry]:
-    sizes = [(Length(key), Tail(key)) for key in keys]
-    if sizes:
-        router.run([command for pair in sizes for command in pair], deadline)
-    for length, tail in sizes:
-        for command in (length, tail):
-            if command.error or not command.answered:
-                raise TierError(f"a listed value cannot be measured: {command.error or 'no answer'}", where="redis")
+    lengths = [Length(key) for key in keys]
+    if lengths:
+        router.run(lengths, deadline)
+    for length in lengths:
+        if length.error or not length.answered:
+            raise TierError(f"a listed value cannot be measured: {length.error or 'no answer'}", where="redis")
         if length.is_string:
-            trailer = parse_trailer(tail.tail)
-            nbytes = trailer.total if trailer else length.nbytes
-            yield TierEntry(length.key[prefix_bytes:], nbytes, used_at=None)
-
-
-_AT_ONCE = 4096
-_LEAST_PIECE_BYTES = LEAST_VALUE_BYTES - TRAILER_BYTES
+            yield TierEntry(length.key[prefix_bytes:], length.nbytes, used_at=None)
 
 
 def open_tier(options: RedisOptions, *, where: str) -> RedisTier:
@@ -85,6 +77,8 @@ class RedisTier(Tier):
         self._max_bytes = int(options.max_value_bytes)
         self._closed = False
         self._full = False
+        # The longest value of the last `put` that was too long.
+        self._too_long = 0
 
     def contains(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
         self._check(deadline)
@@ -93,60 +87,38 @@ class RedisTier(Tier):
         return [command.outcome for command in commands]
 
     def delete(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
-        """DELETED: the value can no longer be found. Pieces on a lost node stay there until they expire."""
         self._check(deadline)
-        tails = [Tail(self._prefix + key) for key in keys]
-        unlinks = [_unlink(tail.key) for tail in tails]
-        self._run([command for pair in zip(tails, unlinks, strict=True) for command in pair], deadline)
-        self._try_all((_unlink(key) for tail in tails for key in other_pieces(tail)), deadline)
-        return [unlink.outcome for unlink in unlinks]
+        commands = [Count(self._prefix + key, b"UNLINK", Outcome.DELETED) for key in keys]
+        self._run(commands, deadline)
+        return [command.outcome for command in commands]
 
     def touch(self, keys: Sequence[PackedKey], *, deadline: float) -> None:
         """Restarts the TTL of the keys; does nothing without one."""
         self._check(deadline)
-        if not self._ttl_s:
-            return
-        tails = [Tail(self._prefix + key) for key in keys]
-        self._run([*tails, *(_expire(tail.key, self._ttl_s) for tail in tails)], deadline)
-        ttl_s = piece_ttl(self._ttl_s)
-        self._try_all((_expire(key, ttl_s) for tail in tails for key in other_pieces(tail)), deadline)
+        if self._ttl_s:
+            ttl = b"%d" % self._ttl_s
+            self._run([Count(self._prefix + key, b"EXPIRE", Outcome.FOUND, ttl) for key in keys], deadline)
 
     def get_into(
         self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
     ) -> list[int | Outcome]:
         self._check(deadline)
-        with _borrowed(parts) as values:
-            readings = [
-                Reading(self._prefix + key, value, least=_LEAST_PIECE_BYTES)
-                for key, value in zip(keys, values, strict=True)
-            ]
-            with self._own_turn(deadline):
-                self._run([each.first for each in readings], deadline)
-            waiting = readings
-            while waiting:
-                self._try([piece for each in waiting for piece in each.rest()], deadline)
-                waiting = [each for each in waiting if each.torn()]
-                self._try([each.first for each in waiting], deadline)
-            return [each.received for each in readings]
+        with _borrowed(parts) as values, self._own_turn(deadline):
+            commands = [Get(self._prefix + key, value) for key, value in zip(keys, values, strict=True)]
+            self._run(commands, deadline)
+            return [each.nbytes if each.outcome is Outcome.FOUND else each.outcome for each in commands]
 
     def put(
         self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
     ) -> list[Outcome]:
+        """FAILED for values beyond `max_value_bytes`."""
         self._check(deadline)
         with _borrowed(parts) as values:
-            writings = [
-                Writing(self._prefix + key, value, max_bytes=self._max_bytes, ttl_s=self._ttl_s)
-                for key, value in zip(keys, values, strict=True)
-            ]
-            failure = self._try([piece for each in writings for piece in each.pieces], deadline)
-            ready = [each for each in writings if each.ready()]
-            if failure is not None and not ready:
-                raise failure
-            self._run([command for each in ready for command in (each.before, each.first)], deadline)
-            self._try_all((_unlink(key) for each in writings for key in each.remains()), deadline)
-            asked = [command for each in writings for command in (*each.pieces, each.first) if command.answered]
-            self._full = any(each.outcome is Outcome.FAILED and not each.error for each in asked)
-            return [each.first.outcome for each in writings]
+            commands = [Set(self._prefix + key, value, self._ttl_s) for key, value in zip(keys, values, strict=True)]
+            self._too_long = max((each.cost for each in commands if each.cost > self._max_bytes), default=0)
+            self._run([each for each in commands if each.cost <= self._max_bytes], deadline)
+            self._full = any(each.answered and each.outcome is Outcome.FAILED and not each.error for each in commands)
+            return [each.outcome for each in commands]
 
     def scan(self, *, deadline: float) -> Iterator[TierEntry]:
         """Every value under the prefix. When it was used is not known. Measuring a value counts as a use for the
@@ -158,8 +130,10 @@ class RedisTier(Tier):
         return super().capabilities() if self._ttl_s else super().capabilities() - {"touch"}
 
     def problems(self) -> list[str]:
-        """That the server is full, until it stores values again."""
-        return ["the server is full, and its maxmemory-policy evicts nothing (OOM)"] if self._full else []
+        """That the server is full, or a value too long, until values are stored again."""
+        full = ["the server is full, and its maxmemory-policy evicts nothing (OOM)"] if self._full else []
+        long = [f"a value of {ByteSize(self._too_long)} is longer than max_value_bytes"] if self._too_long else []
+        return full + long
 
     def ping(self, *, deadline: float) -> None:
         self._router.ping(deadline)
@@ -193,20 +167,6 @@ class RedisTier(Tier):
         if commands:
             self._router.run(commands, deadline)
 
-    def _try_all(self, commands: Iterator[Command], deadline: float) -> None:
-        """Carry out the commands, a bounded number at once: a forged trailer may name any number of pieces. Commands
-        left at the deadline are not sent."""
-        while time.monotonic() < deadline and (batch := list(islice(commands, _AT_ONCE))):
-            self._try(batch, deadline)
-
-    def _try(self, commands: Sequence[Command], deadline: float) -> TierError | None:
-        """Return the error that `_run` raises: these commands may fail without failing the call."""
-        try:
-            self._run(commands, deadline)
-        except TierError as error:
-            return rebuilt(error)
-        return None
-
 
 def _router(settings: Settings, options: RedisOptions, where: str) -> Router:
     connector, places = settings.connector, settings.places
@@ -221,15 +181,9 @@ def _router(settings: Settings, options: RedisOptions, where: str) -> Router:
     return OneNode(Node(lambda end: connector.connect(place, end), options.connections, where=where), where=where)
 
 
-def _unlink(key: bytes) -> Count:
-    return Count(key, b"UNLINK", Outcome.DELETED)
-
-
-def _expire(key: bytes, ttl_s: int) -> Count:
-    return Count(key, b"EXPIRE", Outcome.FOUND, b"%d" % ttl_s)
-
-
 @contextmanager
-def _borrowed(parts: Sequence[Sequence[memoryview]]) -> Iterator[list[Borrowed]]:
+def _borrowed(parts: Sequence[Sequence[memoryview]]) -> Iterator[list[list[memoryview]]]:
+    """The parts of each value as bytes. The views end with the `with` block, so that not even an error's traceback
+    keeps the caller's buffers alive."""
     with ExitStack() as stack:
-        yield [stack.enter_context(Borrowed(each)) for each in parts]
+        yield [[stack.enter_context(part.cast("B")) for part in each if part.nbytes] for each in parts]
