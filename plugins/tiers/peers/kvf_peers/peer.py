@@ -110,15 +110,27 @@ class Peer:
                 self.changed.wait(left)
             return self.state == "up"
 
-    def ask(self, keys: Sequence[PackedKey], until: float) -> Question:
-        """Send the question which of `keys` it has. Raises `TierError`."""
-        wire = self._take(until)
+    def ask(self, keys: Sequence[PackedKey], until: float) -> bytes:
+        """Return a byte for each of `keys`, 1 if the node has it, else 0. Raises `TierError`."""
+        wire, began, here = self._take(until), time.monotonic(), b""
         try:
             for first in range(0, len(keys), m.ASK_KEYS):
-                wire.write(m.Ask(m.joined_keys(keys[first : first + m.ASK_KEYS])), until)
+                some = keys[first : first + m.ASK_KEYS]
+                wire.write(m.Ask(m.joined_keys(some)), until)
+                found = wire.read(m.Found, until, m.ANSWER_BYTES).here
+                if len(found) != len(some):
+                    raise m.ProtocolError(f"{len(found)} answers to {len(some)} keys")
+                here += found
         except (OSError, EOFError, m.ProtocolError) as error:
+            if isinstance(error, TimeoutError):
+                self._unanswered(time.monotonic() - began)
             raise self._failed(wire, error) from None
-        return Question(self, wire, len(keys))
+        with self.changed:
+            self.counts.questions += 1
+            self._unanswered_in_a_row = 0
+            self._passed_over.reset()
+        self._give_back(wire)
+        return here
 
     def fetch(
         self,
@@ -214,14 +226,7 @@ class Peer:
             self.counts.failed += 1
         return self._lost(explain(error))
 
-    def _answered(self, wire: Wire) -> None:
-        with self.changed:
-            self.counts.questions += 1
-            self._unanswered_in_a_row = 0
-            self._passed_over.reset()
-        self._give_back(wire)
-
-    def _unanswered(self, wire: Wire, waited_s: float) -> None:
+    def _unanswered(self, waited_s: float) -> None:
         """A node that takes connections and does not answer, once more, is passed over for a pause: each question would
         wait for it. A caller that had no time says nothing of the node."""
         with self.changed:
@@ -230,7 +235,6 @@ class Peer:
                 if self._unanswered_in_a_row > 1:
                     now = time.monotonic()
                     self._not_before = now + self._passed_over.delay(now)
-        self._failed(wire, TimeoutError())
 
     def distrust(self) -> None:
         """It sent a value that was none: it is passed over for a minute."""
@@ -338,56 +342,6 @@ class Peer:
                 log.warning("node %s cannot be asked: %s", self.address, why)
             self._told_down, self.problem, self.state = True, why, "down"
             self.changed.notify_all()
-
-
-class Question:
-    """What a node was asked, until it has answered. Held by one thread."""
-
-    def __init__(self, peer: Peer, wire: Wire, keys: int) -> None:
-        self.peer = peer
-        self._wire = wire
-        self._keys = keys
-        self._asked_at = time.monotonic()
-        self._came = bytearray()
-        self._here = b""
-
-    def fileno(self) -> int:
-        return self._wire.fileno()
-
-    def answer(self) -> bytes | None:
-        """A byte for each key, 1 or 0; None while not all of it has come. Never blocks. Raises `TierError`."""
-        try:
-            while len(self._here) < self._keys:
-                found = self._message()
-                if found is None:
-                    return None
-                if len(found.here) != min(self._keys - len(self._here), m.ASK_KEYS):
-                    raise m.ProtocolError(f"{len(found.here)} answers to {self._keys} keys")
-                self._here += found.here
-        except (OSError, EOFError, m.ProtocolError) as error:
-            raise self.peer._failed(self._wire, error) from None
-        self.peer._answered(self._wire)
-        return self._here
-
-    def give_up(self) -> None:
-        """The answer would come too late."""
-        self.peer._unanswered(self._wire, time.monotonic() - self._asked_at)
-
-    def _message(self) -> m.Found | None:
-        while True:
-            whole = m.LENGTH.size
-            if len(self._came) >= m.LENGTH.size:
-                (size,) = m.LENGTH.unpack_from(self._came)
-                if size > m.ANSWER_BYTES:
-                    raise m.ProtocolError(f"an answer of {size} bytes, expected at most {m.ANSWER_BYTES}")
-                whole += size
-                if len(self._came) == whole:
-                    body, self._came = bytes(self._came[m.LENGTH.size :]), bytearray()
-                    return m.decoded(body, m.Found)
-            piece = self._wire.available(whole - len(self._came))
-            if piece is None:
-                return None
-            self._came += piece
 
 
 def _places(address: Address) -> list[Place]:

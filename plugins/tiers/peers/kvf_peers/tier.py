@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import logging
 import random
-import select
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 from kvf_peers import PeersOptions
 from kvf_peers.holder import Holder
 from kvf_peers.messages import Welcome
-from kvf_peers.peer import AskAll, Directory, Peer, Question, Verdict
+from kvf_peers.peer import AskAll, Directory, Peer, Verdict
 from kvf_peers.settings import Address, Settings, read_settings
 from kvframework.api.process import LogLimit
 from kvframework.api.tier import Node, Outcome, PackedKey, Tier
@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 # Keys of which it is remembered who has them, from the question to the load.
 _MOST_REMEMBERED = 1 << 16
+# Questions to nodes at once, each of which ends within `ask_s`.
+_ASKERS = 32
 
 
 def open_tier(options: PeersOptions, *, where: str) -> PeersTier:
@@ -46,6 +48,7 @@ class PeersTier(Tier):
         self._sources: OrderedDict[PackedKey, Peer] = OrderedDict()
         self._lock = threading.Lock()
         self._once = LogLimit.once()
+        self._askers = ThreadPoolExecutor(_ASKERS, thread_name_prefix="peers-ask")
         self._used = False
         self._closed = False
 
@@ -141,6 +144,7 @@ class PeersTier(Tier):
         if self._holder is not None:
             self._holder.close()
         self._directory.close()
+        self._askers.shutdown(wait=False, cancel_futures=True)
 
     def _made_directory(self) -> Directory:
         if self._settings.options.hints:
@@ -177,33 +181,28 @@ class PeersTier(Tier):
         until = min(deadline, time.monotonic() + self._ask_s)
         wanted = [keys[index] for index in indices]
         settled = time.monotonic() + (until - time.monotonic()) / 2
-        candidates = self._directory.candidates(wanted, settled)
-        questions: dict[Question, Sequence[int]] = {}
-        unsure = 0
-        for number, (peer, all_its) in enumerate(candidates.items()):
+        asked: dict[Peer, tuple[list[int], Future[bytes]]] = {}
+        unsure = False
+        for peer, all_its in self._directory.candidates(wanted, settled).items():
             its = [at for at in all_its if tried.get(indices[at]) is not peer]
-            if not its:
-                continue
-            # One that takes no question leaves their share of the time to the others.
-            now = time.monotonic()
-            share_s = (until - now) / (len(candidates) - number + 1)
-            try:
-                questions[peer.ask([wanted[at] for at in its], now + share_s)] = its
-            except TierError:
-                unsure += 1
+            if its:
+                try:
+                    asked[peer] = its, self._askers.submit(peer.ask, [wanted[at] for at in its], until)
+                except RuntimeError:  # closed meanwhile, or the machine has no more threads
+                    self._check(deadline)
+                    unsure = True
         answers: dict[Peer, set[int]] = {}
-        for question, here in _answers(list(questions), until):
-            if here is None:
-                unsure += 1
-            else:
-                asked = questions[question]
-                answers[question.peer] = {indices[at] for at, there in zip(asked, here, strict=True) if there}
+        for peer, (its, answer) in asked.items():
+            try:
+                answers[peer] = {indices[at] for at, there in zip(its, answer.result(), strict=True) if there}
+            except (TierError, CancelledError):
+                unsure = True
         if not answers and not tried:
             known = self._directory.peers()
             if unsure or (known and all(peer.state == "down" or peer.state == "connecting" for peer in known)):
                 self._check(deadline)
                 raise self._nobody(known)
-        return _chosen(indices, answers), bool(unsure)
+        return _chosen(indices, answers), unsure
 
     def _fetch(
         self,
@@ -275,31 +274,6 @@ class PeersTier(Tier):
                     if self._once.passes((str(peer.address), model)):
                         log.error("node %s", fact)
         return found
-
-
-def _answers(questions: list[Question], until: float) -> list[tuple[Question, bytes | None]]:
-    """The answers as they come, None of those that do not. One that comes in pieces holds up no other."""
-    answers: dict[Question, bytes | None] = dict.fromkeys(questions)
-    waiting = {question.fileno(): question for question in questions}
-    poller = select.poll()
-    for fd in waiting:
-        poller.register(fd, select.POLLIN)
-    left_s = until - time.monotonic()
-    while waiting:
-        for fd, _ in poller.poll(max(left_s, 0.0) * 1e3):
-            try:
-                here = waiting[fd].answer()
-            except TierError:
-                here = b""
-            if here is not None:
-                poller.unregister(fd)
-                answers[waiting.pop(fd)] = here or None
-        if left_s <= 0:  # what had come by then was taken
-            break
-        left_s = until - time.monotonic()
-    for question in waiting.values():
-        question.give_up()
-    return list(answers.items())
 
 
 def _chosen(indices: Sequence[int], answers: Mapping[Peer, Collection[int]]) -> dict[int, Peer]:

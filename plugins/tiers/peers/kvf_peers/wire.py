@@ -41,10 +41,6 @@ class Wire:
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def fileno(self) -> int:
-        """-1 once it is closed."""
-        return self._sock.fileno()
-
     def connect(self, place: tuple[object, ...], deadline: float) -> None:
         """Connect an unconnected socket."""
         self._arm(deadline)
@@ -104,17 +100,6 @@ class Wire:
                     raise EOFError
                 raise ConnectionResetError(errno.ECONNRESET, "the other node closed the connection")
             at += count
-
-    def available(self, most: int) -> bytes | None:
-        """Receive up to `most` bytes that have come, None if there are none now. Never blocks. Raises `OSError`."""
-        self._sock.settimeout(0.0)
-        try:
-            piece = self._sock.recv(most)
-        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            return None
-        if not piece:
-            raise ConnectionResetError(errno.ECONNRESET, "the other node closed the connection")
-        return piece
 
     def is_quiet(self) -> bool:
         """False if an idle connection has bytes in it or was closed. Never blocks."""
