@@ -6,7 +6,7 @@ import enum
 
 import msgspec
 
-from kvframework.api.sizes import dtype_bytes
+from kvframework.api.plugin import dtype_bytes
 from kvframework.registry.registry import PluginRegistry
 from kvframework_bench.errors import BenchUnavailable
 

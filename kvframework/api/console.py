@@ -14,7 +14,7 @@ from rich.text import Text
 
 from kvframework.errors import KVFrameworkError
 from kvframework.logs.form import chosen_log, end_logging
-from kvframework.text import counted, described, short_count, short_duration, short_number
+from kvframework.text import counted, described, plain, short_count, short_duration, short_number
 
 __all__ = [
     "PlainConsole",
@@ -84,12 +84,8 @@ def print_error(error: Exception) -> None:
 
 def print_document(document: object) -> None:
     """Print a document as indented JSON; a size is its number of bytes."""
-    encoded = msgspec.json.encode(document, enc_hook=_plain)
+    encoded = msgspec.json.encode(document, enc_hook=plain)
     stdout.print(msgspec.json.format(encoded).decode(), markup=False)
-
-
-def _plain(value: object) -> object:
-    return int(value) if isinstance(value, int) else str(value)
 
 
 def print_text(text: Text | str) -> None:

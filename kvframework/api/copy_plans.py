@@ -19,7 +19,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from kvframework.api.layout import NO_BLOCK, LayerGroup, MemoryLayoutDesc
-from kvframework.api.sizes import dtype_bytes
+from kvframework.api.plugin import dtype_bytes
 from kvframework.api.transport import ArenaRange, GroupBlocks
 
 __all__ = ["CopyBatch", "CopyPlanner", "PlacedView", "Step"]

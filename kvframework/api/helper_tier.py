@@ -33,10 +33,9 @@ import msgspec
 from kvframework.api.copying import copy_bytes
 from kvframework.api.plugin import O
 from kvframework.api.tier import Outcome, PackedKey, RegistersMemory, Tier, TierEntry, TierUsage
-from kvframework.by_name import NamedCall
 from kvframework.errors import KVFrameworkError, TierError
 from kvframework.logs.limit import LogLimit
-from kvframework.supervise.child import SupervisedChild, end_with_parent, start_connected
+from kvframework.supervise.child import NamedCall, SupervisedChild, end_with_parent, start_connected
 
 __all__ = ["FROZEN_S", "START_S", "HelperTier", "RegistersMemory"]
 

@@ -1,11 +1,12 @@
-"""Declarations of how KV lies in an engine's tensors, and the `Layout` contract. Objects are those of
-`kvframework.api.chunks`.
+"""Declarations of how KV lies in an engine's tensors, the objects of a chunk, one per layer group, and the `Layout`
+contract.
 
 Pure declarations: nothing here imports torch at run time, so a server uses it without torch.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,17 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Union
 
 from msgspec import Meta
 
-from kvframework.api.chunks import (
-    CANONICAL,
-    MAX_CHUNK_TOKENS,
-    MAX_DIMS,
-    MAX_GROUPS,
-    GroupDesc,
-    MemoryLayoutDesc,
-    chunk_tokens_for,
-)
-from kvframework.api.plugin import Message, O, Provider, hookimpl
-from kvframework.api.sizes import dtype_bytes
+from kvframework.api.plugin import Message, O, Provider, dtype_bytes, hookimpl
 from kvframework.errors import BadLayout, BadRange
 
 if TYPE_CHECKING:
@@ -49,6 +40,11 @@ __all__ = [
     "validate_layout",
 ]
 
+MAX_CHUNK_TOKENS = 1 << 24
+# Bounds of decoded declarations.
+MAX_GROUPS = 64
+MAX_DIMS = 16
+CANONICAL = "canonical"
 AXES = ("layer", "plane", "block", "token", "head", "dim")
 MAX_OBJECT_BYTES = 1 << 30
 MAX_PACKING = 128
@@ -62,6 +58,50 @@ NO_BLOCK = 0xFFFFFFFF
 
 # The tensors of one layer: one tensor, or one per plane (K, V).
 LayerTensors = Union["torch.Tensor", Sequence["torch.Tensor"]]
+
+
+class GroupDesc(Message, frozen=True):
+    """Shape and dtype of one object of one layer group.
+
+    `form` "canonical" means C-contiguous `[planes, layers, slots, hidden]`, the same for every layout of an engine.
+    "opaque:<packing>" means `[planes, layers, blocks, bytes of a block]`: each layer's raw blocks, consecutively, for
+    engines with the same packing. Any other name is opaque to all but the same layout plugin. `window` is in tokens, 0
+    for full attention, 1 for a state.
+    """
+
+    shape: Annotated[tuple[int, ...], Meta(max_length=MAX_DIMS)]
+    dtype: str
+    form: str = CANONICAL
+    window: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * dtype_bytes(self.dtype)
+
+
+class MemoryLayoutDesc(Message, frozen=True):
+    """The objects of one chunk, per layer group: shape and dtype. Found by namespace; stored in L2 beside them."""
+
+    chunk_tokens: int
+    groups: Annotated[tuple[GroupDesc, ...], Meta(max_length=MAX_GROUPS)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one chunk of one rank, all layer groups."""
+        return sum(group.nbytes for group in self.groups)
+
+
+def chunk_tokens_for(block_sizes: Sequence[int], chunk_size: int) -> int:
+    """Return the smallest number of tokens, at least `chunk_size`, that is whole blocks of every layer group. Raises
+    `BadLayout`."""
+    if not block_sizes or min(block_sizes) < 1 or chunk_size < 1:
+        raise BadLayout(f"block sizes {list(block_sizes)} with chunk size {chunk_size}: all must be positive")
+    unit = math.lcm(*block_sizes)
+    tokens = -(-chunk_size // unit) * unit
+    if tokens > MAX_CHUNK_TOKENS:
+        fact = f"a chunk of whole blocks of all of {list(block_sizes)} tokens has more than {MAX_CHUNK_TOKENS}"
+        raise BadLayout(fact, hint="choose block sizes that have a small common multiple")
+    return tokens
 
 
 class LayerGroup(Message, frozen=True):

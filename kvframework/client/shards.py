@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from kvframework.api.chunks import MAX_GROUPS
-from kvframework.api.layout import CANONICAL, KVLayout, LayerTensors, Layout, MemoryLayoutDesc
+from kvframework.api.layout import CANONICAL, MAX_GROUPS, KVLayout, LayerTensors, Layout, MemoryLayoutDesc
 from kvframework.errors import BadLayout
 from kvframework.wire.messages import MAX_HANDLES
 from kvframework.wire.protocol import natural

@@ -1,15 +1,13 @@
 """Configuration: one TOML file becomes frozen structs; every mistake is an error with its place."""
 
 from kvframework.api.endpoint import Endpoint, ObserveConfig, parse_endpoint
-from kvframework.api.toml import toml_value
-from kvframework.api.toml_keys import closest, convert
+from kvframework.api.toml import closest, convert, toml_value
 from kvframework.config.endpoint import (
     FULL_SUFFIX,
     LIVENESS_SUFFIX,
     check_directory,
     check_private_directory,
     default_endpoint,
-    ipc_path,
     keeper_path,
     prepare_private_directory,
     trusted_server_uid,
@@ -45,7 +43,6 @@ __all__ = [
     "closest",
     "convert",
     "default_endpoint",
-    "ipc_path",
     "keeper_path",
     "load_config",
     "parse_endpoint",

@@ -17,36 +17,17 @@ from kvframework.errors import EndpointError
 # client (connected clients stay, and new ones get the reason).
 LIVENESS_SUFFIX = ".live"
 FULL_SUFFIX = ".full"
-# The kernel takes 107 bytes, suffix included.
-_MAX_SUN_PATH = 107
 
 # Names the user whose server a client trusts, if that is another one than its own.
 SERVER_UID_VARIABLE = "KVFRAMEWORK_SERVER_UID"
 MAX_UID = (1 << 32) - 2  # the last one means "no change" to the kernel
 
 
-def ipc_path(endpoint: str) -> str:
-    """The socket path of an `ipc://` endpoint. Raises `EndpointError` if it is another kind, relative or too long."""
-    if not endpoint.startswith("ipc:///"):
-        raise EndpointError("not an endpoint of a local server", where=endpoint, available="ipc:///absolute/path")
-    path = endpoint[len("ipc://") :]
-    size = len(os.fsencode(path + LIVENESS_SUFFIX))  # no suffix is longer
-    if size > _MAX_SUN_PATH or "\0" in path or path.endswith("/"):
-        raise EndpointError(
-            f"no socket can have this path ({size} bytes with {LIVENESS_SUFFIX!r})",
-            where=endpoint,
-            available=f"at most {_MAX_SUN_PATH} bytes",
-            hint="choose a shorter path, for example below $XDG_RUNTIME_DIR",
-        )
-    return path
-
-
 def keeper_path(endpoint: str) -> str:
     """The path that the names of the sockets of `kvframework hold` begin with: one keeper for each endpoint, "" being
     the default one. Raises `EndpointError`."""
-    endpoint = endpoint or default_endpoint()
-    parsed = parse_endpoint(endpoint)
-    return ipc_path(endpoint) if parsed.kind == "ipc" else str(default_directory() / f"tcp-{parsed.port}")
+    parsed = parse_endpoint(endpoint or default_endpoint())
+    return parsed.path if parsed.kind == "ipc" else str(default_directory() / f"tcp-{parsed.port}")
 
 
 def default_directory(environ: Mapping[str, str] = os.environ) -> Path:

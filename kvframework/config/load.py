@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from kvframework.api.endpoint import ObserveConfig, collector_url, parse_endpoint, parse_listen
-from kvframework.api.toml_keys import convert, unknown_key
+from kvframework.api.toml import convert, unknown_key
 from kvframework.config.layers import DEFAULT_EVICTION, Layers, read_layers
 from kvframework.config.schema import (
     CodecName,

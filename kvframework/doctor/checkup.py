@@ -57,7 +57,6 @@ def _checks(config: Config | None) -> Iterable[tuple[str, Check]]:
     """Subject and check of each."""
     yield "python", machine.python
     yield "kvframework", machine.installation
-    yield "accelerator", machine.cuda
     yield "memory", machine.memory
     yield "limits", machine.limits
     yield "numa", machine.nodes

@@ -1,22 +1,17 @@
 """The checks of the machine: the interpreter, the installation, the limits of this process, NUMA nodes, memory
-and the cgroup's limit, torch and CUDA. Packages are read as files and never imported: an import takes seconds, and
-memory of a device."""
+and the cgroup's limit. Accelerators are checked by the plugins that drive them."""
 
 from __future__ import annotations
 
-import ctypes
-import os
 import platform
-import re
 import resource
 import sys
 import sysconfig
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 
 import kvframework
-from kvframework.api.installing import install_command, kernels_hint, missing_kernels
+from kvframework.api.installing import kernels_hint, missing_kernels
 from kvframework.api.memory import cgroup_limits
 from kvframework.api.plugin import ByteSize, Finding
 from kvframework.config.schema import SAFE_LIMIT, SESSIONS_SHARE
@@ -143,88 +138,3 @@ def _cgroup(proc: Path, cgroups: Path) -> Finding:
         advice = "give the container L1 + 512 MiB or more, or lower [l1] capacity"
         return Finding("memory.cgroup", "warn", fact, advice)
     return Finding("memory.cgroup", "ok", fact)
-
-
-_DRIVER = Path("/proc/driver/nvidia/version")
-_DEVICES = Path("/dev")
-
-# The first driver for CUDA 13, and so for cuda-bindings 13 and code compiled by its NVRTC.
-_DRIVER_OF_CUDA_13 = 580
-
-
-def cuda(driver_file: Path = _DRIVER, devices: Path = _DEVICES) -> Iterator[Finding]:
-    named = _text(driver_file)
-    match = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", named)
-    driver = match[1] if match else named and "of an unknown version"
-    yield _torch(bool(driver))
-    if not driver:
-        yield Finding("cuda.driver", "ok", "no NVIDIA driver: CUDA cannot be used on this machine")
-        return
-    yield Finding("cuda.driver", "ok", f"NVIDIA driver {driver}")
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        advice = "start the container with the NVIDIA runtime, or install the driver's libraries"
-        yield Finding("cuda.library", "warn", "there is a driver, but libcuda.so.1 cannot be loaded", advice)
-    else:
-        yield Finding("cuda.library", "ok", "libcuda.so.1 can be loaded")
-    found = sorted(devices.glob("nvidia[0-9]*"))
-    closed = [each.name for each in found if not os.access(each, os.R_OK | os.W_OK)]
-    if closed or not found:
-        fact = f"this user may not open {', '.join(closed)}" if closed else "there is a driver, but no device"
-        advice = "give the process the devices: --gpus all, or the group of /dev/nvidia*"
-        yield Finding("cuda.devices", "warn", fact, advice)
-    else:
-        yield Finding("cuda.devices", "ok", f"{len(found)}: {', '.join(each.name for each in found)}")
-    yield from _packages(_major(driver) or _DRIVER_OF_CUDA_13)
-
-
-def _packages(driver: int) -> Iterator[Finding]:
-    """The packages of cuda_ipc's extras; `driver` is the driver's major version."""
-    old = driver < _DRIVER_OF_CUDA_13
-    command = install_command("cuda12" if old else "cuda13", distribution="kvframework-cuda")
-    advice = f"for the transport cuda_ipc: {command}"
-    bindings = _version("cuda-bindings")
-    if not bindings:
-        fact = "cuda-bindings is not installed: only cpu_gather can reach the memory of GPUs"
-        yield Finding("cuda.bindings", "warn", fact, advice)
-    elif old and _major(bindings) >= 13:
-        fact = f"cuda-bindings {bindings} needs a driver from {_DRIVER_OF_CUDA_13} on"
-        yield Finding("cuda.bindings", "warn", fact, advice)
-    else:
-        yield Finding("cuda.bindings", "ok", f"cuda-bindings {bindings}")
-    name = "nvidia-cuda-nvrtc-cu12" if _major(bindings) == 12 or (old and not bindings) else "nvidia-cuda-nvrtc"
-    nvrtc = _version(name)
-    if nvrtc:
-        yield Finding("cuda.nvrtc", "ok", f"{name} {nvrtc}")
-    else:
-        yield Finding("cuda.nvrtc", "warn", f"{name} is not installed: no kernel copies small fragments", advice)
-
-
-def _version(name: str) -> str:
-    """The version of a distribution; empty if it is not installed."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
-def _major(version: str) -> int:
-    """The major version; 0 for a text that is no version."""
-    first = version.partition(".")[0]
-    return int(first) if first.isdigit() else 0
-
-
-def _torch(driver: bool) -> Finding:
-    try:
-        found = metadata.distribution("torch")
-    except metadata.PackageNotFoundError:
-        advice = f"cpu_gather needs it in engines: {install_command('torch')}"
-        return Finding("torch.version", "ok", "torch is not installed; the server needs none", advice)
-    text = _text(Path(str(found.locate_file("torch/version.py"))))
-    match = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
-    if driver and match is None:
-        fact = f"torch {found.version} is built without CUDA, and there is an NVIDIA driver"
-        return Finding("torch.version", "warn", fact, "install a torch that is built for CUDA where engines run")
-    built = f"for CUDA {match[1]}" if match else "without CUDA"
-    return Finding("torch.version", "ok", f"torch {found.version}, {built}")

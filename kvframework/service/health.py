@@ -12,9 +12,9 @@ from kvframework.api.counter import Counter
 from kvframework.api.plugin import ByteSize
 from kvframework.status import trouble
 from kvframework.text import counted, one_line
+from kvframework.wire.messages import LOST_CALLS
 from kvframework.wire.protocol import HINT
 
-LOSSES = ("lookups", "loads", "stores")
 # Fewer calls of one client within a minute or so are noise.
 LOST_MANY = 3
 # A server that restarts costs the requests sent meanwhile, on which an operator need not act.
@@ -110,7 +110,7 @@ def _problems(document: Document) -> Iterator[tuple[str, str]]:
 
 
 def _lost(recent: Mapping[str, Any]) -> str:
-    calls = " and ".join(counted(recent[kind], kind) for kind in LOSSES if recent[kind])
+    calls = " and ".join(counted(recent[kind], kind) for kind in LOST_CALLS if recent[kind])
     codes = ", ".join(f"[{code}] {count}" for code, count in recent["codes"].items())
     who = f"{recent['client'][:128]!r} (process {recent['pid']})"
     advice = f"; {HINT}" if "run.deadline" in recent["codes"] else "; see its log"

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from kvframework.api.futures import Future, Promise
-from kvframework.api.keys import DIGEST_BYTES
+from kvframework.api.keys import DIGEST_BYTES, sampled_parent
 from kvframework.api.requests import ClientInfo, Handler, Message, PrefetchTask
 from kvframework.errors import LeaseUnknown, NamespaceMismatch
 from kvframework.messaging.polling import Deadlines
@@ -359,9 +359,8 @@ class Lookups:
         if hit_tokens < key.end - key.start:
             why = self.miss_facts.of_lookup(asked, unanswered=unanswered)
             missing = key.start + (asked.missing[0] * chunk_tokens if asked.missing else 0)
-        begun = self._requests.begun("LOOKUP", asked.client, key, began=asked.began)
-        self._requests.end(
-            begun,
+        self._requests.looked_up(
+            asked,
             "hit" if missing < 0 else "partial" if hit_tokens else "miss",
             why,
             l1_tokens=l1_tokens,
@@ -369,7 +368,7 @@ class Lookups:
             missing=missing,
             chunk_tokens=chunk_tokens,
             # A copy: the load of a lookup that was given up goes on.
-            tier_calls=tuple(asked.task.calls) if begun.trace and asked.task is not None else (),
+            tier_calls=tuple(asked.task.calls) if asked.task is not None and sampled_parent(key.trace) else (),
             load_s=0.0 if priced is None else priced.load_s,
             compute_s=0.0 if priced is None else priced.compute_s,
             prefix=b"" if grid is None else key.namespace + (key.digests[:DIGEST_BYTES] or grid.digests[0]),

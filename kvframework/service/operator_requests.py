@@ -25,6 +25,7 @@ from kvframework.masking import Redaction
 from kvframework.service.contexts import check_own_user
 from kvframework.service.recent_requests import FinishedRequests
 from kvframework.service.records import MAX_TEXT
+from kvframework.text import plain
 from kvframework.wire import messages as m
 from kvframework.wire.protocol import REQUESTS
 
@@ -60,7 +61,7 @@ class Diagnosis:
         models = {*self._models(), *(model for record in records for model in (record.model, record.by))}
         redaction = Redaction(self._secrets(), {*models, *(model[:MAX_TEXT] for model in models)})
         document = {name: make() for name, make in self._parts.items()} | {"requests": _anonymous(records)}
-        return m.DumpReply(msgspec.json.encode(redaction.document(msgspec.to_builtins(document, enc_hook=_plain))))
+        return m.DumpReply(msgspec.json.encode(redaction.document(msgspec.to_builtins(document, enc_hook=plain))))
 
 
 def _anonymous(records: Sequence[m.Finished]) -> list[dict[str, object]]:
@@ -71,10 +72,6 @@ def _anonymous(records: Sequence[m.Finished]) -> list[dict[str, object]]:
         | {"request_id": f"request {numbers.setdefault(record.request_id, len(numbers) + 1)}", "trace": ""}
         for record in records
     ]
-
-
-def _plain(value: object) -> object:
-    return int(value) if isinstance(value, int) else str(value)
 
 
 def stacks() -> dict[str, str]:

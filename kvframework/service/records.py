@@ -87,41 +87,57 @@ class RequestLog:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvf-records", daemon=True)
 
-    def begun(
-        self, request: str, client: ClientInfo, key: CacheKey, path: str = "", began: float | None = None
+    def begun(self, request: str, client: ClientInfo, key: CacheKey, path: str) -> RequestRecord:
+        """Return the record, as far as it is known, of a request that begins now, at which `monotonic` is until its
+        `end`."""
+        return self._record(request, client, key, 0.0, self.clock(), 0.0, "", path=path)
+
+    def _record(
+        self,
+        request: str,
+        client: ClientInfo,
+        key: CacheKey,
+        at: float,
+        monotonic: float,
+        seconds: float,
+        outcome: str,
+        **found: Any,
     ) -> RequestRecord:
-        """Return the record, as far as it is known, of a request that began then, now without `began`, at which
-        `monotonic` is until its `end`."""
         return RequestRecord(
             0,
             request,
-            0.0,
-            self.clock() if began is None else began,
-            0.0,
+            at,
+            monotonic,
+            seconds,
             key.request_id[:MAX_TEXT],
             client.name,
             client.pid,
             client.session_id,
             key.model_name[:MAX_TEXT],
             key.namespace[:4].hex(),
-            "",
+            outcome,
             key.start,
             key.end - key.start,
-            path=path,
             tenant=self.tenants.name(key.cache_salt),
             # A client may send any text; W3C wants an invalid one ignored.
             trace=sampled_parent(key.trace) if key.trace else "",
+            **found,
         )
 
     def end(self, begun: RequestRecord, outcome: str, why: MissReason | None = None, **found: Any) -> None:
         """Complete the record of a request that ends now, and put it into the ring. 3 us."""
         at, now = time.time(), self.clock()
-        if why is not None:
-            cause_at = 0.0 if why.at is None else at - (now - why.at)
-            found |= {"reason": why.reason, "detail": why.detail, "cause_at": cause_at}
-            found |= {"idle_s": why.idle_s, "by": why.by}
+        found |= _reason(why, at - now)
         seconds = now - begun.monotonic
         self.ring.finished(replace(begun, outcome=outcome, at=at, monotonic=now, seconds=seconds, **found))
+
+    def looked_up(self, asked: PendingLookup, outcome: str, why: MissReason | None, **found: Any) -> None:
+        """Make the record of a LOOKUP that ends now, and put it into the ring. 2 us."""
+        at, now = time.time(), self.clock()
+        found |= _reason(why, at - now)
+        self.ring.finished(
+            self._record("LOOKUP", asked.client, asked.key, at, now, now - asked.began, outcome, **found)
+        )
 
     def count(self, most: int | None = None) -> bool:
         """Have the waiting records counted, at most `most` of them; False if none is left. Blocks for 3 us a record.
@@ -165,6 +181,14 @@ class MissReason(NamedTuple):
     at: float | None = None
     idle_s: float = 0.0
     by: str = ""
+
+
+def _reason(why: MissReason | None, wall_s: float) -> dict[str, Any]:
+    """Return the fields of a record with a reason; the wall clock is `wall_s` ahead of that of the storage."""
+    if why is None:
+        return {}
+    cause_at = 0.0 if why.at is None else why.at + wall_s
+    return {"reason": why.reason, "detail": why.detail, "cause_at": cause_at, "idle_s": why.idle_s, "by": why.by}
 
 
 @dataclass(slots=True, eq=False)

@@ -23,10 +23,9 @@ import msgspec
 import xxhash
 from msgspec import Meta
 
-from kvframework.api.chunks import MAX_GROUPS
 from kvframework.api.codec import MAX_CODEC_NAME, NO_CODEC
 from kvframework.api.keys import LAYER_ORDER_BYTES, ObjectKey, PackedKey
-from kvframework.api.layout import CANONICAL, MAX_OBJECT_BYTES, MemoryLayoutDesc
+from kvframework.api.layout import CANONICAL, MAX_GROUPS, MAX_OBJECT_BYTES, MemoryLayoutDesc
 from kvframework.api.plugin import Buffer, Message
 from kvframework.config import closest
 from kvframework.errors import BadDtype, NamespaceMismatch, RequestError

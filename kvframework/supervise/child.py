@@ -1,5 +1,5 @@
-"""Child processes: their start, their end, one that a thread keeps running, and a plugin's code in a fresh interpreter,
-with a deadline."""
+"""Child processes: their start, their end, one that a thread keeps running, a plugin's code in a fresh interpreter,
+with a deadline, and the function and options that a process gives to its child by their names."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from pkgutil import resolve_name
+from typing import Any, NamedTuple
 
+import msgspec
+
+from kvframework.errors import PluginBroken
 from kvframework.supervise.state import Supervision, how_ended
 
 # The paths of this process and no others: with -m the working directory would be the first.
@@ -290,3 +294,70 @@ class SupervisedChild:
     def __del__(self) -> None:
         if getattr(self, "_wake", -1) >= 0:
             os.close(self._wake)
+
+
+# Names of functions pass from a process to the one that it starts, over what it opened, and never come from a client.
+
+
+class NamedCall(msgspec.Struct, frozen=True, array_like=True):
+    """A function, and the options that are its first argument: "module:name" of both, and msgpack of the options."""
+
+    function: str
+    options_type: str
+    options: bytes
+
+    def __repr__(self) -> str:
+        return f"NamedCall({self.function!r}, {self.options_type!r})"  # options may hold secrets
+
+    @classmethod
+    def of(cls, function: Callable[..., object], options: msgspec.Struct, *, where: str) -> NamedCall:
+        """Raise `PluginBroken`, with `where`, for a function or options that another process could not make."""
+        kind = type(options).__qualname__
+        if not isinstance(options, msgspec.Struct):
+            hint = "derive them from kvframework.api.plugin.Options"
+            raise PluginBroken(f"options of type {kind}", where=where, available="a struct", hint=hint)
+        names = _name(function, where), _name(type(options), where)
+        try:
+            call = cls(*names, msgspec.msgpack.encode(options, enc_hook=plain))
+            call._unpacked(type(options))
+        except (msgspec.MsgspecError, NotImplementedError, TypeError) as error:
+            fact = f"{kind} cannot be sent to another process: {error}"
+            hint = "give its fields types that msgspec knows, or ByteSize"
+            raise PluginBroken(fact, where=where, hint=hint) from error
+        return call
+
+    def resolve(self) -> tuple[Callable[..., Any], Any]:
+        """Import the function, and make the options. Blocking, and raises what foreign modules raise."""
+        function, options_type = resolve_name(self.function), resolve_name(self.options_type)
+        return function, self._unpacked(options_type)
+
+    def _unpacked(self, options_type: Any) -> Any:
+        return msgspec.msgpack.decode(self.options, type=options_type, dec_hook=_number)
+
+
+def plain(value: object) -> object:
+    """Return a number of a type of its own, such as `ByteSize`, as an integer: a hook of msgspec's encoders."""
+    if isinstance(value, int):
+        return int(value)
+    raise NotImplementedError(f"{type(value).__name__} is no type for an option")
+
+
+def _number(kind: type, value: object) -> object:
+    if issubclass(kind, int) and isinstance(value, int):
+        return kind(value)
+    raise NotImplementedError(f"{kind.__name__} is no type for an option")
+
+
+def _name(thing: Callable[..., object] | type, where: str) -> str:
+    module, name = getattr(thing, "__module__", None) or "", getattr(thing, "__qualname__", "")
+    found: object = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is not thing or module == "__main__":
+        raise PluginBroken(
+            f"{name or repr(thing)} of {module or 'no module'} cannot be found by its name",
+            where=where,
+            available="functions and classes at the top of a module that can be imported",
+            hint="another process imports it: define it there; what it needs comes with its options",
+        )
+    return f"{module}:{name}"

@@ -10,9 +10,8 @@ from typing import Annotated
 
 import msgspec
 
-from kvframework.api.chunks import MAX_GROUPS
 from kvframework.api.keys import CacheKey, ChunkContent
-from kvframework.api.layout import KVLayout, MemoryLayoutDesc
+from kvframework.api.layout import MAX_GROUPS, KVLayout, MemoryLayoutDesc
 from kvframework.api.listener import Finished
 from kvframework.api.plugin import Message
 from kvframework.api.transport import ArenaRange, StoreOutcome

@@ -13,7 +13,7 @@ import pytest
 
 from kvf_dev.testing.accelerator.tensor import DeviceTensor, contiguous
 from kvf_dev.testing.transport.rig import TransportRig
-from kvframework.api.sizes import dtype_bytes
+from kvframework.api.plugin import dtype_bytes
 from tests.cuda.node import CudaNode
 
 if TYPE_CHECKING:

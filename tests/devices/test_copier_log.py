@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from kvf_devices.messages import Frames, Lost, Start, framed, from_copier
-from kvframework.by_name import NamedCall
+from kvframework.supervise.child import NamedCall
 from tests.support.full_pipe import full_pipe
 
 

@@ -19,8 +19,8 @@ from kvf_devices.copier import Job, Launcher, Pinning
 from kvf_devices.messages import Beat, Done, Failure, Frames, Start, framed, from_copier
 from kvf_devices.supervisor import CopierSupervisor
 from kvframework.api.copy_plans import CopyBatch
-from kvframework.by_name import NamedCall
 from kvframework.errors import DeviceError, DeviceLost
+from kvframework.supervise.child import NamedCall
 from tests.devices.test_planning import DESC, LAYOUT
 from tests.support.waiting import wait_until
 

@@ -11,7 +11,7 @@ from kvf_devices import Allocation, Exported
 from kvf_devices.handles import ExportedAllocation, ExportedMemory, ExportedView, export_memory, read_handles
 from kvframework.api.copy_plans import CopyPlanner, Step
 from kvframework.api.layout import NO_BLOCK, KVLayout, LayerGroup, canonical_desc
-from kvframework.api.sizes import dtype_bytes
+from kvframework.api.plugin import dtype_bytes
 from kvframework.api.transport import ArenaRange, GroupBlocks
 from kvframework.errors import BadLayout, RequestError
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import zmq
 
-from kvframework.config.endpoint import LIVENESS_SUFFIX, ipc_path
+from kvframework.config import LIVENESS_SUFFIX, parse_endpoint
 from kvframework.wire.frames import ERROR_TYPE, decode, join, split
 from kvframework.wire.protocol import REQUESTS
 
@@ -28,7 +28,7 @@ class LyingProxy:
         self._server = server
         self._directory = tempfile.TemporaryDirectory(prefix="kvf-")
         self.endpoint = f"ipc://{self._directory.name}/s.sock"
-        os.symlink(ipc_path(server) + LIVENESS_SUFFIX, ipc_path(self.endpoint) + LIVENESS_SUFFIX)
+        os.symlink(parse_endpoint(server).path + LIVENESS_SUFFIX, parse_endpoint(self.endpoint).path + LIVENESS_SUFFIX)
         self._context = zmq.Context()
         self._router = self._socket(zmq.ROUTER)
         self._router.bind(self.endpoint)

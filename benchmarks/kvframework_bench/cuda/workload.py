@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 import msgspec
 
-from kvframework.api.sizes import dtype_bytes
+from kvframework.api.plugin import dtype_bytes
 
 CHUNK_TOKENS = 256
 

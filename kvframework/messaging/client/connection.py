@@ -26,7 +26,6 @@ from kvframework.config import (
     FULL_SUFFIX,
     Endpoint,
     check_private_directory,
-    ipc_path,
     parse_endpoint,
     trusted_server_uid,
 )
@@ -496,23 +495,20 @@ def _hint(address: Endpoint | None, keys: LoadedKeys | None) -> str:
 
 def _probe(endpoint: str, timeout: float) -> Endpoint | None:
     """Raise if there is no listener, which ZMQ would not report; return the address of a tcp:// endpoint."""
-    address, family = None, socket.AF_UNIX
-    place: Any = ""
-    if endpoint.startswith("ipc://"):
-        place = ipc_path(endpoint)
-        if os.path.exists(place + FULL_SUFFIX) and not os.path.exists(place):
-            raise ServerFull("the server accepts no client at the moment: its descriptors run low", where=endpoint)
-    else:
-        address = parse_endpoint(endpoint)
+    address, family = parse_endpoint(endpoint), socket.AF_UNIX
+    local = address.kind == "ipc"
+    place: Any = address.path
+    if local and os.path.exists(place + FULL_SUFFIX) and not os.path.exists(place):
+        raise ServerFull("the server accepts no client at the moment: its descriptors run low", where=endpoint)
     try:
-        if address is not None:
+        if not local:
             family, _, _, _, place = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.settimeout(timeout if address else 0.0)
+            probe.settimeout(0.0 if local else timeout)
             probe.connect(place)
-        if address is None:
+        if local:
             # A user who may write there could replace the socket by that of another server.
             check_private_directory(Path(place).parent, owner=trusted_server_uid())
     except OSError as error:
         raise ServerGone(f"no server listens: {error.strerror or error}", where=endpoint) from None
-    return address
+    return None if local else address

@@ -27,7 +27,6 @@ from kvframework.config import (
     FULL_SUFFIX,
     LIVENESS_SUFFIX,
     check_directory,
-    ipc_path,
     parse_endpoint,
     prepare_private_directory,
 )
@@ -71,7 +70,7 @@ class EndpointFiles:
     def __init__(self, endpoint: str, *, shared: bool = False) -> None:
         self._endpoint = endpoint
         self._shared = shared
-        self._path = ipc_path(endpoint)
+        self._path = parse_endpoint(endpoint).path
         self.liveness = self._path + LIVENESS_SUFFIX
         self._full = self._path + FULL_SUFFIX
         self._sockets = (self._path, self.liveness, self._full)

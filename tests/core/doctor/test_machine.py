@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -14,7 +13,6 @@ import msgspec
 import pytest
 
 from kvf_pinned.nodes import accelerator_nodes
-from kvframework.api.installing import install_command
 from kvframework.api.plugin import Finding
 from kvframework.config import check_directory, default_endpoint
 from kvframework.doctor import machine as checks
@@ -197,93 +195,6 @@ def test_doctor_and_arena_mean_the_same_devices(tmp_path: Path) -> None:
     machine = sysfs(tmp_path, "0-5", *devices, cpus=dict.fromkeys(range(6), ""))
     found = by_id(checks.nodes(machine))["numa.accelerators"].fact
     assert {int(node) for node in re.findall(r"node(\d)", found)} == accelerator_nodes(machine) == {0, 1, 2}
-
-
-def test_a_driver_without_its_library_or_devices_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    version = tmp_path / "version"
-    assert by_id(checks.cuda(version, tmp_path))["cuda.driver"].fact.startswith("no NVIDIA driver")
-    version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 23\nGCC version: 12.3.0\n")
-
-    def missing(name: str) -> None:
-        raise OSError(name)
-
-    monkeypatch.setattr(checks.ctypes, "CDLL", missing)
-    found = by_id(checks.cuda(version, tmp_path))
-    assert found["cuda.driver"].fact == "NVIDIA driver 570.86.15"
-    assert (found["cuda.library"].level, found["cuda.devices"].level) == ("warn", "warn")
-    monkeypatch.setattr(checks.ctypes, "CDLL", str)
-    (tmp_path / "nvidia0").touch()
-    (tmp_path / "nvidiactl").touch()
-    found = by_id(checks.cuda(version, tmp_path))
-    assert found["cuda.library"].level == "ok"
-    assert found["cuda.devices"].fact == "1: nvidia0"
-
-
-@pytest.mark.parametrize(
-    ("driver", "installed", "bindings", "nvrtc", "extra"),
-    [
-        ("580.65.06", {"cuda-bindings": "13.1", "nvidia-cuda-nvrtc": "13.0"}, "ok", "ok", ""),
-        ("570.86.15", {"cuda-bindings": "12.9", "nvidia-cuda-nvrtc-cu12": "12.9"}, "ok", "ok", ""),
-        ("580.65.06", {"cuda-bindings": "12.9", "nvidia-cuda-nvrtc-cu12": "12.9"}, "ok", "ok", ""),
-        ("580.65.06", {"cuda-bindings": "13.1", "nvidia-cuda-nvrtc-cu12": "12.9"}, "ok", "warn", "cuda13"),
-        ("570.86.15", {"cuda-bindings": "13.1", "nvidia-cuda-nvrtc": "13.0"}, "warn", "ok", "cuda12"),
-        ("580.65.06", {}, "warn", "warn", "cuda13"),
-        ("570.86.15", {"nvidia-cuda-nvrtc": "13.0"}, "warn", "warn", "cuda12"),
-        ("unreadable", {"cuda-bindings": "13.1"}, "ok", "warn", "cuda13"),
-    ],
-)
-def test_what_cuda_ipc_needs_is_told_where_there_is_a_driver(
-    driver: str,
-    installed: dict[str, str],
-    bindings: str,
-    nvrtc: str,
-    extra: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def version(name: str) -> str:
-        if name not in installed:
-            raise checks.metadata.PackageNotFoundError(name)
-        return installed[name]
-
-    monkeypatch.setattr(checks.metadata, "version", version)
-    file = tmp_path / "version"
-    assert not {"cuda.bindings", "cuda.nvrtc"} & by_id(checks.cuda(file, tmp_path)).keys(), "there is no driver"
-    file.write_text(driver)
-    found = by_id(checks.cuda(file, tmp_path))
-    assert (found["cuda.bindings"].level, found["cuda.nvrtc"].level) == (bindings, nvrtc)
-    advice = {found[name].advice for name in ("cuda.bindings", "cuda.nvrtc") if found[name].level == "warn"}
-    assert advice == (
-        {f"for the transport cuda_ipc: {install_command(extra, distribution='kvframework-cuda')}"} if extra else set()
-    )
-
-
-def test_torch_is_told_without_its_import(tmp_path: Path) -> None:
-    """In a process of its own, where a torch for CUDA is installed that must not be imported."""
-    info = tmp_path / "torch-9.1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.1\n")
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('imported')")
-    version = tmp_path / "torch" / "version.py"
-    program = (
-        "import sys; from kvframework.doctor.machine import cuda; from pathlib import Path\n"
-        f"print(next(cuda(Path({str(tmp_path / 'driver')!r}))).fact); assert 'torch' not in sys.modules"
-    )
-
-    def told() -> str:
-        environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-        done = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=240, check=True
-        )
-        return done.stdout.strip()
-
-    version.write_text("__version__ = '9.1'\ncuda: Optional[str] = '12.8'\n")
-    assert told() == "torch 9.1, for CUDA 12.8"
-    version.write_text("__version__ = '9.1'\ncuda: Optional[str] = None\n")
-    assert told() == "torch 9.1, without CUDA"
-    (tmp_path / "driver").write_text("570.86.15")
-    assert told() == "torch 9.1 is built without CUDA, and there is an NVIDIA driver"
 
 
 def test_a_build_without_the_lock_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,8 @@ from kvframework.storage.namespaces import (
     record_key,
     seal,
 )
-from kvframework.wire import non_gpu_namespace
 from kvframework.wire.messages import RegisterNonGpuContextPayload
+from kvframework.wire.protocol import non_gpu_namespace
 from tests.core.golden.samples import explicit
 
 NAMESPACE = bytes(range(16))

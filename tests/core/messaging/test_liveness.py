@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 
-from kvframework.config import ipc_path
+from kvframework.config import parse_endpoint
 from kvframework.errors import EndpointError, ProtocolError, ServerGone
 from kvframework.messaging.client.liveness import LivenessLink
 from kvframework.messaging.polling import WITHOUT_ARENA
@@ -30,7 +30,7 @@ from tests.support.waiting import wait_until
 def dialled(lab: Lab) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX)
     sock.settimeout(20)
-    sock.connect(ipc_path(lab.endpoint) + ".live")
+    sock.connect(parse_endpoint(lab.endpoint).path + ".live")
     return sock
 
 
@@ -86,7 +86,7 @@ def test_the_clients_of_a_node_may_come_all_at_once(endpoint: str) -> None:
     """As after a restart, and before the server has time for any: whom the kernel cannot queue it refuses."""
     server = make_server(endpoint, Work(b"boot"))
     server.bind()
-    path = ipc_path(endpoint) + ".live"
+    path = parse_endpoint(endpoint).path + ".live"
     with contextlib.ExitStack() as stack:
         stack.callback(server.close)
         for _ in range(300):
@@ -191,7 +191,7 @@ def test_what_the_client_half_refuses(tmp_path: Path, answer: bytes | None, erro
 
 
 def test_sockets_are_for_their_owner_only_and_removed_at_the_end(lab: Lab) -> None:
-    path = ipc_path(lab.endpoint)
+    path = parse_endpoint(lab.endpoint).path
     for name in (path, path + ".live", path + ".lock"):
         assert stat.S_IMODE(os.stat(name).st_mode) == 0o600
     lab.stop()
@@ -199,7 +199,7 @@ def test_sockets_are_for_their_owner_only_and_removed_at_the_end(lab: Lab) -> No
 
 
 def test_stale_sockets_are_removed_but_no_other_file(endpoint: str) -> None:
-    path = ipc_path(endpoint)
+    path = parse_endpoint(endpoint).path
     for name in (path, path + ".live"):
         with socket.socket(socket.AF_UNIX) as sock:
             sock.bind(name)
@@ -216,12 +216,12 @@ def test_a_server_that_never_serves_leaves_nothing(endpoint: str) -> None:
     server.bind()
     server.close()
     server.close()
-    assert os.listdir(os.path.dirname(ipc_path(endpoint))) == []
+    assert os.listdir(os.path.dirname(parse_endpoint(endpoint).path)) == []
     server = make_server(endpoint, Work(b"boot"))
     server.bind()
     server.stop()
     server.serve_forever()
-    assert os.listdir(os.path.dirname(ipc_path(endpoint))) == []
+    assert os.listdir(os.path.dirname(parse_endpoint(endpoint).path)) == []
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from kvf_devices.endpoints import CLOSE_S, DeviceServerTransport
 from kvf_devices.messages import Start
 from kvf_devices.supervisor import CopierSupervisor
 from kvframework.api.layout import KVLayout, LayerGroup, canonical_desc
-from kvframework.by_name import NamedCall
 from kvframework.client import KVClient
 from kvframework.errors import DeviceLost
+from kvframework.supervise.child import NamedCall
 from tests.support.waiting import wait_until
 
 LONG_S = 100.0

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from kvframework import errors
-from kvframework.api.chunks import chunk_tokens_for
-from kvframework.api.layout import KVLayout, LayerGroup, canonical_desc
+from kvframework.api.layout import KVLayout, LayerGroup, canonical_desc, chunk_tokens_for
 from kvframework.messaging.server.sessions import SessionTable
 from kvframework.storage.namespaces import MAX_NAMESPACES, NamespaceRecord, NamespaceRecords
 from kvframework.storage.tickets import MAX_LOADS

@@ -11,7 +11,7 @@ from kvframework import errors
 from kvframework.api.keys import compute_namespace
 from kvframework.api.layout import KVLayout, LayerGroup, canonical_desc
 from kvframework.wire import messages as m
-from kvframework.wire import non_gpu_namespace
+from kvframework.wire.protocol import non_gpu_namespace
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for

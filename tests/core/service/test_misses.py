@@ -144,7 +144,8 @@ class _Client(ClientInfo):
 
 def add(requests: RequestLog, request: str, outcome: str, request_id: str = "r", trace: str = "", **found: Any) -> None:
     key = CacheKey("m", 1, 0, bytes(16), 0, 512, request_id, trace=trace)
-    requests.end(requests.begun(request, _Client(), key, began=1.0), outcome, **found)
+    begun = msgspec.structs.replace(requests.begun(request, _Client(), key, "engine"), monotonic=1.0)
+    requests.end(begun, outcome, **found)
 
 
 def ring() -> tuple[RequestLog, FinishedRequests]:

@@ -27,7 +27,7 @@ def diagnose(options: CudaOptions) -> Iterator[Finding]:
         shares = driver.shares_events(ordinal)
         if shares is None:
             fact = f"{shown}; the driver does not say whether it shares memory and events"
-            yield Finding("cuda_ipc.devices", "warn", fact, "kvframework doctor --gpu-report FILE tries it")
+            yield Finding("cuda_ipc.devices", "warn", fact, "kvframework bench gpu-report FILE tries it")
         elif shares:
             yield Finding("cuda_ipc.devices", "ok", shown)
         else:

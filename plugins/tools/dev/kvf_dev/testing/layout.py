@@ -36,7 +36,6 @@ import torch
 
 from kvf_dev.testing.kit import must_refuse
 from kvf_dev.testing.making import NamedKit
-from kvframework.api.chunks import chunk_tokens_for
 from kvframework.api.keys import compute_namespace
 from kvframework.api.layout import (
     EngineView,
@@ -46,6 +45,7 @@ from kvframework.api.layout import (
     LayoutProvider,
     MemoryLayoutDesc,
     canonical_desc,
+    chunk_tokens_for,
     validate_layout,
 )
 from kvframework.errors import BadLayout, KVFrameworkError

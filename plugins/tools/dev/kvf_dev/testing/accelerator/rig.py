@@ -13,7 +13,7 @@ from kvf_dev.testing.accelerator.node import AcceleratorError, SimulatedNode
 from kvf_dev.testing.accelerator.runtime import Accelerator, Stream
 from kvf_dev.testing.accelerator.tensor import DeviceTensor, contiguous
 from kvf_dev.testing.transport.rig import TransportRig
-from kvframework.api.sizes import dtype_bytes
+from kvframework.api.plugin import dtype_bytes
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvframework.api.sizes import dtype_bytes
+from kvframework.api.plugin import dtype_bytes
 
 if TYPE_CHECKING:
     from kvf_dev.testing.accelerator.runtime import Accelerator

@@ -18,8 +18,8 @@ from kvf_dev.testing.kit import held
 from kvf_dev.testing.tier.kit import DELETED, EVERY_CALL, MISSING, TierKit
 from kvf_dev.testing.tier.watched import WatchedTier, parts_of
 from kvframework.api.tier import TierEntry
-from kvframework.by_name import plain
 from kvframework.errors import TierError
+from kvframework.supervise.child import plain
 
 
 class LifecycleTests(TierKit):

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from kvframework.api.plugin import ByteSize, Options, Secret
-from kvframework.by_name import NamedCall
 from kvframework.errors import PluginBroken
+from kvframework.supervise.child import NamedCall
 
 
 class Sizes(Options, frozen=True):
