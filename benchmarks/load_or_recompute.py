@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 from kvf_plan.simulation import Engines, Settings, SlowTime, TierSpeed, simulate
 from kvf_plan.trace.reading import open_trace
-from kvframework.config import load_config
+from kvframework.config.load import load_config
 from kvframework.pricing import Priced
 from kvframework.service.pricing import Pricing
 from kvframework.service.records import PendingLookup

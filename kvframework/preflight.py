@@ -16,28 +16,18 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvframework.api.endpoint import try_bind
+from kvframework.api.endpoint import parse_endpoint, try_bind
 from kvframework.api.installing import install_command
 from kvframework.api.memory import MemoryProvider
 from kvframework.api.tier import TierProvider
-from kvframework.config import (
-    Config,
-    bytes_of_tenants,
-    default_endpoint,
-    keeper_path,
-    parse_endpoint,
-)
+from kvframework.config.endpoint import default_endpoint, keeper_path
+from kvframework.config.schema import Config
+from kvframework.config.tenants import bytes_of_tenants
 from kvframework.errors import ConfigFieldError, EndpointError, KVFrameworkError, PluginUnavailable
 from kvframework.messaging.curve import ServerKeys
 from kvframework.messaging.server.sockets import EndpointFiles
-from kvframework.registry import (
-    PluginRegistry,
-    check_table,
-    codec_tables,
-    named_tables,
-    resolve_table,
-    server_terms,
-)
+from kvframework.registry.registry import PluginRegistry
+from kvframework.registry.tables import check_table, codec_tables, named_tables, resolve_table, server_terms
 from kvframework.wire import messages as m
 
 _ANSWER_S = 1.0

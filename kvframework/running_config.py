@@ -12,13 +12,16 @@ from pathlib import Path
 import msgspec
 
 from kvframework.api.requests import ClientInfo, Handler
+from kvframework.api.toml import toml_value
 from kvframework.bounded_calls import call_bounded
-from kvframework.config import Config, Layers, PluginTable, TenantConfig, assemble, toml_value
-from kvframework.config.schema import CodecsConfig
+from kvframework.config.layers import Layers
+from kvframework.config.load import assemble
+from kvframework.config.schema import CodecsConfig, Config, PluginTable, TenantConfig
 from kvframework.errors import KVFrameworkError, RequestError
 from kvframework.masking import secrets_of, shown, shown_options
 from kvframework.preflight import refusals
-from kvframework.registry import PluginRegistry, complete_config, named_tables, resolve_table
+from kvframework.registry.registry import PluginRegistry
+from kvframework.registry.tables import complete_config, named_tables, resolve_table
 from kvframework.service.contexts import check_own_user
 from kvframework.wire import messages as m
 from kvframework.wire.protocol import REQUESTS
@@ -38,7 +41,7 @@ _INLINE = ("memory", "tier", "keys")
 def changes(old: Config, new: Config) -> dict[str, bool]:
     """The keys whose values differ, such as `l2.0.timeout_s`, as `--set` names them, in the order of `old`; and whether
     a running server changes each. The options of plugins are compared as they stand in both: give both complete, see
-    `kvframework.registry.complete_config`."""
+    `kvframework.registry.tables.complete_config`."""
     before, after = flat(old), flat(new)
     return {
         key: key in before and key in after and changes_now(key)

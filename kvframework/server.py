@@ -16,6 +16,7 @@ import msgspec
 
 import kvframework
 from kvframework.api.codec import Codec, CodecProvider
+from kvframework.api.endpoint import ObserveConfig
 from kvframework.api.eviction import EvictionPolicy, EvictionProvider
 from kvframework.api.hasher import HasherProvider, KeyHasher
 from kvframework.api.installing import warn_of_missing_kernels
@@ -26,8 +27,9 @@ from kvframework.api.plugin import ByteSize, Provider
 from kvframework.api.requests import Handler, RequestsProvider
 from kvframework.api.tier import NodeIdentity, Tier, TierProvider
 from kvframework.api.transport import ServerTransport, TransportProvider
-from kvframework.config import Config, L2Config, ObserveConfig, PluginTable, bytes_of_tenants, default_endpoint
-from kvframework.config.tenants import shares_of_tenants
+from kvframework.config.endpoint import default_endpoint
+from kvframework.config.schema import Config, L2Config, PluginTable
+from kvframework.config.tenants import bytes_of_tenants, shares_of_tenants
 from kvframework.errors import PluginBroken
 from kvframework.logs.form import LogForm, change_logging, chosen_log
 from kvframework.messaging.curve import ServerKeys

@@ -561,9 +561,9 @@ def gpu_report(
     """
     from kvf_observe.dump import BundleFile
     from kvframework.api.console import print_document, print_text, stderr
-    from kvframework.config import load_config
+    from kvframework.config.load import load_config
     from kvframework.masking import Redaction
-    from kvframework.registry import PluginRegistry
+    from kvframework.registry.registry import PluginRegistry
     from kvframework.running_config import secrets_of_plugins
     from kvframework_bench.gpu_report.contents import StepResult, collect, line_of
     from kvframework_bench.gpu_report.steps import steps

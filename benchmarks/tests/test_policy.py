@@ -13,7 +13,7 @@ from benchmarks.tests.test_commands import SPREAD, document
 from kvf_eviction import Lru
 from kvf_plan.simulation import Settings, simulate
 from kvf_plan.trace.reading import open_trace
-from kvframework.config import load_config
+from kvframework.config.load import load_config
 from kvframework_bench.policy.replay import Replay
 from kvframework_bench.policy.requests import Request, made
 from kvframework_bench.policy.run import PolicySizes, bench_policy

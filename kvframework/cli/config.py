@@ -28,13 +28,15 @@ from kvframework.api.toml import toml_value
 from kvframework.client import KVClient
 from kvframework.client.session import ENDPOINT_VARIABLE
 from kvframework.client.status_source import quiet_connection
-from kvframework.config import Config, Layers, PluginTable, assemble, default_endpoint, load_config, read_layers
-from kvframework.config.layers import FIELD_DEFAULT
-from kvframework.config.load import ARRAYS
+from kvframework.config.endpoint import default_endpoint
+from kvframework.config.layers import FIELD_DEFAULT, Layers, read_layers
+from kvframework.config.load import ARRAYS, assemble, load_config
+from kvframework.config.schema import Config, PluginTable
 from kvframework.errors import UnknownRequest, VersionMismatch
 from kvframework.masking import HIDDEN
 from kvframework.preflight import arena_is_kept, refusals, running_server
-from kvframework.registry import PluginRegistry, named_tables
+from kvframework.registry.registry import PluginRegistry
+from kvframework.registry.tables import named_tables
 from kvframework.running_config import shown_config
 from kvframework.wire import messages as m
 

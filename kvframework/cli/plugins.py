@@ -16,7 +16,10 @@ from kvframework.api.tier import TierProvider
 from kvframework.api.toml import toml_value
 from kvframework.cli.commands import CommandGroup
 from kvframework.errors import PluginNotFound
-from kvframework.registry import KINDS, AnyProvider, OptionInfo, PluginInfo, PluginRegistry, describe_options
+from kvframework.registry.discovery import KINDS
+from kvframework.registry.plugin_check import AnyProvider
+from kvframework.registry.registry import PluginInfo, PluginRegistry
+from kvframework.registry.tables import OptionInfo, describe_options
 
 _COLUMNS = ("name", "kind", "distribution", "version", "status", "reason")
 _STYLES = {"available": "green", "unavailable": "yellow"}

@@ -15,13 +15,13 @@ from kvframework.api.console import print_document, print_text, stderr
 from kvframework.api.plugin import ByteSize
 from kvframework.cli.serving import ServeOptions, run_server
 from kvframework.client.status_source import server_endpoint
-from kvframework.config import (
+from kvframework.config.endpoint import (
     check_private_directory,
     keeper_path,
-    load_config,
     prepare_private_directory,
     trusted_server_uid,
 )
+from kvframework.config.load import load_config
 from kvframework.config.schema import LogFormat, LogLevel
 from kvframework.errors import EndpointError
 from kvframework.keeper.sockets import CONTROL_SUFFIX, ask

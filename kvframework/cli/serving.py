@@ -21,7 +21,7 @@ from kvframework.errors import ConfigFileError, EndpointError, KVFrameworkError
 if TYPE_CHECKING:
     from kvframework.cli.signals import ServerSignals
     from kvframework.client import KVClient
-    from kvframework.config import Config
+    from kvframework.config.schema import Config
     from kvframework.keeper.sd_notify import Keeper
     from kvframework.server import Server
     from kvframework.storage.recovery import Keeper as L1Keeper
@@ -91,7 +91,7 @@ def run_server(options: ServeOptions) -> None:
     def read() -> Config:
         from msgspec.structs import replace
 
-        from kvframework.config import load_config
+        from kvframework.config.load import load_config
 
         config = load_config(options.config, options.overrides)
         return replace(config, log=replace(config.log, **options.log))
@@ -120,9 +120,9 @@ def run_server(options: ServeOptions) -> None:
 def _started(settings: Config, signals: ServerSignals, keeper: Keeper | None, takeover: bool) -> Server:
     """Return a server that is bound."""
     # Imported only after signals can be handled: the import is most of the start.
-    from kvframework.config import default_endpoint
+    from kvframework.config.endpoint import default_endpoint
     from kvframework.preflight import refusals, running_server
-    from kvframework.registry import PluginRegistry
+    from kvframework.registry.registry import PluginRegistry
     from kvframework.server import Server
     from kvframework.storage.recovery import ARENA, free_recoverable
 

@@ -17,7 +17,7 @@ from kvframework.api.plugin import Message
 from kvframework.api.requests import RequestSpec
 from kvframework.api.transport import LostKind
 from kvframework.client.arena_mapping import MappedArena
-from kvframework.config import default_endpoint
+from kvframework.config.endpoint import default_endpoint
 from kvframework.errors import Cancelled, DeadlineExceeded, KVFrameworkError, ServerGone, VersionMismatch
 from kvframework.messaging.client.connection import Connection
 from kvframework.messaging.client.link import Answer, OnLate

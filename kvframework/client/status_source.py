@@ -11,7 +11,8 @@ from pathlib import Path
 
 from kvframework.client.session import ENDPOINT_VARIABLE
 from kvframework.client.transfers import KVClient
-from kvframework.config import default_endpoint, load_config
+from kvframework.config.endpoint import default_endpoint
+from kvframework.config.load import load_config
 from kvframework.errors import KVFrameworkError
 from kvframework.wire import messages as m
 

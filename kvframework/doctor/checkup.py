@@ -13,8 +13,11 @@ from pathlib import Path
 
 import msgspec
 
+from kvframework.api.endpoint import parse_endpoint
 from kvframework.api.plugin import ByteSize, Finding
-from kvframework.config import Config, check_directory, default_endpoint, load_config, parse_endpoint
+from kvframework.config.endpoint import check_directory, default_endpoint
+from kvframework.config.load import load_config
+from kvframework.config.schema import Config
 from kvframework.doctor import machine, plugins
 from kvframework.errors import ConfigError, EndpointError
 from kvframework.preflight import RunningServer, arena_is_kept, keeper_status, running_server

@@ -15,19 +15,14 @@ from kvframework.api.memory import MemoryProvider
 from kvframework.api.plugin import ByteSize, Finding, Options, ServerTerms, TableContext
 from kvframework.api.tier import TierProvider
 from kvframework.api.transport import TransportProvider
-from kvframework.config import Config, PluginTable
+from kvframework.config.schema import Config, PluginTable
 from kvframework.doctor.machine import memlock
 from kvframework.errors import KVFrameworkError
 from kvframework.masking import HIDDEN, hiding, secrets_of
-from kvframework.registry import (
-    KINDS,
-    AnyProvider,
-    PluginRegistry,
-    check_table,
-    named_tables,
-    resolve_table,
-    server_terms,
-)
+from kvframework.registry.discovery import KINDS
+from kvframework.registry.plugin_check import AnyProvider
+from kvframework.registry.registry import PluginRegistry
+from kvframework.registry.tables import check_table, named_tables, resolve_table, server_terms
 from kvframework.supervise.child import run_isolated
 from kvframework.text import described
 

@@ -18,7 +18,7 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from kvframework.config import parse_endpoint
+from kvframework.api.endpoint import parse_endpoint
 from kvframework.errors import CurveKeyError
 
 logger = logging.getLogger(__name__)

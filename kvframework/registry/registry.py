@@ -16,8 +16,8 @@ import pluggy
 from kvframework.api import hookspecs
 from kvframework.api.installing import install_command
 from kvframework.api.plugin import API_VERSION, ENTRY_POINT_GROUP, PROJECT, Options
+from kvframework.api.toml import closest, convert
 from kvframework.bounded_calls import named_at
-from kvframework.config import closest, convert
 from kvframework.errors import (
     ConfigFieldError,
     PluginBroken,

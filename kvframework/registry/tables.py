@@ -23,7 +23,8 @@ from kvframework.api.requests import RequestsProvider
 from kvframework.api.tier import TierProvider
 from kvframework.api.transport import TransportProvider
 from kvframework.bounded_calls import named_at, timed
-from kvframework.config import Config, PluginTable, default_endpoint
+from kvframework.config.endpoint import default_endpoint
+from kvframework.config.schema import Config, PluginTable
 from kvframework.errors import ConfigFieldError, KVFrameworkError, PluginBroken, PluginUnavailable
 from kvframework.masking import secret_mark
 from kvframework.registry.registry import PluginRegistry

@@ -31,7 +31,7 @@ from kvframework.api.requests import (
 )
 from kvframework.api.transport import ServerContext, ServerTransport
 from kvframework.bounded_calls import call_within
-from kvframework.config import ServerConfig, TenantConfig
+from kvframework.config.schema import ServerConfig, TenantConfig
 from kvframework.errors import NotRegistered, RequestError
 from kvframework.logs.form import log_status
 from kvframework.record_ring import RecordRing

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from kvframework.api.hasher import DIGEST_BYTES, TOKEN_BYTES
 from kvframework.api.requests import CacheKey, ClientInfo, Handler
 from kvframework.api.transport import StoreOutcome
-from kvframework.config import ServerConfig
+from kvframework.config.schema import ServerConfig
 from kvframework.errors import LeaseUnknown, RequestError, TransportMismatch
 from kvframework.service.contexts import Contexts, RegisteredContext
 from kvframework.service.keys import KeyGrid

@@ -21,7 +21,7 @@ from kvframework.api.keys import CacheKey, ChunkContent, sampled_parent, tenant_
 from kvframework.api.listener import RequestRecord
 from kvframework.api.requests import ClientInfo
 from kvframework.api.transport import ArenaRange, StoreOutcome
-from kvframework.config import TenantConfig
+from kvframework.config.schema import TenantConfig
 from kvframework.errors import BadRange, TransportMismatch
 from kvframework.pricing import EngineSpeed, Priced
 from kvframework.record_ring import RecordRing

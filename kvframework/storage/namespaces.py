@@ -27,7 +27,7 @@ from kvframework.api.codec import MAX_CODEC_NAME, NO_CODEC
 from kvframework.api.keys import LAYER_ORDER_BYTES, ObjectKey, PackedKey
 from kvframework.api.layout import CANONICAL, MAX_GROUPS, MAX_OBJECT_BYTES, MemoryLayoutDesc
 from kvframework.api.plugin import Buffer, Message
-from kvframework.config import closest
+from kvframework.api.toml import closest
 from kvframework.errors import BadDtype, NamespaceMismatch, RequestError
 
 FORMAT_VERSION = 2

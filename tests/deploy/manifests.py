@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvframework.api.plugin import ByteSize
-from kvframework.config import load_config
+from kvframework.config.load import load_config
 
 KUBERNETES = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes"
 # docs/sizing.md says it: 80 MB for the server, the rest for messages under way and what tiers hold.

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvframework.config import load_config
+from kvframework.config.load import load_config
 from tests.deploy.manifests import in_bytes, memory_limit
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"

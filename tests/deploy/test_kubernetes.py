@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvframework.config import load_config
+from kvframework.config.load import load_config
 from tests.deploy.manifests import KUBERNETES, containers, documents, in_bytes, memory_limit, pod
 
 FOLDERS = ("sidecar", "daemonset", "monitoring")

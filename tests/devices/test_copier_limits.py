@@ -10,9 +10,10 @@ from kvf_devices import DeviceOptions
 from kvf_devices.copier import LAUNCH_FRAGMENTS, _split
 from kvframework.api.copy_plans import CopyBatch, Step
 from kvframework.api.plugin import ByteSize
-from kvframework.config import load_config
+from kvframework.config.load import load_config
 from kvframework.errors import ConfigFieldError
-from kvframework.registry import PluginRegistry, check_config
+from kvframework.registry.registry import PluginRegistry
+from kvframework.registry.tables import check_config
 from tests.devices import rigs  # noqa: F401 - makes the example importable
 
 from tests.devices import faulty  # isort: skip  it imports the example

@@ -15,9 +15,10 @@ from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine, must_work
 from kvf_dev.testing.transport.node import client_of, status_of
 from kvframework.api.futures import Future
 from kvframework.api.transport import StoreOutcome
-from kvframework.config import load_config
+from kvframework.config.load import load_config
 from kvframework.errors import ConfigFieldError, DeviceError, DeviceLost
-from kvframework.registry import PluginRegistry, check_config
+from kvframework.registry.registry import PluginRegistry
+from kvframework.registry.tables import check_config
 from tests.core.registry.fake_distributions import install
 from tests.devices.conftest import Start
 from tests.devices.rigs import EXAMPLE, kvf_simdev, simdev

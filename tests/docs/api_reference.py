@@ -6,7 +6,7 @@ from typing import Any
 
 import kvf_devices  # noqa: F401 - it has a descriptor
 from kvframework.api.plugin import Provider
-from kvframework.registry import KINDS
+from kvframework.registry.discovery import KINDS
 from tests.core.api import surface
 from tests.docs import error_codes
 

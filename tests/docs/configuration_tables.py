@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from kvframework.config import schema
-from kvframework.registry import describe_options
+from kvframework.registry.tables import describe_options
 from kvframework.running_config import changes_now
 from tests.docs.option_tables import rows
 

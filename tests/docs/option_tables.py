@@ -12,9 +12,10 @@ import msgspec
 from msgspec import inspect
 
 from kvframework.api.plugin import ByteSize, Options
-from kvframework.config import toml_value
-from kvframework.registry import OptionInfo, PluginRegistry, describe_options
+from kvframework.api.toml import toml_value
 from kvframework.registry.discovery import EntryPointInfo
+from kvframework.registry.registry import PluginRegistry
+from kvframework.registry.tables import OptionInfo, describe_options
 
 ROOT = Path(__file__).resolve().parents[2]
 # Folders of distributions.

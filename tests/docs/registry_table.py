@@ -10,8 +10,8 @@ import re
 import sys
 from pathlib import Path
 
-from kvframework.registry import PluginRegistry
 from kvframework.registry.discovery import EntryPointInfo
+from kvframework.registry.registry import PluginRegistry
 from tests.docs.option_tables import ROOT, importable, is_ours, readmes
 
 KITS = {

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import typer
 
-from kvframework.config import load_config
+from kvframework.config.load import load_config
 from kvframework.errors import KVFrameworkError, PluginNotFound, PluginUnavailable
-from kvframework.registry import PluginRegistry, check_config
+from kvframework.registry.registry import PluginRegistry
+from kvframework.registry.tables import check_config
 from tests.docs.prose import PAGES, ROOT
 from tests.docs.shown import blocks
 from tests.support.whole_cli import whole_cli

@@ -10,9 +10,11 @@ import pytest
 
 from kvframework.api import plugin
 from kvframework.api.tier import Tier, TierProvider
-from kvframework.config import load_config
+from kvframework.config.load import load_config
 from kvframework.errors import PluginWrongApi
-from kvframework.registry import PluginRegistry, check_config, plugin_check
+from kvframework.registry import plugin_check
+from kvframework.registry.registry import PluginRegistry
+from kvframework.registry.tables import check_config
 from tests.core.registry.fake_distributions import info, install
 from tests.docs.shown import blocks
 

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.config import load_config
+from kvframework.config.load import load_config
 from kvframework.errors import ConfigFieldError
-from kvframework.registry import KINDS, PluginRegistry, check_config
+from kvframework.registry.discovery import KINDS
+from kvframework.registry.registry import PluginRegistry
+from kvframework.registry.tables import check_config
 from tests.docs import api_reference, error_codes, option_tables
 from tests.docs.generate import RENEW, generated
 

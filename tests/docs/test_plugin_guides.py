@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from kvframework.api.plugin import Finding
-from kvframework.config import load_config
-from kvframework.registry import PluginRegistry, check_config
+from kvframework.config.load import load_config
+from kvframework.registry.registry import PluginRegistry
+from kvframework.registry.tables import check_config
 from tests.core.cli.command import run
 from tests.core.registry.fake_distributions import install
 from tests.docs import shown

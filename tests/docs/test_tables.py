@@ -21,10 +21,10 @@ from kvf_observe.explain import ANSWERS
 from kvf_plan.trace import lines
 from kvframework.api.plugin import API_VERSION, ByteSize
 from kvframework.api.tier import OPTIONAL_METHODS
-from kvframework.config import ServerConfig
+from kvframework.config.schema import ServerConfig
 from kvframework.errors import KVFrameworkError
 from kvframework.pricing import EngineSpeed
-from kvframework.registry import KINDS as PLUGIN_KINDS
+from kvframework.registry.discovery import KINDS as PLUGIN_KINDS
 from kvframework.status import COLD_REASONS, COUNTERS, REASONS, Status, places
 from kvframework.storage.l1.journal import SCHEMA
 from kvframework.storage.namespaces import FORMAT_VERSION

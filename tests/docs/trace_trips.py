@@ -72,8 +72,8 @@ def main(redis_url: str) -> None:
 
     import redis
     from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
-    from kvframework.config import load_config
-    from kvframework.registry import PluginRegistry
+    from kvframework.config.load import load_config
+    from kvframework.registry.registry import PluginRegistry
     from kvframework.server import Server
     from kvframework.wire.messages import Clear, Cleared
     from tests.support.waiting import wait_until

@@ -7,10 +7,10 @@ import pytest
 from kvf_events.listener import state_folder
 from kvf_events.options import EventsOptions
 from kvframework.api.installing import install_command
-from kvframework.config import load_config
+from kvframework.config.load import load_config
 from kvframework.errors import ConfigError, ConfigFieldError, EndpointError
 from kvframework.preflight import refusals
-from kvframework.registry import PluginRegistry
+from kvframework.registry.registry import PluginRegistry
 
 IPC = "events.endpoint=ipc:///run/x/announced.sock"
 TCP = "events.endpoint=tcp://127.0.0.1:5557"

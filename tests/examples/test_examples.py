@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.config import load_config
-from kvframework.registry import PluginRegistry, check_config
+from kvframework.config.load import load_config
+from kvframework.registry.registry import PluginRegistry
+from kvframework.registry.tables import check_config
 from kvframework.wire import messages as m
 from tests.core.registry.fake_distributions import install
 from tests.core.server.in_process import serving

@@ -21,7 +21,7 @@ from kvf_mooncake.writes import SEAL_BYTES, broken_seal, seal
 from kvframework.api.plugin import TableContext
 from kvframework.api.tier import Outcome
 from kvframework.errors import TierError
-from kvframework.registry import PluginRegistry
+from kvframework.registry.registry import PluginRegistry
 from tests.core.doctor.tables import ask, levels
 from tests.mooncake.fake_mooncake import (
     DEAD_PEER,

@@ -9,9 +9,9 @@ import pytest
 
 from kvf_observe import settings
 from kvf_observe.http import settings as http_settings
-from kvframework.api.endpoint import parse_listen
+from kvframework.api.endpoint import ObserveConfig, parse_listen
 from kvframework.api.installing import install_command
-from kvframework.config import ObserveConfig, load_config
+from kvframework.config.load import load_config
 from kvframework.errors import ConfigFieldError, EndpointError
 from tests.core.cli.command import run
 

@@ -12,10 +12,10 @@ from opentelemetry.trace import StatusCode
 
 from kvf_observe import settings
 from kvf_observe.spans import SpanMaker
-from kvframework.api.endpoint import collector_url
+from kvframework.api.endpoint import ObserveConfig, collector_url
 from kvframework.api.installing import install_command
 from kvframework.api.listener import Finished, TierCall
-from kvframework.config import ObserveConfig, load_config
+from kvframework.config.load import load_config
 from kvframework.errors import ConfigFieldError, PluginUnavailable
 
 TRACE, SPAN = "ab" * 16, "cd" * 8

@@ -48,7 +48,7 @@ ALLOWED = {*sys.stdlib_module_names, "msgspec"}
 LOAD = """
 import json, sys
 sys.path[:0] = [sys.argv[1]]
-from kvframework.registry import PluginRegistry
+from kvframework.registry.registry import PluginRegistry
 from kvframework.registry.discovery import discover
 registry = PluginRegistry([offer for offer in discover() if not offer.distribution.startswith("kvframework")])
 found = {}

@@ -11,7 +11,7 @@ import pytest
 
 from kvf_plan.planning.goal import Setting, toml_of
 from kvf_plan.planning.offers import TierOffer
-from kvframework.config import load_config
+from kvframework.config.load import load_config
 from tests.core.cli.command import run
 from tests.plan.planning.traces import conversations
 from tests.support.server_process import ServerProcess

@@ -11,7 +11,7 @@ import pytest
 
 from kvf_plan.simulation import Engines, Settings, SlowTime, TierSpeed, simulate
 from kvf_plan.trace.form import MOONCAKE, Header, Request
-from kvframework.config import load_config
+from kvframework.config.load import load_config
 from kvframework.registry.registry import PluginRegistry
 
 CHUNK = 512

@@ -10,7 +10,8 @@ from typing import Any
 
 import zmq
 
-from kvframework.config import LIVENESS_SUFFIX, parse_endpoint
+from kvframework.api.endpoint import parse_endpoint
+from kvframework.config.endpoint import LIVENESS_SUFFIX
 from kvframework.wire.frames import ERROR_TYPE, decode, join, split
 from kvframework.wire.protocol import REQUESTS
 

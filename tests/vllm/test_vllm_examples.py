@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.config import load_config
-from kvframework.registry import PluginRegistry, check_config
+from kvframework.config.load import load_config
+from kvframework.registry.registry import PluginRegistry
+from kvframework.registry.tables import check_config
 from tests.support.ports import free_port
 from tests.support.redis_server import RedisServer
 from tests.vllm.model import cached

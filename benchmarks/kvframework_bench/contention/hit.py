@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvframework.registry import PluginRegistry
+from kvframework.registry.registry import PluginRegistry
 from kvframework_bench.console import Stage
 from kvframework_bench.contention.figures import HitFigures, HitRow
 from kvframework_bench.contention.profile import FILE, CopyClock, copy_clock, hottest, profiled

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TypeVar
 
-from kvframework.registry import PluginRegistry
+from kvframework.registry.registry import PluginRegistry
 from kvframework_bench.console import Stage, no_progress
 from kvframework_bench.contention.figures import ContentionFigures
 from kvframework_bench.contention.hit import bench_hit

@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
-from kvframework.registry import PluginRegistry
+from kvframework.registry.registry import PluginRegistry
 from kvframework_bench.console import Stage
 from kvframework_bench.contention.figures import SpinningShape, SpinningTransfers
 from kvframework_bench.contention.sizes import SPINNING_RATIO, Sizes

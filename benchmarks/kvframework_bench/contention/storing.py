@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from kvframework.client import RequestHashes, SchedulerAdapter
-from kvframework.registry import PluginRegistry
+from kvframework.registry.registry import PluginRegistry
 from kvframework_bench.console import Stage
 from kvframework_bench.contention.figures import StoringFigures, StoringLookup
 from kvframework_bench.contention.sizes import STORING_P99_RATIO, Sizes

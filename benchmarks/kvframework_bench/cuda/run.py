@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TypeVar
 
-from kvframework.registry import PluginRegistry
+from kvframework.registry.registry import PluginRegistry
 from kvframework_bench.console import Stage, no_progress
 from kvframework_bench.cuda.decode import bench_steps
 from kvframework_bench.cuda.device import Device

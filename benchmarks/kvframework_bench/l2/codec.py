@@ -11,8 +11,9 @@ from typing import TypeVar
 
 from kvframework.api.codec import CodecProvider
 from kvframework.api.plugin import DTYPE_BYTES
-from kvframework.config import PluginTable
-from kvframework.registry import PluginRegistry, resolve_table
+from kvframework.config.schema import PluginTable
+from kvframework.registry.registry import PluginRegistry
+from kvframework.registry.tables import resolve_table
 from kvframework_bench.console import Stage
 from kvframework_bench.errors import BenchUnavailable, WrongBytes
 from kvframework_bench.l2.entropy import entropy_bound

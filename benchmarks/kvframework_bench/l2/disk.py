@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from kvframework.api.plugin import ByteSize
 from kvframework.api.tier import Outcome, Tier
-from kvframework.registry import PluginRegistry
+from kvframework.registry.registry import PluginRegistry
 from kvframework.storage.namespaces import HEADER_BYTES
 from kvframework_bench.console import Stage
 from kvframework_bench.errors import BenchFailed, Skipped

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvframework.client import KVClient
-from kvframework.registry import PluginRegistry
+from kvframework.registry.registry import PluginRegistry
 from kvframework_bench.console import Stage
 from kvframework_bench.copy_reference import fastest_copy
 from kvframework_bench.errors import BenchFailed, BenchUnavailable, Skipped, measure_or_skip, require_torch

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from kvframework.client import KVClient, RequestHashes
-from kvframework.registry import PluginRegistry
+from kvframework.registry.registry import PluginRegistry
 from kvframework_bench.console import Stage
 from kvframework_bench.errors import BenchFailed
 from kvframework_bench.l2.figures import MemoryRow

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvframework.api.plugin import ByteSize
 from kvframework.api.tier import Outcome, Tier
-from kvframework.registry import PluginRegistry
+from kvframework.registry.registry import PluginRegistry
 from kvframework.storage.namespaces import HEADER_BYTES
 from kvframework_bench.console import Stage
 from kvframework_bench.l2.figures import MooncakeRow

@@ -13,7 +13,7 @@ from statistics import median
 
 from kvframework.api.tier import Outcome, Tier
 from kvframework.client import RequestHashes
-from kvframework.registry import PluginRegistry
+from kvframework.registry.registry import PluginRegistry
 from kvframework_bench.console import Stage
 from kvframework_bench.errors import BenchFailed
 from kvframework_bench.l2.figures import NewRow

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvframework.api.plugin import ByteSize
 from kvframework.api.tier import Outcome, Tier
-from kvframework.registry import PluginRegistry
+from kvframework.registry.registry import PluginRegistry
 from kvframework_bench.console import Stage
 from kvframework_bench.errors import BenchFailed, BenchUnavailable, Skipped, measure_or_skip
 from kvframework_bench.l2.figures import RedisFigures, RedisRow

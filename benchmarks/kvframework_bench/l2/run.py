@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TypeVar
 
-from kvframework.registry import PluginRegistry
+from kvframework.registry.registry import PluginRegistry
 from kvframework_bench.console import Stage, no_progress
 from kvframework_bench.errors import BenchUnavailable, Skipped, measure_or_skip
 from kvframework_bench.l2.codec import bench_codec

@@ -13,7 +13,7 @@ from kvf_demo.child import uninterrupted
 from kvf_demo.s3_server import BUCKET, INSTALL_HINT, S3Site, weed_binary
 from kvframework.api.plugin import ByteSize
 from kvframework.api.tier import Outcome, Tier
-from kvframework.registry import PluginRegistry
+from kvframework.registry.registry import PluginRegistry
 from kvframework_bench.console import Stage
 from kvframework_bench.errors import BenchUnavailable
 from kvframework_bench.l2.figures import S3Figures, S3Row

@@ -6,7 +6,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
-from kvframework.registry import PluginRegistry
+from kvframework.registry.registry import PluginRegistry
 from kvframework_bench.console import Stage
 from kvframework_bench.l2.figures import StalledRow
 from kvframework_bench.l2.redis_server import running_redis

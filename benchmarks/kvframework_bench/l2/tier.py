@@ -14,9 +14,10 @@ from typing import Any
 
 from kvframework.api.tier import Outcome, PackedKey, TableContext, Tier, TierProvider
 from kvframework.client import KVClient
-from kvframework.config import PluginTable
+from kvframework.config.schema import PluginTable
 from kvframework.errors import PluginError
-from kvframework.registry import PluginRegistry, resolve_table
+from kvframework.registry.registry import PluginRegistry
+from kvframework.registry.tables import resolve_table
 from kvframework_bench.errors import BenchFailed, BenchUnavailable, WrongBytes
 from kvframework_bench.server import RunningServer, status
 

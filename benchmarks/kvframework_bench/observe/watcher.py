@@ -107,7 +107,7 @@ def scraping(name: str, endpoint: str, directory: Path) -> Iterator[Watcher]:
     """Yield a watcher that scrapes the metrics of a server, with an observing process of its own. Waits until that
     answers. For the main thread. Raises `BenchFailed`."""
     from kvf_observe.process import Start
-    from kvframework.config import ObserveConfig
+    from kvframework.api.endpoint import ObserveConfig
     from kvframework.logs.form import LogForm
 
     start = Start(os.getpid(), endpoint, ObserveConfig("127.0.0.1:0"), LogForm("info", "human"))

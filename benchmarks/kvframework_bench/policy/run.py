@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from kvframework.api.eviction import EvictionPolicy, EvictionProvider
-from kvframework.registry import PluginRegistry
+from kvframework.registry.registry import PluginRegistry
 from kvframework_bench.console import Stage, no_progress
 from kvframework_bench.errors import BenchFailed
 from kvframework_bench.policy.figures import TARGETS, PolicyFigures, PolicyRow

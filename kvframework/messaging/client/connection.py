@@ -20,15 +20,10 @@ from typing import Any, Literal
 import msgspec
 import zmq
 
+from kvframework.api.endpoint import Endpoint, parse_endpoint
 from kvframework.api.futures import Future
 from kvframework.api.requests import Buffer, Message, RequestSpec
-from kvframework.config import (
-    FULL_SUFFIX,
-    Endpoint,
-    check_private_directory,
-    parse_endpoint,
-    trusted_server_uid,
-)
+from kvframework.config.endpoint import FULL_SUFFIX, check_private_directory, trusted_server_uid
 from kvframework.errors import (
     DeadlineExceeded,
     KVFrameworkError,

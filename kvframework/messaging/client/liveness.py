@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
 from kvframework.api.transport import LostKind
-from kvframework.config import trusted_server_uid
+from kvframework.config.endpoint import trusted_server_uid
 from kvframework.errors import EndpointError, ProtocolError, ServerGone
 from kvframework.logs.limit import LogLimit
 from kvframework.messaging.polling import WITH_ARENA, WITHOUT_ARENA, close_after_fork, peer_of

@@ -21,15 +21,10 @@ from typing import Any, TypeVar
 
 import zmq
 
+from kvframework.api.endpoint import parse_endpoint
 from kvframework.api.listener import Sockets
 from kvframework.api.plugin import Buffer, Message
-from kvframework.config import (
-    FULL_SUFFIX,
-    LIVENESS_SUFFIX,
-    check_directory,
-    parse_endpoint,
-    prepare_private_directory,
-)
+from kvframework.config.endpoint import FULL_SUFFIX, LIVENESS_SUFFIX, check_directory, prepare_private_directory
 from kvframework.config.schema import SESSIONS_SHARE
 from kvframework.errors import EndpointError, ServerFull
 from kvframework.messaging import frames_io

@@ -14,7 +14,7 @@ from kvframework.api.keys import PackedKey
 from kvframework.api.layout import MemoryLayoutDesc
 from kvframework.api.requests import Select
 from kvframework.bounded_calls import call_within
-from kvframework.config import L2Keys
+from kvframework.config.schema import L2Keys
 from kvframework.errors import TierError
 from kvframework.record_ring import NO_RECORDS, RecordRing
 from kvframework.storage.l1.entries import NO_CLIENT

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvframework.config import Config
+from kvframework.config.schema import Config
 from tests.core.cli.command import install_config_plugins, run
 
 if sys.version_info >= (3, 11):

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvframework.api.console import PlainConsole
-from kvframework.config import toml_value
+from kvframework.api.toml import toml_value
 from tests.core.cli.command import run
 from tests.core.config.test_toml import refusal
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvf_dev.new import KINDS
-from kvframework.registry import KINDS as REGISTERED
+from kvframework.registry.discovery import KINDS as REGISTERED
 from tests.core.cli.command import environment
 from tests.core.registry.fake_distributions import install
 

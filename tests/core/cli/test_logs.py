@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.config import load_config
+from kvframework.config.load import load_config
 from kvframework.config.schema import LogConfig
 from kvframework.errors import ConfigFieldError
 from kvframework.logs.form import JsonFormatter

@@ -193,9 +193,9 @@ SERVE = """
 import os, signal, sys
 import kvframework.cli.serve, kvframework.server
 from kvframework.cli.main import main
-from kvframework.config import load_config
+from kvframework.config.load import load_config
 from kvframework.preflight import refusals
-from kvframework.registry import PluginRegistry
+from kvframework.registry.registry import PluginRegistry
 list(refusals(load_config(None), PluginRegistry(), replaces=0))
 for path in sys.argv[1:]:
     child = os.fork()

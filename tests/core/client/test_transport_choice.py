@@ -17,9 +17,9 @@ from kvf_devices.endpoints import DeviceTransfer
 from kvframework.api.layout import Layout
 from kvframework.api.transport import Registration
 from kvframework.client import KVClient, RequestHashes, WorkerAdapter
-from kvframework.config import load_config
+from kvframework.config.load import load_config
 from kvframework.errors import BadLayout, DeviceError, TransportMismatch
-from kvframework.registry import PluginRegistry
+from kvframework.registry.registry import PluginRegistry
 from kvframework.server import Server
 from kvframework.wire import messages as m
 from tests.devices import rigs  # noqa: F401 - makes the example importable

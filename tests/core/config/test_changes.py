@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvframework.config import load_config
+from kvframework.config.load import load_config
 from kvframework.config.schema import Config
-from kvframework.registry import PluginRegistry, complete_config
+from kvframework.registry.registry import PluginRegistry
+from kvframework.registry.tables import complete_config
 from kvframework.running_config import CHANGED_NOW, changes, changes_now, flat
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.config import Endpoint, default_endpoint, endpoint, parse_endpoint, prepare_private_directory
-from kvframework.config.endpoint import default_directory
+from kvframework.api.endpoint import Endpoint, parse_endpoint
+from kvframework.config import endpoint
+from kvframework.config.endpoint import default_directory, default_endpoint, prepare_private_directory
 from kvframework.errors import EndpointError
 
 

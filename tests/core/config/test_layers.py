@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvframework.api.plugin import ByteSize
-from kvframework.api.toml import parse_toml
-from kvframework.config import Layers, read_layers, toml_value
+from kvframework.api.toml import parse_toml, toml_value
+from kvframework.config.layers import Layers, read_layers
 
 
 @pytest.fixture

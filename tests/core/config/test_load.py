@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.config import Config, ServerConfig, load_config
+from kvframework.config.load import load_config
+from kvframework.config.schema import Config, ServerConfig
 from kvframework.errors import ConfigError, ConfigFieldError, ConfigFileError, EndpointError
 
 Load = Callable[..., Config]

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.config import load_config
 from kvframework.config.layers import apply_override, parse_value
+from kvframework.config.load import load_config
 from kvframework.errors import ConfigFieldError
 
 

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvframework.api.keys import tenant_digest
-from kvframework.config import Config, bytes_of_tenants, load_config
+from kvframework.config.load import load_config
+from kvframework.config.schema import Config
+from kvframework.config.tenants import bytes_of_tenants
 from kvframework.errors import ConfigFieldError
 
 A, B = tenant_digest("salt of a"), tenant_digest("salt of b")

@@ -13,7 +13,7 @@ from kvf_dev.testing import CodecConformance
 from kvframework.api.codec import Codec
 from kvframework.api.installing import install_command
 from kvframework.errors import ConfigFieldError, PluginUnavailable
-from kvframework.registry import PluginRegistry
+from kvframework.registry.registry import PluginRegistry
 
 try:
     import zstandard

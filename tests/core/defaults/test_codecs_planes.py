@@ -17,7 +17,7 @@ from kvf_codecs.plane_kernel import NativeKernel, NumpyKernel, PlaneKernel, load
 from kvf_dev.testing import CodecConformance
 from kvframework.api.plugin import DTYPE_BYTES
 from kvframework.errors import PluginUnavailable
-from kvframework.registry import PluginRegistry
+from kvframework.registry.registry import PluginRegistry
 
 zstandard = pytest.importorskip("zstandard", reason="zstandard is not installed")
 

@@ -12,7 +12,7 @@ from kvf_layouts import kvf_layouts as hook
 from kvf_layouts.dynamic_cache import DynamicCacheLayout
 from kvf_layouts.paged import PagedLayout
 from kvframework.api.layout import chunk_tokens_for
-from kvframework.config import load_config
+from kvframework.config.load import load_config
 from kvframework.errors import BadDtype, BadLayout
 from tests.support.lazy import torch
 

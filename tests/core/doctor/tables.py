@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvframework.api.plugin import Finding
-from kvframework.config import PluginTable
+from kvframework.config.schema import PluginTable
 from kvframework.doctor.plugins import Subject, table_findings
 
 WHERE = "kvf.toml: [[l2]] #1"

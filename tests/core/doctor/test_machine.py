@@ -14,7 +14,7 @@ import pytest
 
 from kvf_pinned.nodes import accelerator_nodes
 from kvframework.api.plugin import Finding
-from kvframework.config import check_directory, default_endpoint
+from kvframework.config.endpoint import check_directory, default_endpoint
 from kvframework.doctor import machine as checks
 from kvframework.doctor.checkup import examine, run_check, socket_findings
 from kvframework.errors import EndpointError

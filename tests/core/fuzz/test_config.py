@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.config import load_config
+from kvframework.config.load import load_config
 from kvframework.errors import ConfigError
 from tests.core.fuzz.bounds import check_words
 from tests.core.fuzz.effort import fuzzed

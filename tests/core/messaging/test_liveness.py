@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 
-from kvframework.config import parse_endpoint
+from kvframework.api.endpoint import parse_endpoint
 from kvframework.errors import EndpointError, ProtocolError, ServerGone
 from kvframework.messaging.client.liveness import LivenessLink
 from kvframework.messaging.polling import WITHOUT_ARENA

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvframework.registry import PluginInfo, PluginRegistry
+from kvframework.registry.registry import PluginInfo, PluginRegistry
 
 HOOKS = (
     "from kvframework.api.codec import CodecProvider, hookimpl\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvframework.errors import PluginBroken, PluginWrongApi, PluginWrongKind
-from kvframework.registry import PluginRegistry
+from kvframework.registry.registry import PluginRegistry
 from tests.core.registry.fake_distributions import HOOKS, codec_module, info, install, marking
 
 BROKEN = {

@@ -14,9 +14,10 @@ from kvframework.api.memory import MemoryProvider
 from kvframework.api.plugin import ByteSize, Options
 from kvframework.api.tier import TierProvider
 from kvframework.api.transport import TransportProvider
-from kvframework.config import load_config
+from kvframework.config.load import load_config
 from kvframework.errors import ConfigFieldError, PluginNotFound, PluginWrongKind
-from kvframework.registry import PluginRegistry, check_config, resolve_table
+from kvframework.registry.registry import PluginRegistry
+from kvframework.registry.tables import check_config, resolve_table
 
 
 class Memory(Options, frozen=True):

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvframework.api import hookspecs
-from kvframework.registry import KINDS, PluginRegistry
+from kvframework.registry.discovery import KINDS
+from kvframework.registry.registry import PluginRegistry
 from tests.core.registry.fake_distributions import install
 
 HOOKS: dict[str, Callable[[], object]] = {

@@ -9,7 +9,7 @@ import pytest
 from kvframework.api.codec import CodecProvider, hookimpl
 from kvframework.api.plugin import ByteSize, Options
 from kvframework.errors import ConfigFieldError, PluginBroken, PluginConflict, PluginError
-from kvframework.registry import PluginInfo, PluginRegistry
+from kvframework.registry.registry import PluginInfo, PluginRegistry
 from tests.core.registry.fake_distributions import codec_module, install
 
 

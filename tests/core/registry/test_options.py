@@ -11,7 +11,7 @@ from rich.pretty import pretty_repr
 
 from kvframework.api.plugin import ByteSize, NoOptions, Options, Secret, SecretUrl
 from kvframework.masking import shown_options
-from kvframework.registry import OptionInfo, describe_options
+from kvframework.registry.tables import OptionInfo, describe_options
 
 
 class Mode(enum.Enum):

@@ -22,7 +22,8 @@ from kvframework.errors import (
     PluginUnavailable,
     PluginWrongKind,
 )
-from kvframework.registry import EntryPointInfo, PluginInfo, PluginRegistry, discover
+from kvframework.registry.discovery import EntryPointInfo, discover
+from kvframework.registry.registry import PluginInfo, PluginRegistry
 from tests.core.registry.fake_distributions import HOOKS, codec_module, info, install, marking
 
 
@@ -130,7 +131,7 @@ def test_nothing_is_imported_but_what_is_named(site: Path, tmp_path: Path) -> No
 
     def imported(statement: str) -> list[str]:
         marker.unlink(missing_ok=True)
-        code = f"from kvframework.registry import PluginRegistry\nregistry = PluginRegistry()\n{statement}"
+        code = f"from kvframework.registry.registry import PluginRegistry\nregistry = PluginRegistry()\n{statement}"
         path = f"import sys\nsys.path.insert(0, {str(site)!r})\n"
         subprocess.run([sys.executable, "-c", path + code], check=True, timeout=240)
         return marker.read_text().split() if marker.exists() else []
@@ -143,7 +144,7 @@ def test_nothing_is_imported_but_what_is_named(site: Path, tmp_path: Path) -> No
 def test_importing_the_machinery_imports_no_plugin_and_nothing_heavy() -> None:
     code = """
 import sys
-from kvframework.registry import PluginRegistry
+from kvframework.registry.registry import PluginRegistry
 registry = PluginRegistry()
 registry.list()
 registry.resolve("hasher", "sha256")

@@ -7,7 +7,7 @@ import sys
 
 from kvf_dev.testing.transport.engine import registry_for
 from kvf_dev.testing.transport.node import rig_told, settings_for
-from kvframework.config import load_config
+from kvframework.config.load import load_config
 from kvframework.keeper.sd_notify import Keeper
 from kvframework.server import Server
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from kvframework.client import KVClient
-from kvframework.config import load_config, trusted_server_uid
+from kvframework.config.endpoint import trusted_server_uid
+from kvframework.config.load import load_config
 from kvframework.errors import EndpointError, KVFrameworkError
-from kvframework.registry import PluginRegistry
+from kvframework.registry.registry import PluginRegistry
 from tests.core.cli.command import run
 from tests.core.security.another_user import NOBODY, as_another_user, needs_root
 from tests.support.server_process import ServerProcess

@@ -10,7 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 from kvframework.api.requests import Handler
-from kvframework.config import load_config
+from kvframework.config.load import load_config
 from kvframework.errors import UnknownRequest
 from kvframework.registry.registry import PluginRegistry
 from kvframework.server import Server

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvframework import errors
-from kvframework.config import load_config
+from kvframework.config.load import load_config
 from kvframework.registry.registry import PluginRegistry
 from kvframework.server import Server
 from kvframework.storage.l2.sealed_tier import CodecTable

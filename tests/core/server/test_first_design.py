@@ -16,7 +16,7 @@ from kvframework.api.keys import compute_namespace
 from kvframework.api.layout import KVLayout, LayerGroup, canonical_desc
 from kvframework.api.transport import StoreOutcome
 from kvframework.client import KVClient, register_canonical
-from kvframework.config import load_config
+from kvframework.config.load import load_config
 from kvframework.errors import NamespaceMismatch
 from kvframework.registry.registry import PluginRegistry
 from kvframework.server import Server

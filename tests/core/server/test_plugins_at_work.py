@@ -7,7 +7,7 @@ import pytest
 from kvframework import errors
 from kvframework.api.plugin import NoOptions
 from kvframework.api.requests import CacheServices, Handler, Message, RequestSpec, RequestsProvider, hookimpl
-from kvframework.config import load_config
+from kvframework.config.load import load_config
 from kvframework.registry.registry import PluginRegistry
 from kvframework.server import Server
 from kvframework.wire import messages as m

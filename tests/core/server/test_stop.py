@@ -11,7 +11,7 @@ import pytest
 
 from kvframework.api.plugin import NoOptions
 from kvframework.api.tier import Node, TierProvider, hookimpl
-from kvframework.config import load_config
+from kvframework.config.load import load_config
 from kvframework.errors import ConfigError, PluginBroken
 from kvframework.registry.registry import PluginRegistry
 from kvframework.server import Server

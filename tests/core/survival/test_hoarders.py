@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from kvf_observe.explain import why
 from kvframework.api.requests import CacheKey
-from kvframework.config import read_layers
+from kvframework.config.layers import read_layers
 from kvframework.errors import AlreadyRegistered, LeaseUnknown
 from kvframework.service.engine_driven import MAX_OF_ASKER
 from kvframework.wire import messages as m

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvframework.client import CurveKeys, KVClient
-from kvframework.config import load_config
+from kvframework.config.load import load_config
 from kvframework.errors import CurveKeyError, ServerGone
 from kvframework.messaging.curve import (
     SECRET_VARIABLE,

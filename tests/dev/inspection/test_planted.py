@@ -10,7 +10,7 @@ import pytest
 import kvframework
 from kvf_dev.inspection import PROBLEMS, inspect_plugin
 from kvframework.errors import ConfigFieldError, PluginError
-from kvframework.registry import PluginRegistry
+from kvframework.registry.registry import PluginRegistry
 from tests.core.registry.fake_distributions import install
 from tests.dev.inspection.planted import PLANTED, SOUND
 from tests.support.waiting import wait_until

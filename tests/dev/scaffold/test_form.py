@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvf_dev.scaffold import VARIANTS, PluginNames, render, write_distribution
-from kvframework.registry import KINDS
+from kvframework.registry.discovery import KINDS
 
 # Lines grow with the name, so the shortest and the longest that there can be.
 RENDERED = [*((kind, "") for kind in KINDS), *VARIANTS]

@@ -26,7 +26,7 @@ from kvf_dev.scaffold import (
 from kvframework import __version__
 from kvframework.api.codec import MAX_CODEC_NAME
 from kvframework.api.installing import requirement
-from kvframework.registry import KINDS
+from kvframework.registry.discovery import KINDS
 from tests.core.cli.command import COMMAND, environment
 from tests.core.registry.fake_distributions import install
 

@@ -16,8 +16,11 @@ from typing import NamedTuple
 import pytest
 
 from kvf_dev.scaffold import VARIANTS, PluginNames, render, write_distribution
-from kvframework.config import load_config, toml_value
-from kvframework.registry import KINDS, PluginRegistry, check_config, describe_options
+from kvframework.api.toml import toml_value
+from kvframework.config.load import load_config
+from kvframework.registry.discovery import KINDS
+from kvframework.registry.registry import PluginRegistry
+from kvframework.registry.tables import check_config, describe_options
 from tests.support.wheels import environment_with, install_wheels, run_own_tests
 
 # Of the kit for transports, which takes longest, what needs all of the plugin: `examples/kvf-simdev` is run with more.

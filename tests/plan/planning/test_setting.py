@@ -10,9 +10,10 @@ import pytest
 from kvf_plan.planning.goal import Setting, config_of, toml_of
 from kvf_plan.planning.offers import KINDS, TierOffer
 from kvf_plan.planning.plan import EVICTIONS, WRITE_POLICIES
-from kvframework.config import load_config
+from kvframework.config.load import load_config
 from kvframework.errors import PluginUnavailable
-from kvframework.registry import PluginRegistry, check_config
+from kvframework.registry.registry import PluginRegistry
+from kvframework.registry.tables import check_config
 
 GIB = 1 << 30
 SETTINGS = [

@@ -15,7 +15,7 @@ from kvf_plan.simulation import Settings, TierSpeed, simulate
 from kvf_plan.simulation.chunks import Chunks
 from kvf_plan.simulation.node import MODEL
 from kvframework.api.keys import CacheKey
-from kvframework.config import load_config
+from kvframework.config.load import load_config
 from kvframework.registry.registry import PluginRegistry
 from kvframework.storage.l2.tier_calls import HOLD_S
 from kvframework.wire import messages as m

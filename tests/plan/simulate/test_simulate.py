@@ -22,7 +22,7 @@ from kvf_plan.simulation.requests import Requests
 from kvf_plan.simulation.run import START
 from kvf_plan.simulation.sizes import Sizes
 from kvf_plan.trace.form import Request
-from kvframework.config import load_config
+from kvframework.config.load import load_config
 from kvframework.errors import ConfigFieldError, PluginError, TierError
 from kvframework.pricing import EngineSpeed
 from kvframework.service.cache_service import CacheService

@@ -10,7 +10,7 @@ import typer
 
 from kvframework.api.command import examples
 
-# Those of `kvframework.registry.KINDS`, whose import would slow every help text.
+# Those of `kvframework.registry.discovery.KINDS`, whose import would slow every help text.
 KINDS = ("transport", "layout", "memory", "tier", "eviction", "hasher", "codec", "requests", "listener")
 _EPILOG = examples(
     "kvframework new tier mystore                  into ./kvf-mystore",

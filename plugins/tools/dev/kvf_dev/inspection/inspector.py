@@ -18,8 +18,9 @@ from kvf_dev.inspection.names import name_fault
 from kvf_dev.inspection.problems import Line, Problem, Target, problem
 from kvframework.api.plugin import API_VERSION, ENTRY_POINT_GROUP
 from kvframework.errors import ConfigFieldError, PluginNotFound
-from kvframework.registry import KINDS, EntryPointInfo, PluginRegistry, discover
+from kvframework.registry.discovery import KINDS, EntryPointInfo, discover
 from kvframework.registry.plugin_check import release_wanted
+from kvframework.registry.registry import PluginRegistry
 from kvframework.supervise.child import Ran, run_isolated
 
 DEADLINE_S = 20.0

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from msgspec import Struct
 
-from kvframework.registry import EntryPointInfo
+from kvframework.registry.discovery import EntryPointInfo
 
 
 class Line(Struct, omit_defaults=True):

@@ -28,8 +28,8 @@ from kvframework.api.memory import Memory, MemoryContext, MemoryProvider, TableC
 from kvframework.api.plugin import ENTRY_POINT_GROUP, PROJECT, ByteSize, Options
 from kvframework.api.requests import CacheServices, Handler, RequestsProvider
 from kvframework.api.tier import Tier, TierProvider
+from kvframework.api.toml import closest, convert, toml_value
 from kvframework.api.transport import ServerTransport, TransferContext, TransportProvider
-from kvframework.config import closest, convert, toml_value
 from kvframework.config.schema import L1Keys, L2Keys
 from kvframework.errors import (
     ConfigFieldError,
@@ -39,9 +39,9 @@ from kvframework.errors import (
     PluginWrongApi,
     PluginWrongKind,
 )
-from kvframework.registry import KINDS, AnyProvider, describe_options
-from kvframework.registry.plugin_check import adopt, check_requires, hooks_of, offered, probed
-from kvframework.registry.tables import declared_attributes
+from kvframework.registry.discovery import KINDS
+from kvframework.registry.plugin_check import AnyProvider, adopt, check_requires, hooks_of, offered, probed
+from kvframework.registry.tables import declared_attributes, describe_options
 
 
 def main() -> None:

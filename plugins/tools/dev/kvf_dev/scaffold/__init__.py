@@ -22,7 +22,7 @@ from kvf_dev.inspection.names import name_fault
 from kvframework import __version__
 from kvframework.api.installing import SOURCES, requirement, wheel_command
 from kvframework.errors import KVFrameworkError
-from kvframework.registry import KINDS, discover
+from kvframework.registry.discovery import KINDS, discover
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable

@@ -251,7 +251,7 @@ declared = msgspec.msgpack.decode(bytes.fromhex({declared!r}), type=KVLayout)
 sys.stdout.write(msgspec.msgpack.encode(layout.object_desc(declared, 48)).hex())
 """
 _BY_NAME = """
-from kvframework.registry import PluginRegistry
+from kvframework.registry.registry import PluginRegistry
 registry = PluginRegistry()
 provider = registry.resolve("layout", {use!r})
 layout = provider.create(registry.options(provider, {{}}, where="the kit"))

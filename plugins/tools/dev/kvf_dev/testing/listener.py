@@ -33,7 +33,7 @@ from kvframework.api.listener import (
 )
 from kvframework.messaging.server.sockets import ListenerDoors
 from kvframework.record_ring import RecordRing, RingReader
-from kvframework.registry import PluginRegistry
+from kvframework.registry.registry import PluginRegistry
 from kvframework.service.listeners import STOP_S, ServerContext
 
 __all__ = ["ListenerConformance"]

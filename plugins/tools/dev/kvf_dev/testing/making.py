@@ -16,12 +16,13 @@ import pytest
 
 from kvf_dev.testing.kit import Kit
 from kvframework.api.plugin import Provider
-from kvframework.config import PluginTable
+from kvframework.config.schema import PluginTable
 from kvframework.errors import PluginUnavailable
-from kvframework.registry import PluginRegistry, resolve_table
+from kvframework.registry.registry import PluginRegistry
+from kvframework.registry.tables import resolve_table
 
 _BY_NAME = """
-from kvframework.registry import PluginRegistry
+from kvframework.registry.registry import PluginRegistry
 registry = PluginRegistry()
 provider = registry.resolve({kind!r}, {use!r})
 made = provider.create(registry.options(provider, {options!r}, where="the kit"))

@@ -81,7 +81,7 @@ def simulate(
     from kvf_plan.simulation import simulate as run
     from kvf_plan.trace.reading import open_trace
     from kvframework.api.console import print_document, print_view
-    from kvframework.config import load_config
+    from kvframework.config.load import load_config
 
     settings = Settings(
         load_config(config, overrides or ()),

@@ -15,10 +15,10 @@ import msgspec
 from kvf_plan.errors import PlanError
 from kvf_plan.planning.offers import TierOffer
 from kvframework.api.plugin import ByteSize
-from kvframework.api.toml import parse_toml
-from kvframework.config import Config, assemble, toml_value
+from kvframework.api.toml import parse_toml, toml_value
 from kvframework.config.layers import layers_of
-from kvframework.config.schema import WritePolicyName
+from kvframework.config.load import assemble
+from kvframework.config.schema import Config, WritePolicyName
 
 # The watermarks that write_back needs: L1 evicts before it is full.
 _HIGH, _LOW = 0.95, 0.9

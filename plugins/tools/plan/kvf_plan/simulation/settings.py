@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvframework.config import Config
+from kvframework.config.schema import Config
 
 # Llama-3-8B in 16 bits.
 BYTES_PER_TOKEN = 128 << 10

@@ -12,7 +12,7 @@ from kvf_plan.simulation.settings import Engines, Settings, TierSpeed
 from kvframework.api.memory import MemoryProvider
 from kvframework.api.plugin import ByteSize
 from kvframework.api.tier import TierProvider
-from kvframework.config import Config, L2Keys
+from kvframework.config.schema import Config, L2Keys
 from kvframework.registry.registry import PluginRegistry
 from kvframework.registry.tables import resolve_table
 from kvframework.storage.l1.allocator import rounded

@@ -159,7 +159,7 @@ import itertools, sys, time
 sys.path[:] = sys.argv[1:]
 import msgspec
 from kvframework.api.tier import TableContext
-from kvframework.registry import PluginRegistry
+from kvframework.registry.registry import PluginRegistry
 use, raw, keys, lengths = msgspec.msgpack.decode(sys.stdin.buffer.read())
 registry = PluginRegistry()
 provider = registry.resolve("tier", use)

@@ -18,7 +18,7 @@ from kvframework.api.futures import Future
 from kvframework.api.transport import BlockIds, LoadOutcome, StoreOutcome
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
 from kvframework.errors import DeadlineExceeded
-from kvframework.registry import PluginRegistry
+from kvframework.registry.registry import PluginRegistry
 
 SPARE = 3
 PATIENCE_S = 20.0

@@ -30,7 +30,7 @@ from kvf_dev.testing.transport.cases import CASES, CHUNK, MemoryModel
 from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine, registry_for
 from kvf_dev.testing.transport.rig import RigSpec, TransportRig
 from kvframework.client import KVClient
-from kvframework.config import load_config
+from kvframework.config.load import load_config
 from kvframework.server import Server
 from kvframework.wire.messages import Empty, StatusReply
 
