@@ -37,8 +37,7 @@ _this = _Thread()
 
 @contextmanager
 def bounded(overdue: Overdue | None) -> Iterator[None]:
-    """Have `overdue` called, in another thread, with the error for a plugin's call of this thread that takes too long.
-    None: calls are not timed."""
+    """Have `overdue`, unless None, called in another thread with an error, for a plugin's call that takes too long."""
     before, _this.overdue = _this.overdue, overdue
     try:
         yield

@@ -1,5 +1,4 @@
-"""Load or recompute: how fast engines compute and tiers load, and where a hit is cut. Pure: the caller has the clock
-and the lock."""
+"""Load or recompute: how fast engines compute and tiers load, and where a hit is cut. Pure, without clock and lock."""
 
 from __future__ import annotations
 
@@ -102,8 +101,7 @@ class PrefillMeter:
             self._price.add(now - since, tokens, area)
 
     def speed(self, queued: Iterable[tuple[int, int]]) -> EngineSpeed | None:
-        """Return what the engine may say with a LOOKUP, before which `queued` are to be computed; None as long as its
-        speed is not known."""
+        """Return what the engine may say with a LOOKUP, behind `queued` parts; None while its speed is not known."""
         if self._price.prices is None:
             return None
         token_s, context_s = self._price.prices
@@ -145,14 +143,12 @@ class TierSpeed:
             self.price.add(self._charged - began, nbytes, 1.0)
 
     def load_s(self, nbytes: float, calls: float) -> float:
-        """Return the seconds until so many bytes have come, in so many calls, behind all that wait; 0 while the price
-        is not known."""
+        """Return the seconds until so many bytes have come, in so many calls, behind all others; 0 without a price."""
         byte_s, call_s = self.price.prices or (0.0, 0.0)
         return (self.queued_bytes + nbytes) * byte_s + calls * call_s if nbytes else 0.0
 
     def probes(self, now: float) -> bool:
-        """Whether a load is due although its price is against it; if so it alone is the price then, and the next one
-        is due in `PROBE_S`."""
+        """Whether a load is due against its price; it alone is the price then, and the next one is due in `PROBE_S`."""
         if self.price.prices is None or now - self._loaded_at < PROBE_S:
             return False
         self._loaded_at, self._probing = now, True

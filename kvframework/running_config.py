@@ -1,5 +1,4 @@
-"""The configuration of a running server: how it differs from another one, which of the keys a running server changes,
-and the change to that."""
+"""The configuration of a running server: how it differs from another, which keys change at once, and the change."""
 
 from __future__ import annotations
 

@@ -377,8 +377,7 @@ class ObserveSupervisor(SupervisedChild):
             log.error("%s: there are no metrics until it runs again", why)
 
     def status(self) -> dict[str, object]:
-        """Return the part of the status document; `problem` is "" once a process has run for `HEALTHY_S` since the last
-        end. From any thread."""
+        """Return the part of the status; `problem` is "" once a process has run for `HEALTHY_S`. From any thread."""
         pid = self.pid
         healthy = pid is not None and time.monotonic() - self._started >= HEALTHY_S
         return {

@@ -567,8 +567,7 @@ class RecentReply(Message, frozen=True):
 
 
 def counted(document: Mapping[str, Any], kind: type[Part] = Status, at: str = "") -> Iterator[tuple[str, Counter, int]]:
-    """Yield each counter of a document by its place, such as `l2.0.hits`, with its value. A part that is not there has
-    none."""
+    """Yield each counter of a document by its place, such as `l2.0.hits`, with its value. An absent part has none."""
     for name, (inner, counter) in _fields(kind).items():
         value, place = document.get(name), f"{at}{name}"
         if counter is not None:
@@ -612,8 +611,8 @@ def _own(status: object, at: str) -> Iterator[tuple[str, Counter, int]]:
 
 
 def places(kind: type[Part] = Status, at: str = "") -> Iterator[tuple[str, Counter | None]]:
-    """Yield the place of each field, and its declaration if it is a counter. `[]` is each item of a list, `*` each key
-    of a map."""
+    """Yield each field's place, and its declaration if it is a counter. `[]` is an item of a list, `*` a key of a
+    map."""
     for name, (inner, counter) in _fields(kind).items():
         place = f"{at}{name}"
         origin, items = get_origin(inner), [each for each in get_args(inner) if each is not type(None)]

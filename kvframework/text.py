@@ -23,8 +23,7 @@ def short_number(value: float, digits: int = 3) -> str:
 
 
 def short_count(value: float) -> str:
-    """Return an amount with three digits and a unit of thousands: 12, 9999, 12.3k, 4.56M; less than ten thousand things
-    are counted out."""
+    """Return an amount with three digits and a unit: 12, 9999, 12.3k, 4.56M; below ten thousand all digits."""
     if (value == int(value) and abs(value) < 10_000) or not math.isfinite(value):
         return f"{value:.0f}"
     for unit in ("", "k", "M", "G"):

@@ -34,9 +34,8 @@ class Codec(ABC):
 
     @abstractmethod
     def decode_into(self, packed: memoryview, out: memoryview) -> None:
-        """Unpack into `out`, filling it exactly. Raises `ValueError` if `packed` is damaged or has another length.
-        Allocates no more than a few times the size of `out` and `packed`, whatever `packed` claims. Keeps no reference
-        to either."""
+        """Fill `out` exactly. Raises `ValueError` if `packed` is damaged or has another length. Allocates no more than
+        a few times the size of `out` and `packed`, whatever `packed` claims. Keeps no reference to either."""
 
 
 @dataclass(frozen=True, kw_only=True)

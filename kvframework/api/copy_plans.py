@@ -123,8 +123,7 @@ class _Places(NamedTuple):
 class CopyPlanner:
     """Plans copies between memory seen as `views`, `[group][plane][layer]`, and objects of `desc`.
 
-    `merged`: neighbouring blocks make one long fragment, which a copy engine likes; a kernel has fewer batches
-    without.
+    `merged`: neighbouring blocks make one long fragment, for copy engines; a kernel has fewer batches without.
     """
 
     def __init__(

@@ -52,9 +52,8 @@ class Counts:
 
 
 class Histogram:
-    """A histogram of fixed size, of durations or sizes. Its buckets grow by 9 %, from `first` over `octaves` doublings;
-    smaller values count in the first bucket, larger ones in the last. A quantile is accurate to 5 %. Not
-    thread-safe."""
+    """A histogram of durations or sizes. Its buckets grow by 9 %, from `first` over `octaves` doublings; smaller values
+    count in the first bucket, larger ones in the last. A quantile is accurate to 5 %. Not thread-safe."""
 
     __slots__ = ("_buckets", "_first", "_last", "_scale", "count", "total")
 

@@ -28,8 +28,7 @@ Hint = Literal["", "done", "keep"]
 
 class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of the request that stores or uses objects. `at` is the time in seconds on the server's clock, to a
-    tick of a tenth of a second, and never goes back: a policy reads no clock of its own, so that a replay may give its
-    own time.
+    tick of a tenth of a second, and never goes back: a policy reads no other clock, for replays.
 
     `request_id` is the engine's, "" for none; `tenant` a name of `[tenants]`, "" for none; `chunk_tokens` the tokens of
     a chunk, 0 if not known. `compute_s` are the seconds in which an engine computes one token of this request again,
@@ -54,10 +53,9 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EvictionPolicy(ABC):
-    """An order of the objects in L1. The core decides when to evict, and skips pinned and unfinished objects. Where the
-    best victim alone does not free the contiguous bytes that an object needs, the core empties the window of the arena
-    that holds most of the next victims, and what lies between them: less than twice the needed bytes, or a single
-    larger object.
+    """An order of the objects in L1. The core decides when, and skips pinned and unfinished objects. Where the best
+    victim alone does not free the contiguous bytes that an object needs, the core empties the window of the arena that
+    holds most of the next victims, and what lies between them: less than twice the needed bytes, or one larger object.
 
     Called from several threads, one at a time. The time of a call must not grow with the number of objects. The core
     calls `admits`, `on_inserts`, `on_uses`, `on_removes` and `victims`. Those that a policy does not define call the
@@ -75,8 +73,7 @@ class EvictionPolicy(ABC):
         """`key` was looked up or retrieved. Only for keys in L1."""
 
     def on_access_many(self, keys: Sequence[PackedKey]) -> None:
-        """`on_access` for each of `keys`, in this order: the objects of one request, 8,192 at most. A key may occur
-        twice."""
+        """`on_access` for each of `keys`, in order: the objects of a request, at most 8,192. A key may occur twice."""
         for key in keys:
             self.on_access(key)
 
@@ -86,8 +83,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def victims(self) -> Iterator[PackedKey]:
-        """Return all keys in L1, best victim first, lazily. The core may stop at any point, and calls no other method
-        while it iterates."""
+        """Yield all keys in L1, best victim first. The core may stop anywhere, and calls no other method meanwhile."""
 
     def admits(
         self, keys: Sequence[PackedKey], sizes: Sequence[int], chunks: Sequence[int], facts: RequestFacts

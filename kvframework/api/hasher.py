@@ -30,9 +30,8 @@ class KeyHasher(ABC):
     ) -> bytes:
         """Return packed 32-byte digests of all whole chunks of `tokens` (packed little-endian u32); the rest is
         ignored. `parent` is the digest of the chunk before the first (b"" at the start of a request). `extras` maps a
-        chunk's index within this call to bytes folded in there (LoRA, multimodal and embedding digests); those after
-        the last whole chunk are ignored. Blocking, CPU only; called from several threads at once; keeps no reference to
-        `tokens`."""
+        chunk's index within this call to bytes folded in there (LoRA, multimodal and embedding digests); those of no
+        whole chunk are ignored. Blocking, CPU only; several threads call at once; keeps no reference to `tokens`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -139,8 +139,7 @@ class Connection:
 
     @classmethod
     def through(cls, control: socket.socket) -> Connection:
-        """Make one, and send its other end. Its memory cannot shrink: a mapped page behind its end would be a SIGBUS.
-        Raises `OSError`."""
+        """Make one, and send its other end. Its memory cannot shrink: that would be a SIGBUS. Raises `OSError`."""
         sock, theirs = socket.socketpair()
         connection = cls(sock, os.memfd_create("kvf-helper-values", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         try:
@@ -153,8 +152,7 @@ class Connection:
         return connection
 
     def extend(self, sizes: Sequence[int]) -> None:
-        """Have room for values of these sizes. Raises `OSError` where there is no memory; blocks for the kernel's
-        clearing of it."""
+        """Have room for values of these sizes. Raises `OSError` without memory; blocks while the kernel clears it."""
         if not self.has_room(sizes):
             needed = _begins(sizes)[-1]
             os.posix_fallocate(self._memory_fd, 0, needed + -needed % _MEMORY_STEP)

@@ -1,5 +1,4 @@
-"""The hook specifications. Hooks run once, at startup; the descriptors that they return make the plain objects of the
-hot path.
+"""The hook specifications. Hooks run once, at startup; their descriptors make the plain objects of the hot path.
 
 Every hook takes no argument, is collect-all and returns a list of provider descriptors. A plugin is a module (or
 object) with hook implementations, named by entry points of the group `kvframework.v1`: one entry point per provider,

@@ -48,8 +48,7 @@ def requirement(*extras: str, distribution: str = "kvframework") -> str:
 
 
 def install_command(*extras: str, distribution: str = "kvframework") -> str:
-    """Return the command that installs a distribution of this project with extras, for the hint of an error or the
-    reason of a `probe`."""
+    """Return the command that installs a distribution of this project with extras, for errors and probes."""
     if distribution in _TOGETHER and not extras and SOURCES[distribution] != distribution:
         return f"cd {SOURCES['kvframework']} && pip install -r requirements/{_TOGETHER[distribution]}.txt"
     wanted = requirement(*extras, distribution=distribution)
@@ -59,8 +58,7 @@ def install_command(*extras: str, distribution: str = "kvframework") -> str:
 
 
 def wheel_command(*distributions: str) -> str:
-    """Return the command that puts wheels of kvframework, of its kits and of `distributions` into the folder `wheels`,
-    for pip's `--find-links`."""
+    """Return the command for wheels of kvframework, its kits and `distributions` for pip's `--find-links wheels`."""
     wanted = ("kvframework", "kvframework-dev", *distributions)
     return f"pip wheel --no-deps --wheel-dir wheels {' '.join(SOURCES[each] for each in wanted)}"
 

@@ -1,6 +1,5 @@
 """Names of content: cache keys as engines send them, with what they say of its future, object keys as storage uses
-them, and namespaces; and the content itself. Pure; every byte format here is little-endian and part of the stable
-protocol."""
+them, and namespaces; and the content itself. Pure; all byte formats are little-endian, and stable."""
 
 from __future__ import annotations
 
@@ -106,8 +105,7 @@ def tenant_digest(salt: str) -> str:
 
 def salt_digest(cache_salt: str, layer_order: bytes = b"") -> bytes:
     """Return 16 bytes for a salt and the order of a rank's layers (b"": that of their names): zeros for neither, else
-    BLAKE2b of the salt, with the order as its salt parameter. So a lookup under one order never finds objects of
-    another."""
+    BLAKE2b of the salt, with the order as its salt parameter. So no lookup finds objects of another order."""
     if not cache_salt and not layer_order:
         return bytes(SALT_BYTES)
     encoded = cache_salt.encode()
@@ -172,8 +170,7 @@ Token = Annotated[int, msgspec.Meta(ge=0, le=_MAX_TOKEN)]
 
 class Retain(Message, frozen=True):
     """What a request says of the future of its KV; docs/hints.md has the sources. `what` "done": no one asks for these
-    tokens again; "keep": keep them before others for `duration` seconds, those of a higher `priority` (1 to 100)
-    longest.
+    tokens again; "keep": before others for `duration` seconds, those of a higher `priority` (1 to 100) longest.
 
     It is said of the chunks that lie in the tokens `[start, end)` of the prompt as a whole; `end` None: up to the end.
     With `start` None it is said of the request, and "done" then only of what the request is the first to store: others

@@ -1,5 +1,4 @@
-"""Declarations of how KV lies in an engine's tensors, the objects of a chunk, one per layer group, and the `Layout`
-contract.
+"""Declarations of KV in an engine's tensors, the objects of a chunk, one per layer group, and the `Layout` contract.
 
 Pure declarations: nothing here imports torch at run time, so a server uses it without torch.
 """
@@ -92,8 +91,7 @@ class MemoryLayoutDesc(Message, frozen=True):
 
 
 def chunk_tokens_for(block_sizes: Sequence[int], chunk_size: int) -> int:
-    """Return the smallest number of tokens, at least `chunk_size`, that is whole blocks of every layer group. Raises
-    `BadLayout`."""
+    """Return the least number of tokens from `chunk_size` on that is whole blocks of all groups. Raises `BadLayout`."""
     if not block_sizes or min(block_sizes) < 1 or chunk_size < 1:
         raise BadLayout(f"block sizes {list(block_sizes)} with chunk size {chunk_size}: all must be positive")
     unit = math.lcm(*block_sizes)
@@ -155,8 +153,7 @@ class LayerGroup(Message, frozen=True):
         return 1 if self.state else chunk_tokens // self.block_size
 
     def first_loaded_block(self, tokens: int) -> int:
-        """Return the index of the first block that a load of `tokens` tokens writes: the first that the window
-        reaches."""
+        """Return the first block that a load of `tokens` tokens writes: the first that the window reaches."""
         return max(tokens - self.window, 0) // self.block_size if self.window else 0
 
 
@@ -258,17 +255,15 @@ def check_skip(layout: KVLayout, skip_first_n_tokens: int) -> None:
 
 
 class Layout(ABC):
-    """A layout plugin: derives the declaration from an engine's tensors and gives views of them block by block.
-    `describe` and `block_views` run in engine processes and may import torch; `object_desc` runs on both sides and must
-    not."""
+    """A layout plugin: declares an engine's tensors and gives views of them block by block. `describe` and
+    `block_views` may import torch, in engine processes; `object_desc` runs on both sides and must not."""
 
     name: str
 
     @abstractmethod
     def describe(self, kv_caches: Mapping[str, LayerTensors], *, block_size: int) -> KVLayout:
-        """Return the declaration for these tensors. `kv_caches` maps layer name to tensors in layer order. Never
-        guesses an axis: raises `BadLayout`, which names the missing declaration, for ambiguous shapes. Does not
-        block."""
+        """Return the declaration for these tensors. `kv_caches` maps layer name to tensors in layer order. Guesses no
+        axis: raises `BadLayout`, which names the missing declaration, for ambiguous shapes. Never blocks."""
 
     @abstractmethod
     def block_views(self, layout: KVLayout, kv_caches: Mapping[str, LayerTensors]) -> list[list[list[torch.Tensor]]]:

@@ -72,8 +72,7 @@ class Registered(msgspec.Struct, frozen=True, gc=False):
 
 
 class TierCall(Message, frozen=True, array_like=True):
-    """A call to a tier for a LOOKUP: `began` is of the server's monotonic clock; `values` were asked for, and `found`
-    of them were there."""
+    """A call to a tier for a LOOKUP: `began` is of the server's monotonic clock; `found` of `values` were there."""
 
     tier: str
     operation: str
@@ -85,13 +84,13 @@ class TierCall(Message, frozen=True, array_like=True):
 
 
 class Finished(Message, frozen=True):
-    """A finished LOOKUP, STORE or RETRIEVE, whichever way its bytes took, without its content; docs/status.md says what
-    each field means.
+    """A finished LOOKUP, STORE or RETRIEVE, whichever way its bytes took, without content; docs/status.md has the
+    fields.
 
     `number` counts from 1 where a server answers with it, else it is 0. `at` and `cause_at` are of the wall clock,
     `monotonic` of the server's monotonic clock, in seconds. `missing` is the first token of the first chunk that was
-    missing, -1 for none; `added_tokens` is -1 where it is not known. `tier_calls` are the first calls to tiers of a
-    sampled LOOKUP.
+    missing, -1 for none; `added_tokens` is -1 where it is not known. `tier_calls` are the first ones of a sampled
+    LOOKUP.
     """
 
     number: int
@@ -212,8 +211,7 @@ class Sockets(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close the sockets and remove the files of ipc:// endpoints. Blocks while what was sent leaves, as long as
-        the sockets linger."""
+        """Close the sockets and remove the files of ipc:// endpoints. Blocks as long as the sockets linger."""
 
 
 class ListenerContext(ABC):
@@ -238,8 +236,7 @@ class ListenerContext(ABC):
 
 
 class Listener(ABC):
-    """Reads records. `wants` are the contents that it asks clients for: they cost engines and server time, and are
-    token ids of prompts."""
+    """Reads records. `wants` are the contents that clients are asked for: token ids, which cost time on both sides."""
 
     wants: Contents = "none"
 

@@ -1,5 +1,4 @@
-"""The `Memory` contract: the shared arena in which all objects of L1 lie. And what memory a process may take, and how
-a shared file is mapped."""
+"""The `Memory` contract: the shared arena of all objects of L1. And the memory that a process may take."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ __all__ = [
 
 class Memory(ABC):
     """One shared segment, created once by the server. Objects are (offset, length) in it; the core allocates, the
-    plugin provides the memory. `fd` is passed to local clients, which map it; it stays owned by this object. `capacity`
-    is in bytes."""
+    plugin provides the memory. `fd` stays this object's; local clients get and map it. `capacity` is in bytes."""
 
     fd: int
     capacity: int
@@ -76,8 +74,7 @@ class MemoryContext(TableContext):
 class MemoryProvider(Provider[O]):
     """The memory that `[l1] use` names. `create` raises `ArenaError` if the memory is not available. `keeps`: it takes
     `MemoryContext.kept`, so that objects outlive the server; `fd` is that of a memfd then, whose memory lasts as long
-    as any process has a descriptor of it. `diagnose` as for `TierProvider`: the doctor asks it only while no server
-    holds the memory."""
+    as any process has a descriptor of it. `diagnose` as for `TierProvider`, only while no server has the memory."""
 
     kind = "memory"
     create: Callable[[O, MemoryContext], Memory]

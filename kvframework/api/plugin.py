@@ -1,5 +1,4 @@
-"""What plugins of every kind share: the mark of a hook, the base of the descriptors that hooks return, options, and
-small types."""
+"""What plugins of every kind share: the mark of a hook, the base of the descriptors, options, and small types."""
 
 from __future__ import annotations
 
@@ -147,9 +146,9 @@ Level = Literal["ok", "warn", "fail"]
 
 class Finding(Struct, frozen=True):
     """The result of one check. `id` is stable, of the form "subject.thing", such as "redis.policy". `level` "fail": it
-    will not work; "warn": it works, but badly or not for long. `fact` is the observation, with its numbers and never a
-    secret; `advice` is the one thing to do about it, "" if there is none. `where` is the place in the TOML; the doctor
-    fills it in for plugins."""
+    will not work; "warn": it works, but badly or not for long. `fact` is the observation, with its numbers and without
+    secrets; `advice` the one thing to do, "" for none; `where` the place in the TOML, which the doctor fills in for
+    plugins."""
 
     id: Annotated[str, Meta(pattern=r"^[a-z0-9_-]+(\.[a-z0-9_-]+)+$")]
     level: Level

@@ -35,8 +35,8 @@ __all__ = [
 @dataclass(frozen=True)
 class RequestSpec:
     """One line of a request table. `name` travels in the type frame: ASCII, at most 64 bytes; a plugin's requests are
-    named `plugin.NAME`. `deadline_s` is the server's deadline for the answer. `buffers` is the largest number of raw
-    frames after the payload."""
+    named `plugin.NAME`. `deadline_s` is the server's, for the answer; `buffers` the most raw frames behind the
+    payload."""
 
     name: str
     payload: type[Message]
@@ -55,15 +55,13 @@ class ClientInfo(ABC):
 
     def liveness_fd(self) -> int | None:
         """Return a descriptor, owned by the caller: the client takes the server for alive as long as it is open. None
-        for a client that is not local. For processes of the server that touch the client's memory, since they may
-        outlive the server."""
+        for a client that is not local. For processes that touch the client's memory, and may outlive the server."""
         return None
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A response, followed by raw buffer frames. The buffers are sent without a copy and must stay unchanged until
-    then."""
+    """A response, followed by raw buffer frames. These are sent without a copy: they must not change before."""
 
     payload: Message
     buffers: Sequence[Buffer] = ()
@@ -122,8 +120,7 @@ class InstanceContext(ABC):
     @property
     @abstractmethod
     def ranks(self) -> Sequence[int]:
-        """The ranks whose objects it may store and load: its own; all of the world for a registration by the eight
-        fields, which names none."""
+        """The ranks whose objects it may store and load: its own; all after a registration by the eight fields."""
 
     @abstractmethod
     def get_layout_desc(self, chunk_size: int) -> MemoryLayoutDesc:
@@ -143,14 +140,12 @@ class CacheServices(ABC):
 
     @abstractmethod
     def resolve_keys(self, key: CacheKey) -> Mapping[tuple[int, int], Sequence[PackedKey]]:
-        """Return the object keys of the chunks in `[key.start, key.end)`, by (rank, layer group). Raises
-        `RequestError`."""
+        """Return the object keys of `[key.start, key.end)`, by (rank, layer group). Raises `RequestError`."""
 
     @abstractmethod
     def key_prefixes(self, namespace: bytes, cache_salt: str, ranks: Sequence[int]) -> Sequence[bytes]:
-        """Return the prefixes of object keys, rank by rank and within a rank by layer group: append a chunk's digest.
-        For a plugin's own names; `resolve_keys` gives those of a request. Raises `RequestError` for a namespace that is
-        not registered."""
+        """Return the prefixes of object keys, rank by rank and then by layer group: append a chunk's digest. For a
+        plugin's own names; `resolve_keys` gives those of a request. Raises `RequestError` for an unknown namespace."""
 
     @abstractmethod
     def layout_desc(self, namespace: bytes) -> MemoryLayoutDesc | None:

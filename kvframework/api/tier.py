@@ -113,9 +113,8 @@ class Tier(ABC):
         return
 
     def usage(self, *, deadline: float) -> TierUsage:
-        """Return how full the store is; called before each put, so it must be quick. Optional. The core deletes the
-        least recently used values before the capacity is reached, if the tier has `scan` too. A value that does not fit
-        is FAILED."""
+        """Return how full the store is; called before each put: quick. Optional. The core deletes the least recently
+        used values before the capacity is reached, if the tier has `scan` too. A value that does not fit is FAILED."""
         raise TierError("the tier knows no capacity", where=self.name)
 
     def scan(self, *, deadline: float) -> Iterator[TierEntry]:
@@ -167,9 +166,9 @@ class TierProvider(Provider[O]):
     other numbers: 1 for a store that takes one call after the other anyway. One thread more asks `contains`.
 
     `diagnose` is a function (options, TableContext, deadline) -> Sequence[Finding] and makes the report of `kvframework
-    doctor` on the store: is it reachable, large enough, set up as a cache? It runs in a process of its own, may block
-    until `deadline` on `time.monotonic()`, and changes nothing: a server may be using the store. A problem is a finding
-    or a `KVFrameworkError`.
+    doctor` on the store: reachable, large enough, set up as a cache? It runs in its own process, may block until
+    `deadline` on `time.monotonic()`, and changes nothing: a server may use it. A problem is a finding or a
+    `KVFrameworkError`.
 
     `store` names the store that the options lead to, without a secret: two tiers of one server may not have the same.
     """
@@ -201,8 +200,7 @@ class NodeIdentity:
 
 
 class Loan(AbstractContextManager["Loan"], ABC):
-    """One object of L1 as the value, of `nbytes`, that a tier would be given for it, pinned until `close`. Held by one
-    thread."""
+    """One object of L1 as the value, of `nbytes`, that a tier would get, pinned until `close`. Held by one thread."""
 
     nbytes: int
 

@@ -36,8 +36,7 @@ _HINT = "text needs plain quotes, each quote, [ and { its end; a key or a table 
 
 
 def parse_toml(text: str, *, where: str) -> dict[str, object]:
-    """Parse a TOML text. Raises `ConfigFileError` with line and column of the mistake, and `ConfigFieldError` for what
-    is nested too deep."""
+    """Parse a TOML text. Raises `ConfigFileError` with line and column, `ConfigFieldError` for too deep a nesting."""
     text = text.replace("\r\n", "\n")
     if any(line.count(".") > _MOST_DOTS for line in text.splitlines()):
         raise _too_deep(text, where)
@@ -71,8 +70,7 @@ def _deeper(value: object, levels: int) -> bool:
 
 
 def read_toml(path: Path, named_by: str = "--config and KVFRAMEWORK_CONFIG") -> dict[str, object]:
-    """Read a TOML file. Blocking. Raises like `parse_toml`, and `ConfigFileError` if the file cannot be read, is too
-    large or not UTF-8."""
+    """Read a TOML file. Blocking. Raises as `parse_toml` does, also for what is unreadable, too large or not UTF-8."""
     try:
         with path.open("rb") as file:
             content = file.read(MOST_BYTES + 1)

@@ -94,9 +94,8 @@ class StoreOutcome(Message, frozen=True):
 
 
 class LoadOutcome(Message, frozen=True):
-    """The outcome of a load: if it is `ok` the blocks hold the requested KV, else any content, and must be computed.
-    True in a condition if `ok`. `reason` is the cause of a miss, in words; `error` is the code of the error, "" for a
-    plain miss."""
+    """The outcome of a load: if `ok` the blocks hold the requested KV, else anything, and must be computed. True in a
+    condition if `ok`. `reason` is the cause of a miss, in words, `error` the error's code, "" for a plain miss."""
 
     ok: bool
     reason: str = ""
@@ -287,9 +286,8 @@ class StorePlan(_Plan[StoreOutcome]):
 
 class LoadPlan(_Plan[LoadOutcome]):
     """The answer to a prepared load: the caller reads each of `ranges` in `arena`, which are pinned for a while, then
-    calls `commit`, which says whether they stayed pinned throughout; `with plan:` gives the pins back at its end
-    otherwise. No ranges if `hit` is False. `arena` is like that of a `StorePlan`, empty where it is not mapped, see
-    `receive`."""
+    calls `commit`, which says whether they stayed pinned throughout; `with plan:` else gives the pins back. No ranges
+    if `hit` is False. `arena` is as in a `StorePlan`, empty where it is not mapped, see `receive`."""
 
     def __init__(
         self,
@@ -346,8 +344,7 @@ class EngineDrivenLink(ABC):
 
     @abstractmethod
     def prepare_store(self, transfer: Transfer) -> Future[StorePlan]:
-        """Reserve ranges for the objects that the server lacks. Fails with `ServerGone` where the arena is not
-        mapped."""
+        """Reserve ranges for the objects that the server lacks. Fails with `ServerGone` without a mapped arena."""
 
     @abstractmethod
     def prepare_load(self, transfer: Transfer) -> Future[LoadPlan]:
@@ -363,10 +360,10 @@ class EngineDrivenLink(ABC):
     def store_chunks(
         self, transfer: Transfer, objects: Sequence[int], buffers: Sequence[Buffer]
     ) -> Future[StoreOutcome]:
-        """Send one buffer for each of `objects` (ascending); a stored object is a hit from then on. At most 256 MiB
-        and 4096 buffers a call. Does not wait for the answer, but may wait for a handshake at first. Nothing is copied:
-        the buffers belong to the call until the future has a result. After a failure they may still be read: drop them,
-        never write to them again."""
+        """Send one buffer for each of `objects` (ascending); a stored object is a hit from then on. At most 256 MiB and
+        4096 buffers a call. Waits for no answer, but perhaps for a handshake at first. Nothing is copied: the buffers
+        belong to the call until the future has a result. After a failure they may still be read: drop them
+        unchanged."""
         raise TransportMismatch(f"{type(self).__name__} moves no bytes over the wire")
 
 
@@ -390,8 +387,8 @@ class ServerDrivenLink(ABC):
 
     @abstractmethod
     def gather_block(self, registration: Registration, blocks: Sequence[int], event: bytes) -> list[bytes]:
-        """Return one block per layer group, gathered by the server half, see `TransferContext.gather_block`. Blocks
-        for a few seconds at most."""
+        """Return a block per layer group from the server half, as `TransferContext.gather_block`. Blocks for
+        seconds."""
 
 
 class EngineLink(EngineDrivenLink, ServerDrivenLink):
@@ -400,24 +397,21 @@ class EngineLink(EngineDrivenLink, ServerDrivenLink):
 
 class TransferContext(ABC):
     """The engine half of a transport, one per registered instance. Called from the engine's own thread. Returns futures
-    and never polls or keeps them. An error that `store` and `load` raise, or with which a future fails, is a miss that
-    the core logs and counts; only `BadLayout` and `BadBlockIds`, for tensors and blocks that differ from the registered
-    ones, reach the engine."""
+    and never polls or keeps them. An error of `store`, `load` or a future is a miss that the core logs and counts; only
+    `BadLayout` and `BadBlockIds`, for tensors and blocks that differ from the registered ones, reach the engine."""
 
     def on_layout(self, layout: Layout, declared: KVLayout) -> None:
         """Receive the declaration of the tensors before each `memory_handles`: for transports that export them."""
         del layout, declared
 
     def memory_handles(self, kv_caches: Mapping[str, LayerTensors]) -> tuple[bytes, ...]:
-        """Return the handles by which the server half reaches the engine's memory, at most 4096 bytes each; () for an
-        engine-driven transport."""
+        """Return handles of the engine's memory for the server half, at most 4096 bytes each; () if engine-driven."""
         del kv_caches
         return ()
 
     def on_registered(self, registration: Registration, layout: Layout) -> None:
-        """Called after every successful registration, including a reconnect's. Raises `BadLayout` or
-        `TransportMismatch` for what it cannot move: the registration is taken back, and `auto` takes the next
-        transport."""
+        """Called after every registration, a reconnect's too. Raises `BadLayout` or `TransportMismatch` for what it
+        cannot move: the registration is taken back, and `auto` takes the next transport."""
         del registration, layout
 
     @abstractmethod
@@ -459,10 +453,9 @@ class TransportProvider(Provider[O]):
 
 
 class CopyJob:
-    """One server-driven STORE or RETRIEVE, made and checked by the core, carried out by a transport's server half.
-    `ranges` are in `arena`. `blocks` are by layer group, below the registered number of blocks; a `NO_BLOCK` among
-    their ids must not be touched. `event` is the handle that the engine half sent. `cancelled` is set once the copy is
-    no longer wanted."""
+    """One server-driven STORE or RETRIEVE, made and checked by the core, done by a transport's server half. `ranges`
+    are in `arena`. `blocks` are by layer group, below the registered number of blocks; a `NO_BLOCK` among their ids
+    must not be touched. `event` is the handle that the engine half sent. `cancelled`: the copy is no longer wanted."""
 
     __slots__ = ("_on_cancel", "arena", "blocks", "cancelled", "event", "is_store", "ranges", "skip_tokens")
 
@@ -518,13 +511,12 @@ class ServerContext(ABC):
         return None
 
     def when_closed(self) -> Future[None] | None:
-        """Return, after `close`, a future that is resolved once none of the engine's memory is mapped; None if none
-        is."""
+        """Return, after `close`, a future that resolves once none of the engine's memory is mapped; None if none is."""
         return None
 
     def failure(self) -> KVFrameworkError | None:
-        """Return the error for which no copy is possible any more, so that the instance must register again; None
-        while there is none."""
+        """Return the error that makes all copies impossible, so that the instance must register again; None for
+        none."""
         return None
 
 

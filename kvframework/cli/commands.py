@@ -1,5 +1,4 @@
-"""The commands: those of the core, and those of other distributions, found by the entry point group
-`kvframework.commands`.
+"""The commands of the core, and those of other distributions by the entry point group `kvframework.commands`.
 
 A command is a `typer.Typer`, of which a single command stands for itself; an entry point's name is the command, or
 GROUP.COMMAND for one in a group of the core. Names and one-line helps come from this module and from metadata: a

@@ -1,5 +1,4 @@
-"""`kvframework config`: a check of a configuration without a server, its values with their origins, and the change of a
-running server's."""
+"""`kvframework config`: the check of a configuration, its values and origins, and changes to a running server's."""
 
 from __future__ import annotations
 

@@ -64,8 +64,7 @@ def _shown(error: Exception, *, debug: bool = False) -> int:
 
 
 def _open_standard_streams() -> None:
-    """Give the numbers of closed standard streams to /dev/null: a socket under the number of one would get what a
-    library prints."""
+    """Open /dev/null for closed standard streams: a socket with such a number would get what libraries print."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)

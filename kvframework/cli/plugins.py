@@ -97,8 +97,7 @@ def info(
 
 def _view(infos: list[PluginInfo], provider: AnyProvider | None) -> dict[str, Any]:
     """The facts about one plugin. `table` is where it is named in the TOML, `rivals` are the other distributions that
-    offer the same name, `calls_at_once` the defaults of a tier. Those from `summary` on are empty where it could
-    not be loaded."""
+    offer the same name, `calls_at_once` the defaults of a tier. Those from `summary` on need it loaded."""
     first, *rivals = infos
     tier = provider if isinstance(provider, TierProvider) else None
     return {

@@ -183,8 +183,7 @@ _ANSWER_S = 10.0
 class HandedOver:
     """The other side of `kvframework.service.operator_requests`, of `--takeover`.
 
-    A keeper that has what the earlier server handed over, the arena and the journal; `keeper`, if there is one,
-    holds it from then on."""
+    A keeper that has what the earlier server handed over; `keeper`, if any, holds it from then on."""
 
     def __init__(self, descriptors: Collection[int], keeper: L1Keeper | None) -> None:
         self._descriptors = descriptors

@@ -1,5 +1,4 @@
-"""The signals of a server process: SIGINT and SIGTERM end it, SIGHUP has a thread read the configuration again
-and apply it."""
+"""The signals of a server process: SIGINT and SIGTERM end it, a thread applies the configuration again after SIGHUP."""
 
 from __future__ import annotations
 

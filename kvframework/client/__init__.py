@@ -1,5 +1,4 @@
-"""The engine side: the modules that an engine integration imports. Independent of any engine and of the server's
-parts."""
+"""The engine side: what an engine integration imports. Independent of any engine and of the server's parts."""
 
 from kvframework.api.transport import LoadGrant
 from kvframework.client.arena_mapping import MappedArena

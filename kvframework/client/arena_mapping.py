@@ -178,8 +178,7 @@ class _Writers:
             os.close(self.alive_fd)
 
     def close_in_child(self) -> None:
-        """Leave the memory mapped in a forked child: its addresses may belong to other mappings by now, so it must
-        never be unmapped there."""
+        """Leave the memory in a forked child, never unmapped: its addresses may belong to other mappings by now."""
         alive_fd, self.alive_fd = self.alive_fd, None
         if alive_fd is not None:
             os.close(alive_fd)

@@ -22,8 +22,7 @@ _SEED = 0x6B7666
 
 def check_by_writing(gather: GatherBlocks, layout: KVLayout, view: EngineView) -> None:
     """Write a pattern into the spare blocks, compare it with the bytes that the transport gathers, and restore the
-    blocks. Blocking; nothing else may use the spare blocks meanwhile. Raises `BadLayout` with the expected and the
-    found values."""
+    blocks. Blocking; nothing else may use the spare blocks meanwhile. Raises `BadLayout` with both values."""
     if len(view.spare_blocks) != len(layout.groups):
         raise BadLayout(
             f"the engine's view has {len(view.spare_blocks)} spare blocks",

@@ -47,8 +47,8 @@ def packed_behind(rest: array.array[int], token_ids: Sequence[int]) -> array.arr
 
 @functools.cache
 def _kernel() -> _Pack | None:
-    """Return the kernel (`native/token_ids.c`), None where it was not built, or the form of this interpreter's integers
-    is not known."""
+    """Return the kernel (`native/token_ids.c`), None if it was not built or does not know this interpreter's
+    integers."""
     # Integers have their count of digits at byte 16 and digits of 30 bits from byte 24 on, and lists the address of
     # their items there. Debug builds and those without a GIL have larger objects.
     if not (
@@ -122,8 +122,7 @@ class Grants:
 
 
 def content_name(digests: bytes, cache_salt: str) -> bytes:
-    """Return a name of what the prompt is up to the last of the chunks with these digests: 32 bytes, in which a salt is
-    not to be read."""
+    """Return a name of the prompt up to the last of these chunks: 32 bytes that do not tell the salt."""
     return hashlib.sha256(digests[-DIGEST_BYTES:] + cache_salt.encode()).digest()
 
 
@@ -219,7 +218,7 @@ class RequestHashes:
         self._rest = tokens[whole:]
 
     def digests(self, end: int) -> bytes:
-        """Return the packed digests of the chunks before `end` tokens. Raises `BadRange` if `end` is no boundary or not
+        """Return the packed digests of the chunks before `end`. Raises `BadRange` for no boundary, or one not
         hashed."""
         if end % self.chunk_tokens or not 0 <= end <= self.hashed_tokens:
             raise BadRange(
@@ -265,8 +264,7 @@ class RequestHashes:
         return ChunkContent(tokens.tobytes(), tuple(extras), block_size, hashes, tuple(images), self._lora_name)
 
     def bring(self, start: int, end: int, content: ChunkContent) -> None:
-        """Keep the content of tokens `[start, end)` that another process has made, to go along with their store or
-        load."""
+        """Keep the content of tokens `[start, end)` from another process, to go along with their store or load."""
         self._contents[start, end] = content
 
     def _checked(self, extras: Mapping[int, bytes]) -> dict[int, bytes]:

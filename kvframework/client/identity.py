@@ -204,8 +204,7 @@ def digest_files(paths: Iterable[Path], memory: Path | None = None) -> dict[Path
 
 
 def _read(path: Path) -> tuple[FileState, str, float]:
-    """Return the state in which the whole file was read, its digest, and when reading began (seconds since the
-    epoch)."""
+    """Return the state in which the whole file was read, its digest, and the begin in seconds since the epoch."""
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     for _ in range(_ATTEMPTS):
         began, before = time.time(), FileState.of(path)

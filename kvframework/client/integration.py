@@ -39,8 +39,7 @@ def _described(description: str) -> msgspec.Meta:
 
 
 class EngineOptions(Options, frozen=True):
-    """Base of an integration's options, with those that every engine has. Each field is the key
-    `kvframework.<field>`."""
+    """Base of an integration's options, with those of every engine; each field is a key `kvframework.<field>`."""
 
     endpoint: Annotated[
         str, _described('the server; "": $KVFRAMEWORK_ENDPOINT, then the private endpoint of this user')
@@ -67,8 +66,7 @@ O = TypeVar("O", bound=EngineOptions)  # noqa: E741
 
 def engine_options(extra: Mapping[str, object], kind: type[O], *, where: str, page: str) -> O:
     """The options of type `kind` among an engine's extra configuration, which the user knows as `where` and finds
-    described on `page`. Keys without the prefix are passed over. Raises `ConfigFieldError` for an unknown key or a
-    value of the wrong type."""
+    described on `page`. Other keys are passed over. Raises `ConfigFieldError` for unknown keys and wrong types."""
     mine = {key.removeprefix(PREFIX): value for key, value in extra.items() if key.startswith(PREFIX)}
     known = kind.__struct_fields__
     for name in mine:
@@ -155,8 +153,7 @@ def current_trace() -> str:
 
 
 class ErrorNotes(Counter[str]):
-    """The errors of `harmless` methods, counted as "method: kind of error"; the first of each is logged. `counted` is
-    called for every one."""
+    """Errors of `harmless` methods, counted as "method: kind"; the first of each is logged. `counted` hears of all."""
 
     def __init__(self, counted: Callable[[], object] = lambda: None) -> None:
         super().__init__()
@@ -228,8 +225,7 @@ class Attachment(Generic[T]):
         return self._stop.is_set()
 
     def begin(self, wait_s: float) -> None:
-        """Register in this thread, which waits for a server for `wait_s` seconds at most; in the background if that
-        fails."""
+        """Register in this thread, which waits for a server for `wait_s` seconds; in the background if that fails."""
         stop = self._stop = threading.Event()
         if self._tried(stop, wait_s) is not None:
             self.begin_in_background()

@@ -105,8 +105,7 @@ class SchedulerAdapter:
         L1: a result that is not pending then needs no second question. Loads are not waited for. With the engine's
         `speed` a server with `[server] price` finds fewer tokens where the engine computes the rest sooner than a tier
         loads it. `ValueError` for a speed that cannot be true. The answer has as long as the engine computes what it
-        may find, within the bounds of `ClientDeadlines.of_lookup`; for a while after such a wait was in vain, only
-        `lookup_s`.
+        may find, within the bounds of `ClientDeadlines.of_lookup`; for a while after one in vain, only `lookup_s`.
         """
         start = checked_start(request.request_id, start, self.chunk_tokens)
         last = request.hashed_tokens if end is None else min(end, request.hashed_tokens)

@@ -158,8 +158,8 @@ class ServerSession:
 
     @property
     def plugins(self) -> PluginRegistry:
-        """The plugins of this process; without `plugins` in the constructor they are discovered at the first use, which
-        reads files."""
+        """The plugins of this process; if the constructor got none they are found at the first use, which reads
+        files."""
         with self._finding_plugins:
             if self._plugins is None:
                 self._plugins = PluginRegistry()
@@ -206,8 +206,8 @@ class ServerSession:
         )
 
     def when_up(self, callback: Callable[[], None]) -> None:
-        """Register a callback for every further handshake: it runs in the connection's supervisor thread, before other
-        threads may make calls."""
+        """Register a callback for all further handshakes: it runs in the connection's thread, before others may
+        call."""
         self._on_up.append(callback)
 
     def forget(self, callback: Callable[[], None]) -> None:
@@ -237,9 +237,8 @@ class ServerSession:
         urgent: bool = False,
         on_late: Callable[[M], None] | None = None,
     ) -> M:
-        """Send a request and wait for its answer; `timeout` in seconds, None: that of the table. `on_late` is called,
-        in the connection's thread, with an answer that arrives later. Raises typed errors, `DeadlineExceeded` and
-        `ServerGone`."""
+        """Send a request and wait for its answer; `timeout` in seconds, None: that of the table. `on_late` gets a later
+        answer, in the connection's thread. Raises typed errors, `DeadlineExceeded` and `ServerGone`."""
         wait = self.deadlines.of(name) if timeout is None else timeout
         late = only(response, on_late)
         return as_response(self._connection.ask(name, payload, timeout=wait, urgent=urgent, on_late=late), response)
@@ -253,8 +252,7 @@ class ServerSession:
         return mapped(sent, lambda answer: as_response(answer.payload, response))
 
     def reachable(self, request: str) -> bool:
-        """Return whether `begin` would send this request: connected, and the server silent for less than its
-        deadline."""
+        """Return whether `begin` would send this request: connected, and the server not silent for its deadline."""
         return self._connection.reachable(self.deadlines.of(request))
 
     def lost(self, kind: LostKind, code: str, nbytes: int = 0) -> None:
@@ -269,8 +267,8 @@ class ServerSession:
         self._connection.begin(name, payload, timeout=self.deadlines.of(name), urgent=True)
 
     def free_soon(self, *tickets: str) -> None:
-        """Free tickets, and grants by their leases, with the next LOOKUP or PING, ahead of the next store, at a server
-        that takes them so."""
+        """Free tickets, and leases of grants, with the next LOOKUP or PING, ahead of the next store, if the server
+        can."""
         self._connection.reports.free(tickets)
 
     def take_freed(self) -> tuple[str, ...]:

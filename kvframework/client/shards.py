@@ -1,5 +1,4 @@
-"""Shards: objects whose names and bytes do not depend on the sizes to which an engine splits its model. Engine side,
-pure.
+"""Shards: objects whose names and bytes do not depend on how an engine splits its model. Engine side, pure.
 
 The operator's `tp_lcm` and `pp_lcm` are common multiples of the tensor- and pipeline-parallel sizes of the fleet. A
 model of H KV heads and N layers has S = gcd(tp_lcm, H) shards of heads times Q = gcd(pp_lcm, N) of layers: what one

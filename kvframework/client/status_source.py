@@ -40,8 +40,7 @@ class StatusSource:
         self.round_trip_s: float | None = None
 
     def ask(self) -> bytes:
-        """The status document; `round_trip_s` is measured before. Blocks for the timeout at most. Raises what
-        `KVClient` does."""
+        """The status document; measures `round_trip_s` before. Blocks for the timeout at most. Raises as `KVClient`."""
         self.round_trip_s = None
         with self._connected() as (client, left):
             self.round_trip_s = client.ping(left())

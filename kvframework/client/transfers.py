@@ -143,8 +143,7 @@ def check_ranges(transfer: Transfer, ranges: Sequence[ArenaRange], arena_bytes: 
 
 
 def check_held(transfer: Transfer, ranges: Sequence[ArenaRange], others: StoreOutcome) -> None:
-    """Raise `ProtocolError` unless the `ranges` to write and the `others` are together the objects that the engine
-    holds."""
+    """Raise `ProtocolError` unless the `ranges` to write and the `others` are together what the engine holds."""
     firsts = transfer.first_chunks
     for place in ranges:
         if place.chunk < firsts[place.group]:
@@ -156,8 +155,7 @@ def check_held(transfer: Transfer, ranges: Sequence[ArenaRange], others: StoreOu
 
 
 def check_complete(transfer: Transfer, ranges: Sequence[ArenaRange]) -> None:
-    """Raise `ProtocolError` if a required chunk is missing: each under full attention, those that a window reaches, the
-    last one of a state."""
+    """Raise `ProtocolError` for a missing chunk: any of full attention, all in a window, the last of a state."""
     given = {(place.chunk, place.group) for place in ranges}
     for group, first in enumerate(transfer.first_chunks):
         missing = [chunk for chunk in range(first, transfer.chunks) if (chunk, group) not in given]
@@ -338,8 +336,7 @@ class KVClient(ServerSession, EngineLink):
         return self._connection.begin(name, payload, buffers, timeout=self.deadlines.of_bulk(nbytes), bulk=True)
 
     def _check_same(self, arena: MappedArena | None) -> None:
-        """Raise `ServerGone` unless the mapped arena is still `arena`: ranges mean nothing in another server's
-        memory."""
+        """Raise `ServerGone` unless `arena` is still mapped: ranges mean nothing in another server's memory."""
         if self._arena is not arena:
             raise ServerGone("the server was restarted in between")
 

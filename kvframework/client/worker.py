@@ -213,8 +213,7 @@ class WorkerAdapter(InstanceIdentity):
         *,
         in_pieces: bool = False,
     ) -> list[Future[LoadOutcome]]:
-        """Submit a load for each request, in order, as `submit_retrieve` does. Raises as `batched_submit_store`
-        does."""
+        """Submit a load for each request, in order, as `submit_retrieve` does. Raises as `batched_submit_store`."""
         skips = [0] * len(requests) if skip_first_n_tokens is None else skip_first_n_tokens
         _check_lengths(requests, ranges, block_ids, skips)
         futures: list[Future[LoadOutcome]] = []
@@ -232,9 +231,8 @@ class WorkerAdapter(InstanceIdentity):
         return futures
 
     def get_finished(self) -> tuple[set[str], set[str]]:
-        """Return the request ids whose stores, and those whose retrieves, have all ended since the last call: of those
-        submitted so far, so a request that submits more is named again. `take_failed_blocks` has the failed loads.
-        Never blocks."""
+        """Return the request ids whose stores, and those whose retrieves, have all ended since the last call; a request
+        that submits more comes again. `take_failed_blocks` has the failed loads. Never blocks."""
         stored = {rid for rid, entries in self._stores.items() if all(f.query() for f, _ in entries)}
         for request_id in stored:
             del self._stores[request_id]
@@ -312,8 +310,7 @@ class WorkerAdapter(InstanceIdentity):
         start: Callable[[], Future[O]],
         failed: Callable[[BaseException], O],
     ) -> Future[O]:
-        """Start a transfer and return its future. After any failure of a transport the engine goes on without the
-        cache."""
+        """Start a transfer and return its future. After a transport's failure the engine goes on without the cache."""
         if not self.client.reachable("PREPARE_STORE" if kind == "stores" else "PREPARE_RETRIEVE"):
             self.client.lost(kind, ServerGone.code, transfer.nbytes)
             if transfer.grant is not None:

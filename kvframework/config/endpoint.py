@@ -1,5 +1,4 @@
-"""Endpoints: the addresses of a server, and the checks that the directory of its sockets is private. Server, client and
-CLI."""
+"""Endpoints: the addresses of a server, and the checks that the directory of its sockets is private."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ def keeper_path(endpoint: str) -> str:
 
 
 def default_directory(environ: Mapping[str, str] = os.environ) -> Path:
-    """The directory of the default endpoint: the same for every process of this user and environment; not created
-    here."""
+    """The directory of the default endpoint, the same for all processes of a user and environment; not created here."""
     runtime = environ.get("XDG_RUNTIME_DIR", "")
     if os.path.isabs(runtime):
         with contextlib.suppress(OSError):
@@ -52,8 +50,7 @@ def default_endpoint(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def prepare_private_directory(path: Path, *, shared: bool = False) -> None:
-    """Create the directory of a server's sockets (0700; 0711 if it is `shared` with admitted users), or check an
-    existing one.
+    """Create the directory of a server's sockets (0700; 0711 if `shared` with others), or check an existing one.
 
     Refused: a symbolic link, another user's directory, one that group or others may write to; of the default directory
     also one that they may enter, and any sharing; a shared one that they may not enter. Raises `EndpointError`.

@@ -1,5 +1,4 @@
-"""The layers of a configuration: embedded default, file, `--set table.key=value`; merged in this order, with the origin
-of each value."""
+"""The layers of a configuration: default, file, `--set table.key=value`; merged in this order, with origins."""
 
 from __future__ import annotations
 

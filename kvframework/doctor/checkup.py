@@ -75,8 +75,7 @@ def _checks(config: Config | None) -> Iterable[tuple[str, Check]]:
 
 
 def kept(endpoint: str) -> Iterator[Finding]:
-    """The memory that `kvframework hold` keeps for the server at `endpoint`; nothing where none runs. Blocks for a
-    second at most."""
+    """What `kvframework hold` keeps for the server at `endpoint`, if it runs. Blocks for a second at most."""
     keeper = keeper_status(endpoint)
     if keeper is None:
         return
@@ -109,8 +108,7 @@ def socket_findings(endpoint: str, running: RunningServer | None = None) -> Iter
 
 
 def run_check(subject: str, check: Check, timeout_s: float | None = None) -> list[Finding]:
-    """The findings of a check; its failure is a finding too, and so is its timeout (None: a second more than
-    `CHECK_S`)."""
+    """The findings of a check; so are its failure and its timeout (None: a second more than `CHECK_S`)."""
     timeout_s = timeout_s or CHECK_S + 1.0
     found: list[Finding] = []
     failure: list[str] = []

@@ -1,6 +1,6 @@
-"""The checks of the plugins in the configuration: each table in a process of its own, so that no plugin can block or
-end the checks of others. Such a process reads its request from standard input, and reports a `Finding` a line to the
-descriptor of `argv[1]`."""
+"""The checks of the plugins in the configuration: each table in its own process, so that no plugin can block or end the
+checks of others. It reads its request from standard input, and reports a `Finding` a line to the descriptor
+`argv[1]`."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ _TO_END_S = 1.0
 
 class Subject(msgspec.Struct, frozen=True):
     """A table, the kind of plugin that it names, and the time for the plugin's own diagnosis in seconds; 0: none.
-    `replaces` is the process of this user's server that runs at the endpoint; `kept`: a keeper has L1 for
-    the next one."""
+    `replaces` is the process of this user's server at the endpoint; `kept`: a keeper has L1 for the next."""
 
     kind: str
     table: PluginTable

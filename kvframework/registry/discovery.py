@@ -77,8 +77,7 @@ class EntryPointInfo:
 
 
 def discover() -> list[EntryPointInfo]:
-    """All offers on `sys.path`, those for other API majors too, sorted by kind, name and distribution. Blocking: reads
-    metadata files."""
+    """All offers on `sys.path`, of other API majors too, by kind, name and distribution. Blocking: reads metadata."""
     installed = metadata.entry_points()
     offers = {
         _info(entry_point, int(match[1]))

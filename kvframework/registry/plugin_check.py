@@ -42,8 +42,7 @@ def check_major(major: int, title: str) -> None:
 
 
 def check_requires(requires_api: object, title: str) -> None:
-    """Raise `PluginWrongApi` if a provider needs more than this version offers, `PluginBroken` for a malformed
-    version."""
+    """Raise `PluginWrongApi` if a provider needs more than this version has, `PluginBroken` for a malformed one."""
     if not isinstance(requires_api, str) or not (match := re.fullmatch(r"(\d+)\.(\d+)", requires_api)):
         raise PluginBroken(f"{title}: requires_api is {requires_api!r}", available='a version such as "1.0"')
     major, minor = int(match[1]), int(match[2])

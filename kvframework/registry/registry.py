@@ -130,8 +130,7 @@ class PluginRegistry:
     def options(
         self, provider: AnyProvider, raw: Mapping[str, object], *, where: str = "", core_keys: tuple[str, ...] = ()
     ) -> Options:
-        """`raw` as the plugin's own options. `core_keys` are named beside its fields when a key is unknown. Raises
-        `ConfigFieldError`."""
+        """`raw` as the plugin's options. Raises `ConfigFieldError`, with `core_keys` too for an unknown key."""
         try:
             options: Options = convert(raw, provider.options, where=where, core_keys=core_keys)
         except ConfigFieldError as error:

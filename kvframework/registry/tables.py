@@ -128,8 +128,7 @@ def codec_tables(config: Config) -> list[PluginTable]:
 
 
 def named_tables(config: Config) -> list[tuple[PluginTable, type[Provider[Any]]]]:
-    """Every table that names a plugin, with the descriptor of its kind; those of codecs only if `codec_tables` has
-    them."""
+    """Every table that names a plugin, with the descriptor of its kind; of codecs those of `codec_tables`."""
     tables: list[tuple[PluginTable, type[Provider[Any]]]] = []
 
     def collect(table: PluginTable, descriptor: type[Provider[Any]]) -> PluginTable:

@@ -139,8 +139,7 @@ class CacheService(CacheServices):
         return own + [handler for part in self._parts for handler in part.handlers()]
 
     def report(self) -> dict[str, object]:
-        """Return the status document, see docs/status.md. Blocks for some milliseconds; from a worker
-        thread."""
+        """Return the status document, see docs/status.md. Blocks for some milliseconds; from a worker thread."""
         # `list` in one step: the serving thread may change the registry meanwhile.
         contexts = sorted(list(self.contexts.values()), key=lambda context: context.instance_id)  # noqa: C414
         document: dict[str, object] = {
@@ -216,8 +215,7 @@ class CacheService(CacheServices):
         self._request_log.start()
 
     def stop(self) -> None:
-        """From now on sessions end with the server, not with their clients, and no answer is held back. From any
-        thread."""
+        """Have sessions end with the server, not with their clients, and hold no answer back. From any thread."""
         self._stopping = self.lookups.waits.closing = True
 
     def end_session(self, client: ClientInfo) -> None:

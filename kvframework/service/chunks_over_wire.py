@@ -72,8 +72,7 @@ class SendPins:
         return self._nbytes[client]
 
     def views(self, client: int, places: Sequence[tuple[int, int]], pin: PinLease) -> list[memoryview]:
-        """Return views of (offset, length), at least one, for the caller to pass to ZMQ. `take_sent` later returns
-        `pin`."""
+        """Return views of (offset, length), at least one, to pass to ZMQ. `take_sent` later returns `pin`."""
         send = _Send(client, sum(length for _, length in places), pin, len(places))
         views = [self._arena[offset : offset + length] for offset, length in places]
         with self._lock:

@@ -74,8 +74,7 @@ class Grants:
         lease_s: float,
     ) -> tuple[m.Grant, ...]:
         """Pin, for `lease_s` seconds, what each of `instances` loads for a hit of `hit` chunks, whose `objects` are
-        those of all ranks. Left out are instances that could not load it in the arena, or not at all, and those
-        beyond a bound."""
+        those of all ranks. Left out are instances that cannot load it in the arena, and those beyond a bound."""
         grants: list[m.Grant] = []
         left, until, asker = m.MAX_GRANTED, self._clock() + lease_s, client.session_id
         self._forget_lapsed()
@@ -132,8 +131,7 @@ class Grants:
         )
 
     def give_back(self, client: ClientInfo, lease: str) -> bool:
-        """End a grant that no load uses, of a LOOKUP of this client or for an instance of it; return whether it is
-        one."""
+        """End a grant that no load uses, of this client's LOOKUP or instance; return whether it is one."""
         granted = self._open.get(lease)
         if granted is None or client.session_id not in (granted.asked_by, granted.owner):
             return False
@@ -171,8 +169,7 @@ class Grants:
 
 
 def _loads(context: RegisteredContext, key: CacheKey, grid: KeyGrid) -> bool:
-    """Whether an instance loads what the key names, for ranks that are known and in it, with a copy of its
-    engine's."""
+    """Whether an instance loads what the key names, for known ranks in it, with a copy of its engine's."""
     return (
         context.memory is None
         and context.namespace == key.namespace

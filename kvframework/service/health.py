@@ -33,8 +33,7 @@ Document = Mapping[str, Any]
 
 
 def problems(document: Document) -> list[dict[str, str]]:
-    """Return the problems that keep the server from working as configured now: `where` in the document, and the
-    `fact`."""
+    """Return what keeps the server from working as configured now: `where` in the document, and the `fact`."""
     return [{"where": where, "fact": one_line(fact)} for where, fact in _problems(document)]
 
 
@@ -49,8 +48,7 @@ class CounterReport:
         return now >= self._next
 
     def changes(self, document: Document, now: float) -> str:
-        """Return the counters that have grown since the last call as one line, an empty one for none. Starts the next
-        interval."""
+        """Return the counters that have grown since the last call on one line, and start the next interval."""
         self._next = now + EVERY_S
         before, found = self._reported, list(trouble(document))
         self._reported = {name: amount for name, _, amount in found}

@@ -17,14 +17,12 @@ from kvframework.storage.l1.leases import NO_PROMPT, PromptPart
 
 
 def window_chunks(window: int, chunk_tokens: int) -> int:
-    """Return the number of chunks that a window of `window` tokens needs before any chunk boundary; 0 for full
-    attention."""
+    """Return how many chunks a window of `window` tokens needs before any chunk boundary; 0 for full attention."""
     return -(-window // chunk_tokens)
 
 
 def hit_chunks(rows: Sequence[Sequence[object]], windows: Sequence[int]) -> int:
-    """Return the longest usable prefix in chunks. `rows[r][c]` is true if object c of row r exists; `windows[r]` in
-    chunks, 0: full."""
+    """Return the longest hit in chunks. `rows[r][c]`: object c of row r exists; `windows[r]` in chunks, 0: full."""
     whole = [prefix_chunks(row) for row, window in zip(rows, windows, strict=True) if not window]
     bound = min(whole, default=len(rows[0]) if rows else 0)
     if not any(windows):
@@ -224,8 +222,7 @@ class KeyGrid:
 @dataclass(eq=False)
 class KeyResolver:
     """Resolves cache keys to object keys. Thread-safe, without state of requests. `orders` maps a namespace to the
-    layer order of each rank that has one. `on_salts` receives the salts that keys get, and the salt of their request,
-    unless that is ""."""
+    layer orders of ranks. `on_salts` receives the salts of keys, and that of their request, unless ""."""
 
     hasher: KeyHasher
     orders: Callable[[bytes], Mapping[int, bytes]] = lambda _namespace: {}
@@ -248,11 +245,9 @@ class KeyResolver:
         ]
 
     def resolve(self, key: CacheKey, desc: MemoryLayoutDesc, ranks: Sequence[int] = ()) -> KeyGrid:
-        """Return the objects that `key` names, for `ranks`, (): for its rank or, without one, for all. `check_key` has
-        passed the key.
+        """Return the objects that a checked `key` names for `ranks`; (): its rank or, without one, all.
 
-        Raises `BadRange` if start, end, content and the chunk size do not fit each other, `MessageTooLarge` beyond the
-        bounds.
+        Raises `BadRange` if start, end, content and chunk size do not fit each other, `MessageTooLarge` beyond bounds.
         """
         chunk = desc.chunk_tokens
         if key.start % chunk or key.end % chunk:

@@ -99,8 +99,8 @@ class Listeners:
             each.thread.start()
 
     def stop(self, *, handed_over: bool) -> None:
-        """End the records; the next server has L1 if it is `handed_over`. Waits for all listeners, for `STOP_S` seconds
-        at most. Idempotent."""
+        """End the records; the next server has L1 if `handed_over`. Waits for them, `STOP_S` seconds at most.
+        Idempotent."""
         for each in self._running:
             each.reader.end(handed_over=handed_over)
         until = time.monotonic() + STOP_S

@@ -304,8 +304,7 @@ class Lookups:
         return m.SessionEnded(self._storage.table.cancel(client.session_id, request_id), tickets)
 
     def _wanted(self, asked: PendingLookup, record: NamespaceRecord) -> Wanted:
-        """Return the objects that a LOOKUP requests. Raises `NamespaceMismatch` unless the key names what was
-        registered."""
+        """Return the objects of a LOOKUP. Raises `NamespaceMismatch` unless the key names what was registered."""
         key = asked.key
         if (key.model_name, key.world_size) != (record.model_name, record.world_size):
             raise NamespaceMismatch(

@@ -1,5 +1,4 @@
-"""Why the first missing chunk of a lookup missed: the facts are gathered when the request ends, on a miss only, and
-decided upon."""
+"""Why the first missing chunk of a lookup missed: the facts are gathered and decided upon when a miss ends."""
 
 from __future__ import annotations
 
@@ -193,8 +192,7 @@ class MissFacts:
 
 
 def _first_key(asked: PendingLookup) -> bytes | None:
-    """Return a key of the first chunk in a namespace that is not known; without the salt, rank and layer group, which
-    are of no use there."""
+    """Return a key of the first chunk in an unknown namespace, without salt, rank and layer group, of no use there."""
     key = asked.key
     first = key.start * len(key.digests) // (key.end * DIGEST_BYTES) * DIGEST_BYTES
     digest = key.digests[first : first + DIGEST_BYTES]

@@ -88,8 +88,7 @@ _SEND_S = 2.0
 
 
 class HandOver:
-    """`descriptors()` returns the arena and the journal, borrowed; `stop()` begins the end of this server. `done`: a
-    next server has them."""
+    """`descriptors()` lends arena and journal; `stop()` begins the server's end. `done`: a next server has them."""
 
     done = False
 

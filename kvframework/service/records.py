@@ -88,8 +88,7 @@ class RequestLog:
         self._thread = threading.Thread(target=self._run, name="kvf-records", daemon=True)
 
     def begun(self, request: str, client: ClientInfo, key: CacheKey, path: str) -> RequestRecord:
-        """Return the record, as far as it is known, of a request that begins now, at which `monotonic` is until its
-        `end`."""
+        """Return what is known of the record of a request that begins now, at which `monotonic` is until its `end`."""
         return self._record(request, client, key, 0.0, self.clock(), 0.0, "", path=path)
 
     def _record(
@@ -252,9 +251,8 @@ WhyMissed = Callable[[CacheKey, bytes | None, int, float], MissReason]
 
 @dataclass(eq=False)
 class Transfers:
-    """What all ways of a transfer share: its keys and objects, its record, and the content that it brings for
-    listeners. `why_missed` gives the reason of a RETRIEVE that missed. `end` runs on any thread, the rest on the
-    serving one."""
+    """What all ways of a transfer share: keys and objects, the record, and the content for listeners. `why_missed`
+    gives the reason of a missed RETRIEVE. `end` runs on any thread, the rest on the serving one."""
 
     contexts: Contexts
     resolver: KeyResolver
@@ -280,8 +278,7 @@ class Transfers:
     def engine_driven(
         self, client: ClientInfo, instance_id: int, key: CacheKey, groups: Sequence[KeyGroup] = ()
     ) -> KeyGrid:
-        """Resolve like `grid`, for an instance whose engine moves the bytes. Raises `TransportMismatch` if the server
-        does."""
+        """Do as `grid`, for an instance whose engine moves the bytes. Raises `TransportMismatch` if the server does."""
         context = own_context(self.contexts, instance_id, client)
         if context.memory is not None:
             raise TransportMismatch(

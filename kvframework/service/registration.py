@@ -57,8 +57,7 @@ def layer_order(layout: KVLayout) -> bytes:
 
 
 def same_layers(mine: KVLayout, theirs: KVLayout) -> bool:
-    """Whether two instances hold the same layers in the same places, by their names; names of another kind by their
-    order."""
+    """Whether two instances hold the same layers in the same places, by name; names of another kind by their order."""
     if [group.layer_names for group in mine.groups] == [group.layer_names for group in theirs.groups]:
         return True
     here, there = _places(mine), _places(theirs)
@@ -67,8 +66,7 @@ def same_layers(mine: KVLayout, theirs: KVLayout) -> bool:
 
 
 def _places(layout: KVLayout) -> Mapping[str, list[tuple[int, int]]]:
-    """Return the places of each layer, (layer group, place in it). One whose keys and values lie in two groups has
-    two."""
+    """Return the places of each layer, (layer group, place in it); two if keys and values lie in two groups."""
     places: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
     for group, declared in enumerate(layout.groups):
         for index, name in enumerate(declared.layer_names):

@@ -32,8 +32,7 @@ log = logging.getLogger(__name__)
 
 
 def _unpack(packed: Sequence[bytes], expected: Sequence[int]) -> list[list[int]]:
-    """Return the block ids of each layer group, of little-endian u32. Raises `BadBlockIds` for a wrong number of groups
-    or ids."""
+    """Return the u32 block ids of each layer group. Raises `BadBlockIds` for a wrong number of groups or ids."""
     if len(packed) != len(expected):
         raise BadBlockIds(f"block ids of {len(packed)} layer groups", available=f"{len(expected)} as registered")
     result = []
@@ -196,8 +195,7 @@ def _first_block(arena: memoryview, place: ArenaRange, desc: GroupDesc, blocks: 
 
 
 def _run(context: RegisteredContext, job: CopyJob, finish: Callable[[bool], Message]) -> Future[Message]:
-    """Start the copy. Cancelling the returned future asks the transport to stop; `finish` decides, once, what to
-    keep."""
+    """Start the copy. Cancelling the future asks the transport to stop; `finish` decides, once, what to keep."""
     decided = threading.Lock()
     ended = False
 

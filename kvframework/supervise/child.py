@@ -69,8 +69,7 @@ def end_with_parent(parent: int | None = None) -> None:
 
 
 class Ran(NamedTuple):
-    """The result of an isolated run: the lines of its report, the reason of its end ("" if regular), and the end of its
-    output."""
+    """The result of an isolated run: the lines of its report, why it ended ("" if regular), and its last output."""
 
     lines: list[bytes]
     ended: str
@@ -152,8 +151,7 @@ class SupervisedChild:
         raise NotImplementedError
 
     def watch(self, poller: select.poll) -> float:
-        """Register what `serve` is called for besides the process's end and `wake`; return the time at which it is
-        called in any case."""
+        """Register what calls `serve` beside the process's end and `wake`; return when it is called in any case."""
         del poller
         return math.inf
 

@@ -35,8 +35,7 @@ class Backoff:
 
 
 def how_ended(status: int) -> str:
-    """Return a process's return code in words: "by signal SIGKILL", "with status 1". A real-time signal has only its
-    number."""
+    """Return a return code in words: "by signal SIGKILL", "with status 1"; a real-time signal by its number."""
     if status >= 0:
         return f"with status {status}"
     try:

@@ -66,8 +66,7 @@ class HelloReply(Message, frozen=True):
     """`session` names the client session (16 secret bytes, presented on the liveness socket). `liveness` is the path of
     that socket, "" over TCP. `boot_id` changes with every start of a server. `features` names what an older server of
     the same protocol version would ignore; `token_ids` among them asks for the `content` of transfers,
-    `token_ids.salted` for that of salted ones. `tp_lcm` and `pp_lcm` are the server's settings, 1 for objects named by
-    rank."""
+    `token_ids.salted` for that of salted ones. `tp_lcm` and `pp_lcm` are the server's, 1 for objects named by rank."""
 
     version: int
     boot_id: bytes
@@ -90,8 +89,7 @@ class Goodbye(Message, frozen=True):
 
 
 class Lost(Message, frozen=True):
-    """Calls of a client that failed with the error `code` since its session began, and the bytes of the loads and
-    stores."""
+    """Calls of a client that failed with the error `code` in its session so far, and the bytes of loads and stores."""
 
     code: Annotated[str, msgspec.Meta(max_length=MAX_LOST_CODE)]
     lookups: LostCount = 0
@@ -294,8 +292,8 @@ class ChunksStored(Message, frozen=True):
 
 
 class RetrieveCpuChunks(Message, frozen=True):
-    """RETRIEVE_CPU_CHUNKS: the bytes of objects that PREPARE_RETRIEVE pinned under `lease`; `objects` are packed u32
-    positions in its `ranges`."""
+    """RETRIEVE_CPU_CHUNKS: objects pinned under `lease`; `objects` are packed u32 positions in the `ranges` of its
+    plan."""
 
     lease: str
     objects: bytes
@@ -485,9 +483,8 @@ class DumpReply(Message, frozen=True):
 
 
 class Recent(Message, frozen=True):
-    """RECENT: the finished requests with a number above `after`, the oldest `most` of them, or those of `request_id`
-    ("" for all); with `traced` only those with a trace, which are numbered by themselves. For clients on the server's
-    node only."""
+    """RECENT: the oldest `most` finished requests with a number above `after`, or those of `request_id` ("" for all);
+    with `traced` only those with a trace, numbered by themselves. For clients on the server's node only."""
 
     after: Annotated[int, msgspec.Meta(ge=0)] = 0
     most: Annotated[int, msgspec.Meta(ge=0, le=MAX_RECENT)] = MAX_RECENT

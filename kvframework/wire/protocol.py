@@ -83,8 +83,7 @@ def offer(client: str, pid: int) -> Hello:
 
 
 def negotiate(hello: Hello, hasher_fingerprint: str) -> int:
-    """The highest protocol version that both sides speak. Raises `VersionMismatch`, with both ranges, if there is none
-    or the hashers differ."""
+    """The highest version that both sides speak. Raises `VersionMismatch` if there is none or the hashers differ."""
     version = min(PROTOCOL_VERSION, hello.max_version)
     if version < max(MIN_VERSION, hello.min_version):
         raise VersionMismatch(
@@ -142,8 +141,7 @@ class ClientDeadlines:
         return float(getattr(self, KINDS.get(request, "setup_s")))
 
     def of_lookup(self, prefill_s: float) -> float:
-        """The deadline of a LOOKUP whose hit saves so many seconds of prefill: a miss costs these, and a shorter wait
-        is cheaper."""
+        """The deadline of a LOOKUP whose hit saves so many seconds of prefill, which a miss costs."""
         return min(self.lookup_s + prefill_s, max(self.lookup_most_s, self.lookup_s))
 
     def of_bulk(self, nbytes: int) -> float:

@@ -1,5 +1,4 @@
-"""The rule that determines the touched blocks of a transfer, the check of their ids, and their form on the wire,
-for both sides. Pure.
+"""Which blocks a transfer touches, the check of their ids, and their form on the wire, for both sides. Pure.
 
 An engine gives block ids for all tokens of a range in every layer group. Of a window only the last blocks hold useful
 KV, of a state the last one of a chunk; engines have long freed the others.
@@ -66,8 +65,7 @@ def checked_blocks(
 
     `bounded`: a layer group whose number of blocks is unknown has none; otherwise any id is accepted there. Raises
     `BadBlockIds` for another number of lists or ids than the tokens need, and for a touched id that is no block. Ids of
-    untouched blocks are not checked. A store that names a touched block twice is refused, too: one block holds one part
-    of a prompt.
+    untouched blocks are not checked. A store may name no touched block twice: it holds one part of a prompt.
     """
     if len(block_ids) != len(layout.groups):
         raise BadBlockIds(
@@ -100,7 +98,7 @@ def touched_blocks(group: LayerGroup, chunk_tokens: int, ids: Sequence[int], *, 
     """The blocks of one layer group that a store or load of whole chunks touches; `ids` are all block ids of its range.
 
     A load writes the blocks in the window at its end. A store of a window or state leaves out the chunks up to the last
-    one that has a `NO_BLOCK`.
+    `NO_BLOCK`.
     """
     per_object = chunk_tokens // group.block_size
     if group.state:

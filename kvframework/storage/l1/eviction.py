@@ -61,8 +61,7 @@ def _is_done(retain: Retain | None) -> bool:
 
 
 def _fitting(retains: Sequence[Retain], first: int, end: int) -> Retain | None:
-    """Return the first one that is said of all tokens of a chunk; of one at no known place (before 0) only what is said
-    of the request."""
+    """Return the first that is said of all tokens of a chunk; of one without a place what is said of the request."""
     for retain in retains:
         if retain.start is None or (retain.start <= first and first >= 0 and (retain.end is None or end <= retain.end)):
             return retain
@@ -78,8 +77,7 @@ def with_hint(facts: RequestFacts, retain: Retain | None) -> RequestFacts:
 
 
 class Tenant(NamedTuple):
-    """A named tenant: the bytes of L1 that are guaranteed to it, the most that it gets, and the policy of its
-    objects."""
+    """A named tenant: the bytes of L1 guaranteed to it, the most that it gets, and the policy of its objects."""
 
     name: str
     least: int
@@ -172,8 +170,7 @@ class Tenants:
     # what each may hold, and who loses what
 
     def space_left(self, tenant: int, limit: int) -> float:
-        """Return the bytes that the tenant may hold beyond what it holds, infinity if it may hold all `limit` bytes of
-        L1: then L1 is its bound."""
+        """Return the bytes that the tenant may still get, infinity if it may hold all `limit` bytes of L1."""
         most = self._most[tenant]
         return math.inf if most >= limit else most - self.used[tenant]
 
@@ -228,9 +225,8 @@ def _affordable(objects: Iterator[StoredObject], most: int, *, all_leave: bool) 
 
 
 class Victims:
-    """The victims of one STORE: each policy is asked for its own once, when they are first needed, however many objects
-    are stored. Those that were looked at for one place and stay are the first ones for the next place. No policy may be
-    called before `end`."""
+    """The victims of one STORE: each policy is asked once, when first needed, however many objects are stored. Those
+    that stay after a look for one place come first for the next. No policy may be called before `end`."""
 
     def __init__(self, tenants: Tenants, objects: ObjectRows) -> None:
         self._tenants = tenants
@@ -433,8 +429,7 @@ class Places:
         """The STORE that is being placed finds L1 full."""
 
     def candidates(self, used_bytes: int) -> list[PackedKey]:
-        """Return the keys that the policy would evict to get down to `used_bytes`, without pinned objects and what is
-        guaranteed to tenants."""
+        """Return the keys that leave to get down to `used_bytes`, without pinned objects and the shares of tenants."""
         keys: list[PackedKey] = []
         excess = self.used_bytes - used_bytes
         tenants = self.tenants

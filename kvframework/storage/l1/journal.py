@@ -148,8 +148,7 @@ class Cold(Exception):
 
 
 class FoundObject(NamedTuple):
-    """A readable object. `state` is higher for what was reserved later; `checksum` is that of its bytes, 0 if it is not
-    known."""
+    """A readable object. `state` is higher for later reservations; `checksum` is that of its bytes, 0 if not known."""
 
     used: float
     state: int
@@ -309,8 +308,7 @@ _SESSION_BITS = 32
 
 
 def own_description(fd: int) -> int:
-    """Return a descriptor, owned by the caller, of an open file description of its own. Raises `OSError`, also where
-    there is no /proc."""
+    """Return a descriptor, the caller's, of a file description of its own. Raises `OSError`, also without /proc."""
     return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
 
 
@@ -386,8 +384,7 @@ class Journal:
 
     @classmethod
     def create(cls, identity: Identity, tenants: Sequence[str] = ()) -> Journal:
-        """Make a new journal in a memfd of its own. Raises `OSError`, and `ValueError` for more tenants than a
-        configuration has."""
+        """Make a journal in a new memfd. Raises `OSError`, and `ValueError` for too many tenants."""
         fd = os.memfd_create("kvframework-journal", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(fd, 0, RECORDS_AT)
@@ -440,8 +437,7 @@ class Journal:
     # objects
 
     def reserve(self, items: Sequence[tuple[PackedKey, int, int]], *, owner: int, tenant: int) -> list[int]:
-        """Record ranges, (key, offset, length), into which the session `owner` may write, 0 for the server itself;
-        return the slot of each."""
+        """Record ranges, (key, offset, length), that session `owner` may write, 0: the server; return their slots."""
         if self.ended or (len(self._free) < len(items) and not self._grow(len(items))):
             return [NO_SLOT] * len(items)
         memory, words, free, serial = self.memory, self._words, self._free, self._serial

@@ -47,8 +47,7 @@ NO_PROMPT = PromptPart()
 
 @dataclass(slots=True)
 class _Lease:
-    """`payer` is the session in whose numbers of leases and pins, and in whose share of L1, it counts; `id` is given by
-    `LeaseBook.open`."""
+    """`payer` is the session in whose leases, pins and share of L1 it counts; `LeaseBook.open` gives `id`."""
 
     owner: int
     request_id: str
@@ -109,8 +108,7 @@ L = TypeVar("L", bound=Lease)
 
 
 class LeaseBook:
-    """All leases. Ids are unique across restarts, so that a lease of an earlier boot never passes for one of this
-    boot."""
+    """All leases. Ids are unique across restarts: a lease of an earlier boot never passes for one of this."""
 
     def __init__(self) -> None:
         self.writes: dict[str, WriteLease] = {}
@@ -125,8 +123,7 @@ class LeaseBook:
         self._count = itertools.count(1)
 
     def open(self, lease: L) -> L:
-        """Add a lease and give it its id. Raises `RequestError` if the session that it counts for holds too many leases
-        or pins."""
+        """Add a lease and give it its id. Raises `RequestError` if its `payer` holds too many leases or pins."""
         payer = lease.payer
         if payer != INTERNAL_OWNER and self._open[payer] >= MAX_LEASES_PER_OWNER:
             raise RequestError(
