@@ -129,8 +129,7 @@ class SharedDealer:
         self._closed = False
 
     def send(self, frames: Sequence[Any]) -> None:
-        """Send a message. Never blocks. Raises `zmq.Again` if the queue is full, and another `zmq.ZMQError` once it is
-        closed."""
+        """Send a message. Never blocks. Raises `zmq.Again` if the queue is full, another `zmq.ZMQError` once closed."""
         with self._lock:
             if self._closed:
                 raise zmq.ZMQError(zmq.ENOTSOCK)
@@ -191,8 +190,7 @@ class SharedDealer:
         self._interrupt.signal()
 
     def close(self) -> None:
-        """Close the socket; nothing is received afterwards. Interrupts the leader and waits for it: must not be called
-        by it."""
+        """Close the socket; nothing is received afterwards. Interrupts the leader and waits for it: not for it."""
         with self._lock:
             self._closed = True
         self.interrupt()

@@ -31,8 +31,7 @@ WITHOUT_ARENA = b"\x00"
 
 
 class Deadlines(Generic[K]):
-    """Keys with deadlines: gives the next deadline and the due keys in O(log n). Discarded keys leave the heap lazily.
-    Pure. Not thread-safe."""
+    """Keys with deadlines: gives the next deadline and the due keys in O(log n). Pure, not thread-safe."""
 
     def __init__(self) -> None:
         self._when: dict[K, float] = {}
@@ -70,8 +69,7 @@ class Deadlines(Generic[K]):
 
 
 class Wakeup:
-    """An eventfd: `signal()` makes `fd` readable until `drain()`. A signal's handler may use it, as its lock is
-    reentrant.
+    """An eventfd: `signal()` makes `fd` readable until `drain()`. A signal's handler may use it.
 
     The owner closes it: an object of a reference cycle, or of a traceback that is kept, would hold the descriptor until
     the garbage collector runs, which an engine may have switched off.
@@ -83,8 +81,7 @@ class Wakeup:
         close_after_fork(self)
 
     def signal(self) -> None:
-        """Make `fd` readable. Never blocks. No effect after `close()`, so that a late call never hits a descriptor's
-        next owner."""
+        """Make `fd` readable. Never blocks. No effect after `close()`, so that none hits a descriptor's next owner."""
         with self._lock:
             if self.fd >= 0:
                 os.eventfd_write(self.fd, 1)
@@ -143,8 +140,8 @@ def as_out_of_resources(error: Exception) -> OutOfResources | None:
 
 def need(*, descriptors: int, threads: int = 0) -> None:
     """Raise `OutOfResources` if fewer descriptors are left, `RuntimeError` if fewer threads. Descriptors are only
-    counted, so that no other thread lacks them meanwhile; threads are started and end at once, since no count covers
-    every limit on them."""
+    counted, so that no other thread lacks them meanwhile; threads are started and end at once: no count covers all
+    limits."""
     limit = descriptor_limit()
     if limit - descriptors_in_use() < descriptors:
         raise OutOfResources(f"fewer than {descriptors} of this process's {limit} descriptors are free", hint=_LIMITS)

@@ -99,7 +99,7 @@ class Listeners:
             each.thread.start()
 
     def stop(self, *, handed_over: bool) -> None:
-        """End the records; the next server has L1 if `handed_over`. Waits for them, `STOP_S` seconds at most.
+        """End the records; `handed_over`: the next server has L1. Waits for them, `STOP_S` seconds at most.
         Idempotent."""
         for each in self._running:
             each.reader.end(handed_over=handed_over)

@@ -25,8 +25,7 @@ CLOSE_GRACE_S = 1.0
 
 
 class ClearedObjects(NamedTuple):
-    """What `clear` dropped, and the objects that stay because they are in use; see `kvframework.wire.messages.Cleared`
-    for the fields."""
+    """What `clear` dropped, and the objects that stay because they are in use; see `wire.messages.Cleared`."""
 
     objects: int
     in_use: int
@@ -55,8 +54,8 @@ class StorageManager:
 
         Objects stored meanwhile stay, even under the name of a dropped one. Blocks, but not other callers: takes the
         lock for some hundred objects at a time. With `l2` also deletes, in every tier, the dropped objects and all that
-        the tier lists; raises `TierError`, after all were asked, if one failed. Raises `RequestError` for a model that
-        is not known.
+        the tier lists; raises `TierError`, after all were asked, if one failed. Raises `RequestError` for an unknown
+        model.
         """
         if model and l2:
             try:
@@ -76,8 +75,8 @@ class StorageManager:
 
     def close(self, drain_s: float = 0.0, end_s: float | None = None, *, process_ends: bool = False) -> None:
         """Wait up to `drain_s` for pending writes to L2, then close the tiers, which ends the calls in flight, stop all
-        threads and free the arena within `end_s` (None: the longest timeout of a tier). Idempotent; must not be called
-        from a storage thread.
+        threads and free the arena within `end_s` (None: the longest timeout of a tier). Idempotent; not for storage
+        threads.
 
         A thread that is stuck in a tier, or an unfinished copy of a transport, keeps the arena mapped, since it may
         still write there. If the process ends right afterwards, the kernel frees memory that ends with it.
@@ -97,8 +96,8 @@ class StorageManager:
 
     @property
     def at_rest(self) -> bool:
-        """Whether nothing is left to do in the background: no write to L2 waits, no load is under way, and L1 is not
-        above its high watermark."""
+        """Whether nothing is left to do in the background: no write to L2 waits, no load is under way, and L1 is below
+        its watermark."""
         return not self.table.is_full and self.tiers.at_rest
 
     def status(self) -> dict[str, object]:

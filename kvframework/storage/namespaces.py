@@ -134,8 +134,7 @@ class RankOrder(Message, frozen=True):
 
 
 class NamespaceRecord(Message, frozen=True):
-    """A namespace's record. `orders` are those of the ranks that a server has seen, without those beyond
-    `MAX_ORDERS`."""
+    """A namespace's record. `orders` are those of the ranks seen, `MAX_ORDERS` at most."""
 
     model_name: str
     world_size: int
@@ -195,19 +194,18 @@ class NamespaceRecords:
         return self._orders.get(namespace, _NATURAL)
 
     def order(self, namespace: bytes, rank: int | None, order: bytes) -> None:
-        """Set the order of the layers of a rank (None: of all), of a known namespace. From now on objects in another
-        order are not found."""
+        """Set the order of the layers of a rank (None: of all), of a known namespace. Objects in another order are
+        found no more."""
         with self._lock:
             orders = {} if rank is None else {**self.orders(namespace), rank: order}
             self._orders[namespace] = {rank: order for rank, order in orders.items() if order}
             self._keep(namespace)
 
     def add(self, namespace: bytes, record: NamespaceRecord, *, learned: bool = False) -> None:
-        """Add a record. Raises `NamespaceMismatch` if the namespace is known with another meaning, `RequestError` if
-        the record is too long.
+        """Add a record. Raises `NamespaceMismatch` for another meaning of a known namespace, `RequestError` for too
+        long a record.
 
-        `learned` means that the record came from L2, where any client may have written it, so a registration overrides
-        it.
+        `learned` means that the record came from L2, where any client may write: a registration overrides it.
         """
         with self._lock:
             known = self._records.get(namespace)

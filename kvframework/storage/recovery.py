@@ -46,8 +46,8 @@ class Keeper(Protocol):
     def lasts(self) -> bool: ...
 
     def kept(self, names: Collection[str]) -> dict[str, int]:
-        """Return the descriptors of these names that it held at the start of this process, each owned by the caller;
-        all others are closed."""
+        """Return the descriptors of these names that it held at the start of this process, the caller's; others are
+        closed."""
 
     def store(self, name: str, fd: int) -> None:
         """Have it hold a copy of a descriptor."""
@@ -82,8 +82,7 @@ def recover(
     memory, over an arena that it owns from then on, or a new one. `identity` is that of this server, without the arena;
     `tenants` are the names of its tenants by number, from 1.
 
-    Blocks up to `LOCK_S` for the end of an earlier server. Raises `ArenaError` if that does not end, and the errors of
-    `create`.
+    Blocks up to `LOCK_S` for the end of an earlier server. Raises `ArenaError` if that does not end, and as `create`.
     """
     began = time.monotonic()
     held = keeper.kept((ARENA, JOURNAL))

@@ -292,8 +292,7 @@ class ChunksStored(Message, frozen=True):
 
 
 class RetrieveCpuChunks(Message, frozen=True):
-    """RETRIEVE_CPU_CHUNKS: objects pinned under `lease`; `objects` are packed u32 positions in the `ranges` of its
-    plan."""
+    """RETRIEVE_CPU_CHUNKS: objects pinned under `lease`; `objects` are packed u32 positions in its plan."""
 
     lease: str
     objects: bytes

@@ -97,8 +97,7 @@ def check_bound(layout: KVLayout, group: int, highest: int) -> None:
 def touched_blocks(group: LayerGroup, chunk_tokens: int, ids: Sequence[int], *, storing: bool) -> GroupBlocks:
     """The blocks of one layer group that a store or load of whole chunks touches; `ids` are all block ids of its range.
 
-    A load writes the blocks in the window at its end. A store of a window or state leaves out the chunks up to the last
-    `NO_BLOCK`.
+    A load writes the blocks in the window at its end. A store of these leaves out the chunks up to the last `NO_BLOCK`.
     """
     per_object = chunk_tokens // group.block_size
     if group.state:

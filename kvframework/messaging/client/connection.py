@@ -110,8 +110,7 @@ class Connection:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start to connect, unless it has begun. Returns at once. If the process gets no thread now, a later read of
-        `state` tries again."""
+        """Start to connect, unless it has begun. Returns at once. Without a thread now, reading `state` tries again."""
         if not self._starting.acquire(blocking=False):
             return
         try:
@@ -200,8 +199,8 @@ class Connection:
         buffers are sent without a copy: they must stay unchanged until an answer.
 
         `bulk` sends it over the session's second socket, for big frames, and blocks for a handshake when there is none
-        yet. After a timeout there all its requests in flight fail. ZMQ may still read the buffers of a failed one, so
-        never write to them again.
+        yet. After a timeout there all its requests in flight fail. ZMQ may still read their buffers: never write to
+        these again.
         """
         try:
             spec = self._spec(name)
@@ -211,8 +210,8 @@ class Connection:
         return link.begin(spec, payload, buffers, timeout=timeout, turn=turn, on_late=on_late)
 
     def post(self, name: str, payload: Message) -> bool:
-        """Send one of `ONE_WAY_REQUESTS` to a server of 0.3 or later, which does not answer it. False if it could not
-        be sent. Never blocks."""
+        """Send one of `ONE_WAY_REQUESTS` to a server of 0.3 or later, without an answer. False if it was not sent.
+        Never blocks."""
         try:
             return self._usable(urgent=True).post(self._spec(name), payload)
         except ServerGone:

@@ -92,8 +92,7 @@ class Request(Promise[Answer]):
         return self._link.begin(_CANCEL, Cancel(self.request_id), timeout=_CANCEL.deadline_s + _AFTER_THE_SERVER_S)
 
     def answer(self, envelope: Envelope) -> Answer:
-        """Return the server's response. Raises the error that it named, and `ProtocolError` for a reply that does not
-        answer this request."""
+        """Return the server's response. Raises the error that it named, and `ProtocolError` for another reply."""
         if envelope.type == ERROR_TYPE:
             raise error_from(decode(envelope.payload, ErrorPayload, where=self.spec.name))
         if envelope.type != self.spec.name:
@@ -130,8 +129,7 @@ class Pending:
         return len(self._items)
 
     def add(self, item: Request, *, watched: bool) -> bool:
-        """Add a request, False after `close`. `watched`: `due` returns it at its deadline; else its caller sees to
-        that."""
+        """Add a request, False after `close`. `watched`: `due` returns it at its deadline."""
         with self._lock:
             if self._closed:
                 return False
@@ -266,8 +264,7 @@ class Link:
         turn: float = 0.0,
         on_late: OnLate | None = None,
     ) -> Future[Answer]:
-        """See `Connection.begin`. Does not wait while the server takes longer than such a turn, nor in callbacks of
-        futures."""
+        """See `Connection.begin`. Does not wait while the server takes longer, nor in callbacks of futures."""
         try:
             item = self._request(spec, payload, buffers, timeout, on_late)
         except KVFrameworkError as error:
@@ -304,7 +301,7 @@ class Link:
         return True
 
     def say_goodbye(self, why: KVFrameworkError | None = None) -> None:
-        """Report losses to the server, the end if it would not notice, and `why` this client cannot use it. Waits for a
+        """Report losses to the server, the end if it would not notice, and `why` this client cannot use it. Waits a
         moment."""
         ping = self._reports.ping()
         with contextlib.suppress(KVFrameworkError):

@@ -109,7 +109,7 @@ class Reports:
     signal's handler may use it.
 
     Losses are failed calls by error code and kind. A PING has the totals of its session, unless an answered one had the
-    same: a repeated one counts once. Tickets go along with a LOOKUP or a PING, and no caller waits; they end with their
+    same: a repeated one counts once. Tickets go along with a LOOKUP or a PING, and no caller waits; they end with the
     session.
     """
 
@@ -155,8 +155,8 @@ class Reports:
             self._freed.extend(tickets)
 
     def take_freed(self) -> tuple[str, ...]:
-        """Remove and return the next tickets, `MAX_FREED` at most, oldest first. A caller that cannot send them returns
-        them by `free`."""
+        """Remove and return the next tickets, `MAX_FREED` at most, oldest first. What cannot be sent comes back by
+        `free`."""
         if not self._freed:
             return ()
         with self._lock:

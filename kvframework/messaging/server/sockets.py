@@ -175,8 +175,7 @@ class Routers:
         self._local: list[bool] = []
 
     def open(self, endpoint: str, keys: ServerKeys | None = None) -> frames_io.Socket:
-        """Listen at one more endpoint; over tcp:// with `keys` only to clients that they admit. Raises
-        `zmq.ZMQError`."""
+        """Listen at one more endpoint; over tcp:// with `keys` for those that they admit. Raises `zmq.ZMQError`."""
         router: frames_io.Socket = self._context.socket(zmq.ROUTER)
         self.sockets.append(router)
         frames_io.bound(router)
@@ -257,8 +256,8 @@ class ListenerDoors:
         self._doors: list[Door] = []
 
     def admit(self, peers: bool) -> None:
-        """Let new peers in, or keep them out: each connection is a descriptor, and libzmq ends a process that has none
-        left."""
+        """Let new peers in, or keep them out: each connection is a descriptor, and libzmq ends a process without
+        any."""
         with self._lock:
             self._open = peers
             for door in self._doors:

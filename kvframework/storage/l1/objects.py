@@ -227,7 +227,7 @@ class ObjectTable(Places):
 
     @locked
     def commit(self, lease_id: str, *, owner: int) -> list[StoredObject]:
-        """Publish a lease's objects and end it; an expired lease frees its ranges and publishes nothing: []. Raises
+        """Publish a lease's objects and end it; an expired one frees its ranges and publishes nothing: []. Raises
         `LeaseUnknown`."""
         now = self._now = self.clock()
         lease = self._leases.write(lease_id, owner)
@@ -373,7 +373,7 @@ class ObjectTable(Places):
 
     @locked
     def pin_again(self, lease_id: str, indices: Sequence[int], *, owner: int) -> PinLease:
-        """Pin for the server itself objects that the client `owner` has pinned under a lease. Counts as no use. Raises
+        """Pin for the server itself objects that the client `owner` has pinned. Counts as no use. Raises
         `LeaseUnknown`."""
         pinned = self.pinned(lease_id, owner=owner)
         return self.pin_objects([pinned[index] for index in indices], owner=INTERNAL_OWNER, use=None, asked_by=owner)

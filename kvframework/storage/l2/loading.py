@@ -242,8 +242,8 @@ class Loader:
                 yield from self._load_from(task, other, again)
 
     def _fetch(self, task: LoadTask, store: L2Store, batch: Sequence[int]) -> tuple[set[int], list[int]]:
-        """Load and pin the objects for which there is a place; return the indices of what was loaded, and of what had
-        no place."""
+        """Load and pin the objects for which there is a place; return the indices of the loaded ones, and of those
+        without."""
         places: list[tuple[int, str, memoryview]] = []
         good: list[bool] = []
         elsewhere: list[int] = []

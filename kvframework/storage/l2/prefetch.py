@@ -5,8 +5,7 @@ queue, so that a slow tier delays no load of another. Its batches are driven apa
 behind the batches of other loads, so loads take turns. A tier has one thread more than batches are fetched from it at
 once, so what others ask is answered meanwhile. A load that waits for a writer, or for its batches, holds no thread.
 
-A tier that failed is passed over by loads; an idle load thread of it asks whether it answers again, so that no request
-waits for that.
+A tier that failed is passed over by loads; an idle load thread of it asks whether it answers again.
 
 Lock order: the storage lock, then that of `changed`, which all queues share.
 """
@@ -30,9 +29,8 @@ MAX_TASKS = 256
 @dataclass(eq=False)
 class _Load:
     """One accepted load, or one batch of its `whole`. `task` is None for a namespace's record, and for a batch. `keys`
-    are being written by others, and the load waits for them until `waits_until` at the latest; () if it does not
-    wait. `parts` wait for their turn, and `under_way` of them have begun. `error` is thrown into the steps when they go
-    on."""
+    are being written by others, and the load waits for them until `waits_until` at the latest; () if it does not wait.
+    `parts` wait for their turn, and `under_way` of them have begun. `error` is thrown into the steps."""
 
     task: LoadTask | None
     steps: LoadSteps[None]
@@ -142,8 +140,7 @@ class Prefetcher:
         )
 
     def submit(self, task: LoadTask, on_done: Callable[[], None]) -> bool:
-        """Queue a load. Returns False if there are no tiers or too many tasks: the caller then uses only the hits of
-        L1."""
+        """Queue a load. Returns False if there are no tiers or too many tasks: the caller uses the hits of L1."""
         return self._submit(_Load(task, self._loader.load(task, on_done)))
 
     def submit_record(self, namespace: bytes, on_done: Callable[[], None]) -> bool:

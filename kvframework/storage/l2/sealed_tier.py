@@ -83,8 +83,8 @@ class Watermarks:
     low: float = 0.85
 
     def excess(self, usage: TierUsage, sizes: Iterable[int]) -> int:
-        """Return the bytes to delete before values of `sizes` are written, 0 if there is space. Values larger than the
-        whole tier are ignored."""
+        """Return the bytes to delete before values of `sizes` are written, 0 if there is space. Too large values are
+        ignored."""
         high = self.high * usage.capacity_bytes
         wanted = usage.used_bytes + sum(nbytes for nbytes in sizes if nbytes <= high)
         return max(wanted - int(self.low * usage.capacity_bytes), 0) if wanted > high else 0
@@ -93,8 +93,8 @@ class Watermarks:
 @dataclass(frozen=True)
 class Shares:
     """The shares of a tier's capacity by the numbers of tenants, 0 for all without a name: what others do not take from
-    each as long as they have something to give, and the most that each keeps once space is made. `tenant_of` returns
-    the number for a key."""
+    each as long as they have something to give, and the most that each keeps once space is made. `tenant_of` numbers a
+    key."""
 
     tenant_of: Callable[[PackedKey], int] = lambda _key: 0
     least: Sequence[float] = (0.0,)
@@ -147,8 +147,7 @@ class L2Store(TierCalls):
 
     `codec` packs written values; values read may have been packed by any of `codecs`. `layout_of` gives the fingerprint
     of a namespace's object layout, `dtype_of` the dtype of an object's elements. `breaker` is the template of the
-    tier's circuits; `clock` differs from the tier's own only in a simulation, where each byte of an object may stand
-    for `scale` bytes.
+    tier's circuits; `clock` differs from the tier's own only in a simulation: a byte may stand for `scale` bytes.
     """
 
     def __init__(
@@ -424,8 +423,7 @@ class L2Store(TierCalls):
 
     def _make_space(self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]]) -> None:
         """Delete the least recently used values if these would fill the tier beyond its high watermark. One writer does
-        so at a time; the others write meanwhile into what is above the watermark, and what has no space there is
-        refused and tried again."""
+        so at a time; the others write meanwhile into what is above the watermark, and the rest is tried again."""
         if not self._keeps_space or not self._making_space.acquire(blocking=False):
             return
         try:

@@ -41,8 +41,8 @@ class Breaker:
         self.since = 0.0
 
     def allow(self, now: float) -> int | None:
-        """Return None if no call may be tried now; else a number to pass to `succeeded`, `undecided` or `failed` at the
-        call's end."""
+        """Return None if no call may be tried now; else a number for `succeeded`, `undecided` or `failed` at the
+        end."""
         if self.state != "closed":
             if self._backoff.left(now) or self._probing:
                 return None
@@ -51,8 +51,7 @@ class Breaker:
         return self._openings
 
     def wait_s(self, now: float) -> float:
-        """Return the seconds until a call may pass, 0 if now; an estimate while another call is the one that
-        decides."""
+        """Return the seconds until a call may pass, 0 if now; an estimate while another call decides."""
         if self.state == "closed":
             return 0.0
         return self._first_backoff_s if self._probing else self._backoff.left(now)
@@ -192,7 +191,7 @@ class TierCalls:
 
     def probe_s(self) -> float:
         """Return the seconds until a ping may show whether the tier answers reads again; infinite while it does, and
-        once it is closed."""
+        once closed."""
         with self._lock:
             circuit = self._circuit_of["ping"]
             return math.inf if self._closed or circuit.state == "closed" else circuit.wait_s(self._clock())
@@ -247,8 +246,7 @@ class TierCalls:
         return result
 
     def presume_writable(self) -> None:
-        """Close the circuit of writes: the tier answers and no write waits, so it does not count as broken until the
-        next failed `put`."""
+        """Close the circuit of writes: the tier answers and no write waits, so it is not broken until a `put` fails."""
         with self._lock:
             circuit, now = self._circuits["write"], self._clock()
             call = None if circuit.state == "closed" else circuit.allow(now)

@@ -202,8 +202,8 @@ class Tiers:
             writer.removed(key)
 
     def clear(self, dropped: Mapping[PackedKey, int], wanted: Callable[[PackedKey], bool]) -> tuple[int, int]:
-        """Clear every tier, see `L2Store.clear`: (values deleted, their bytes). Blocking; raises `TierError`, after all
-        were asked, if one failed."""
+        """Clear every tier, see `L2Store.clear`: (values deleted, their bytes). Blocking; raises `TierError` in the end
+        if one failed."""
         failures: list[TierError] = []
         values = nbytes = 0
         for store in self.stores:
@@ -221,8 +221,7 @@ class Tiers:
         return values, nbytes
 
     def learn(self, records: NamespaceRecords) -> None:
-        """Add the records of the namespaces that are in tiers which can list their values. Blocking; raises
-        `TierError`."""
+        """Add the records of the namespaces in tiers that can list their values. Blocking; raises `TierError`."""
         for store in self.stores:
             for namespace in store.listed_namespaces():
                 record = store.record(namespace) if records.get(namespace) is None else None

@@ -164,8 +164,8 @@ class WriteQueue:
             self._lost([key])
 
     def take(self, now: float) -> Batch:
-        """Return the next batch, a fair share of what waits for each of the writers; its keys count as being sent until
-        each is settled."""
+        """Return the next batch, a fair share of what waits for each of the writers; its keys count as sent until
+        settled."""
         for key in [key for key, due in self._refused.items() if due <= now]:
             del self._refused[key]
             self._waiting[key] = None
@@ -184,8 +184,8 @@ class WriteQueue:
 
     def found(self, batch: Batch, keys: Sequence[PackedKey]) -> list[PackedKey]:
         """Return those of `keys`, the pinned objects of the batch, that this batch sends. Of those that were lost since
-        it was taken and stored again these are the ones that wait: not those that another batch took or settled, nor
-        those that were dropped."""
+        it was taken and stored again these wait: those that no other batch took or settled, and that were not
+        dropped."""
         here = set(keys)
         lost = [key for key in self._unsettled(batch) if key not in here]
         for key in lost:
@@ -409,8 +409,7 @@ class TierWriter:
                     self.changed.notify_all()
 
     def _work_in_background(self) -> None:
-        """Check the tier, or send one batch of touches: of used objects and of their namespaces' records, which the
-        tier must keep."""
+        """Check the tier, or send one batch of touches: of used objects and of their namespaces' records."""
         if not self._touching:
             self.store.check()
             with self.changed:
