@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
 from kvframework.api.futures import Future, StreamHook
 from kvframework.api.keys import CacheKey, ChunkContent
@@ -219,6 +219,7 @@ class Transfer:
 
 
 R = TypeVar("R", bound=Message)
+P = TypeVar("P", bound="_Plan[Any]")
 
 
 class _Plan(Generic[R]):
@@ -237,6 +238,9 @@ class _Plan(Generic[R]):
         self._commit = commit
         self._abort = abort
         self._is_open = bool(ranges)
+
+    def __enter__(self: P) -> P:
+        return self
 
     def __exit__(self, *_exc: object) -> None:
         self.abort()
@@ -274,9 +278,6 @@ class StorePlan(_Plan[StoreOutcome]):
         super().__init__(arena, ranges, commit, abort)
         self.outcome = outcome
 
-    def __enter__(self) -> StorePlan:
-        return self
-
     def commit(self) -> Future[StoreOutcome]:
         """Publish the ranges. The future has the outcome of all objects of the transfer and never fails: ranges that
         were not published count as dropped, and after a `DeadlineExceeded` as unknown (the server publishes them when
@@ -303,9 +304,6 @@ class LoadPlan(_Plan[LoadOutcome]):
         self.hit = bool(ranges)
         self.reason = reason
         self._receive = receive
-
-    def __enter__(self) -> LoadPlan:
-        return self
 
     def receive(self, positions: Sequence[int]) -> Future[Sequence[memoryview]]:
         """Return the bytes of `ranges` at `positions` over the wire, a buffer each, which the caller owns; an empty
@@ -452,31 +450,20 @@ class TransportProvider(Provider[O]):
     diagnose: Diagnose[O] | None = None
 
 
+@dataclass(eq=False, kw_only=True, slots=True)
 class CopyJob:
     """One server-driven STORE or RETRIEVE, made and checked by the core, done by a transport's server half. `ranges`
     are in `arena`. `blocks` are by layer group, below the registered number of blocks; a `NO_BLOCK` among their ids
     must not be touched. `event` is the handle that the engine half sent. `cancelled`: the copy is no longer wanted."""
 
-    __slots__ = ("_on_cancel", "arena", "blocks", "cancelled", "event", "is_store", "ranges", "skip_tokens")
-
-    def __init__(
-        self,
-        *,
-        is_store: bool,
-        arena: memoryview,
-        ranges: Sequence[ArenaRange],
-        blocks: Sequence[GroupBlocks],
-        event: bytes,
-        skip_tokens: int = 0,
-    ) -> None:
-        self.is_store = is_store
-        self.arena = arena
-        self.ranges = ranges
-        self.blocks = blocks
-        self.event = event
-        self.skip_tokens = skip_tokens
-        self.cancelled = threading.Event()
-        self._on_cancel: Callable[[], None] | None = None
+    is_store: bool
+    arena: memoryview
+    ranges: Sequence[ArenaRange]
+    blocks: Sequence[GroupBlocks]
+    event: bytes
+    skip_tokens: int = 0
+    cancelled: threading.Event = field(default_factory=threading.Event, init=False)
+    _on_cancel: Callable[[], None] | None = field(default=None, init=False)
 
     def on_cancel(self, callback: Callable[[], None]) -> None:
         """Register a cancel callback: it runs in the cancelling thread, immediately if the job is cancelled already,

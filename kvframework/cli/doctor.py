@@ -25,8 +25,8 @@ def doctor(config: ConfigFile = None, overrides: Overrides = None, as_json: AsJs
     """Check this machine, this installation and a configuration, and give advice for each problem.
 
     Run it as the server's user and with the server's limits, before the server starts or while it runs: it changes
-    nothing. It checks the interpreter, memory, limits, NUMA, the socket, every configured plugin with its devices, and
-    the tiers' stores. A check takes 5 seconds at most. The exit status is 1 if one fails; a warning leaves it 0.
+    nothing. It checks the interpreter, memory, limits, the socket, every configured plugin with its devices and nodes,
+    and the tiers' stores. A check takes 5 seconds at most. The exit status is 1 if one fails; a warning leaves it 0.
     """
     checkup = examine(config, overrides or ())
     if as_json:

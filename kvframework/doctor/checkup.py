@@ -62,7 +62,6 @@ def _checks(config: Config | None) -> Iterable[tuple[str, Check]]:
     yield "kvframework", machine.installation
     yield "memory", machine.memory
     yield "limits", machine.limits
-    yield "numa", machine.nodes
     if config is None:
         return
     endpoint = config.server.endpoint or default_endpoint()

@@ -1,5 +1,5 @@
-"""The checks of the machine: the interpreter, the installation, the limits of this process, NUMA nodes, memory
-and the cgroup's limit. Accelerators are checked by the plugins that drive them."""
+"""The checks of the machine: the interpreter, the installation, the limits of this process, memory and
+the cgroup's limit. Plugins check the devices and NUMA nodes that they use."""
 
 from __future__ import annotations
 
@@ -71,42 +71,6 @@ def memlock(needed_by: str = "") -> Finding:
         return Finding("limits.memlock", "ok", f"{fact}; only device transports lock memory")
     advice = "LimitMEMLOCK=infinity under systemd, --ulimit memlock=-1 for a container, or ulimit -l unlimited"
     return Finding("limits.memlock", "warn", f"{fact}, and {needed_by} pins L1 for its device", advice)
-
-
-# Classes of PCI devices: 3D controllers and processing accelerators; of display controllers only NVIDIA's.
-_COMPUTES = ("0x0302", "0x1200")
-_SHOWS, _NVIDIA = "0x0300", "0x10de"
-
-
-def nodes(sysfs: Path = Path("/sys")) -> Iterator[Finding]:
-    folder = sysfs / "devices" / "system" / "node"
-    found = sorted(folder.glob("node[0-9]*"), key=lambda node: int(node.name.removeprefix("node")))
-    if len(found) < 2:
-        yield Finding("numa.nodes", "ok", "one node" if found else "the kernel reports none")
-        return
-    listed = "; ".join(f"{node.name} has the CPUs {_text(node / 'cpulist') or 'none'}" for node in found)
-    yield Finding("numa.nodes", "ok", f"{len(found)}: {listed}")
-    yield _accelerators(sysfs / "bus" / "pci" / "devices")
-
-
-def _accelerators(folder: Path) -> Finding:
-    places: dict[str, list[str]] = {}
-    for device in sorted(filter(_computes, folder.glob("*"))):
-        node = _text(device / "numa_node")
-        places.setdefault(f"node{node}" if node.isdigit() else "no known node", []).append(device.name)
-    if not places:
-        return Finding("numa.accelerators", "ok", "there are no accelerators on the PCI bus")
-    listed = "; ".join(f"{', '.join(devices)} on {place}" for place, devices in sorted(places.items()))
-    (first, *others) = places
-    if others or not first.startswith("node"):
-        return Finding("numa.accelerators", "ok", listed)
-    near = f"numactl --cpunodebind={first.removeprefix('node')} kvframework serve"
-    return Finding("numa.accelerators", "ok", listed, f"run the server and its engines there: {near}")
-
-
-def _computes(device: Path) -> bool:
-    kind = _text(device / "class")[:6]
-    return kind in _COMPUTES or (kind == _SHOWS and _text(device / "vendor") == _NVIDIA)
 
 
 def _text(path: Path) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator
 from pathlib import Path
 
 from kvf_pinned.huge_pages import TURN_ON, Pages, Pool, choose_pages, read_pool
-from kvf_pinned.nodes import choose, hint, place
+from kvf_pinned.nodes import accelerators, choose, hint, place, text
 from kvf_pinned.options import Numa, PinnedOptions
 from kvframework.api.memory import available_memory
 from kvframework.api.plugin import ByteSize, Finding
@@ -21,6 +22,7 @@ def diagnose(options: PinnedOptions, sysfs: Path = Path("/sys"), proc: Path = Pa
         _capacity(options.capacity, pages),
         _huge_pages(options, pages, read_pool(sysfs, proc)),
         _numa(options.numa, sysfs),
+        *numa_findings(sysfs),
     ]
 
 
@@ -58,3 +60,19 @@ def _numa(numa: Numa, sysfs: Path) -> Finding:
                 fact = f"the arena cannot be placed on {choice.names}: {error.strerror}"
                 return Finding("pinned.numa", "warn", fact, hint(error))
     return Finding("pinned.numa", "ok", f"the arena {choice}")
+
+
+def numa_findings(sysfs: Path = Path("/sys")) -> Iterator[Finding]:
+    """The NUMA nodes of this machine, and where its accelerators are."""
+    found = (sysfs / "devices" / "system" / "node").glob("node[0-9]*")
+    cpus = {int(node.name.removeprefix("node")): text(node / "cpulist") or "none" for node in found}
+    if len(cpus) < 2:
+        yield Finding("numa.nodes", "ok", "one node" if cpus else "the kernel reports none")
+        return
+    listed = "; ".join(f"node{node} has the CPUs {of}" for node, of in sorted(cpus.items()))
+    yield Finding("numa.nodes", "ok", f"{len(cpus)}: {listed}")
+    places = sorted(accelerators(sysfs).items())
+    at = (f"{', '.join(devices)} on {f'node{node}' if node >= 0 else 'no known node'}" for node, devices in places)
+    near = f"numactl --cpunodebind={places[0][0]} kvframework serve" if len(places) == 1 and places[0][0] >= 0 else ""
+    advice = f"run the server and its engines there: {near}" if near else ""
+    yield Finding("numa.accelerators", "ok", "; ".join(at) or "there are no accelerators on the PCI bus", advice)

@@ -101,7 +101,7 @@ def choose(numa: Numa, sysfs: Path = Path("/sys")) -> Choice:
     usable = memory_nodes(sysfs)
     if len(usable) < 2:
         return Choice((), "there is one NUMA node" if usable else "the kernel reports no NUMA nodes")
-    near = accelerator_nodes(sysfs)
+    near = accelerators(sysfs).keys() - {-1}
     if not near:
         return Choice((), "no accelerator is known to be on a NUMA node")
     chosen = tuple(node for node in usable if node in near)
@@ -113,18 +113,20 @@ def choose(numa: Numa, sysfs: Path = Path("/sys")) -> Choice:
 def memory_nodes(sysfs: Path = Path("/sys")) -> list[int]:
     """The nodes that have memory, in order."""
     nodes: list[int] = []
-    for part in _text(sysfs / "devices/system/node/has_memory").split(","):
+    for part in text(sysfs / "devices/system/node/has_memory").split(","):
         first, _, last = part.partition("-")
         if first.isdigit():
             nodes += range(int(first), int(last or first) + 1)
     return nodes
 
 
-def accelerator_nodes(sysfs: Path = Path("/sys")) -> set[int]:
-    """The nodes that compute accelerators are attached to by PCI, as far as the kernel knows (it says -1 if not)."""
-    devices = (device for device in (sysfs / "bus/pci/devices").glob("*") if _computes(device))
-    nodes = (_number(device / "numa_node") for device in devices)
-    return {node for node in nodes if node is not None and node >= 0}
+def accelerators(sysfs: Path = Path("/sys")) -> dict[int, list[str]]:
+    """The compute accelerators on the PCI bus by NUMA node, -1 where the kernel does not know it."""
+    found: dict[int, list[str]] = {}
+    for device in sorted(filter(_computes, (sysfs / "bus/pci/devices").glob("*"))):
+        node = _number(device / "numa_node")
+        found.setdefault(-1 if node is None else node, []).append(device.name)
+    return found
 
 
 def _computes(device: Path) -> bool:
@@ -141,12 +143,12 @@ def _names(nodes: Sequence[int]) -> str:
 
 def _number(path: Path) -> int | None:
     try:
-        return int(_text(path), 0)
+        return int(text(path), 0)
     except ValueError:
         return None
 
 
-def _text(path: Path) -> str:
+def text(path: Path) -> str:
     try:
         return path.read_text().strip()
     except OSError:

@@ -18,13 +18,13 @@ import msgspec
 import pytest
 
 from kvf_pinned import kvf_memories, nodes
-from kvf_pinned.advice import diagnose
+from kvf_pinned.advice import diagnose, numa_findings
 from kvf_pinned.memory import MemfdArena
-from kvf_pinned.nodes import ANYWHERE, Choice, accelerator_nodes, choose, memory_nodes, place
+from kvf_pinned.nodes import ANYWHERE, Choice, accelerators, choose, memory_nodes, place
 from kvf_pinned.options import Numa, PinnedOptions
 from kvframework.api.memory import MemoryContext
 from kvframework.api.plugin import ByteSize, Finding
-from tests.core.doctor.sysfs import CONSOLE, CONSUMER_GPU, GPU, NETWORK, OTHER_ACCELERATOR, sysfs
+from tests.core.defaults.sysfs import CONSOLE, CONSUMER_GPU, GPU, NETWORK, OTHER_ACCELERATOR, sysfs
 from tests.support.waiting import wait_until
 
 NUMA_MAPS = Path("/proc/self/numa_maps")
@@ -64,7 +64,7 @@ def test_files_that_cannot_be_read_say_nothing(tmp_path: Path) -> None:
     devices = sorted((machine / "bus/pci/devices").iterdir())
     (devices[1] / "numa_node").write_text("?")
     (devices[2] / "class").unlink()
-    assert (memory_nodes(machine), accelerator_nodes(machine)) == ([0, 1], {1})
+    assert (memory_nodes(machine), accelerators(machine).keys() - {-1}) == ([0, 1], {1})
 
 
 def test_the_real_machine_can_be_read() -> None:
@@ -230,3 +230,29 @@ def test_the_doctor_tries_whether_it_can(tmp_path: Path) -> None:
     found = told("auto", machine)
     assert (found.level, found.fact) == ("warn", "the arena cannot be placed on NUMA node 1023: Invalid argument")
     assert "Mems_allowed_list" in found.advice
+
+
+def by_id(found: Iterator[Finding]) -> dict[str, Finding]:
+    return {each.id: each for each in found}
+
+
+def test_numa_nodes_are_told_in_order(tmp_path: Path) -> None:
+    machine = sysfs(tmp_path, "0,2,10", cpus={10: "10-11", 2: "2-3", 0: ""})
+    found = by_id(numa_findings(machine))
+    assert found["numa.nodes"].fact == "3: node0 has the CPUs none; node2 has the CPUs 2-3; node10 has the CPUs 10-11"
+    assert found["numa.accelerators"].fact == "there are no accelerators on the PCI bus"
+    assert by_id(numa_findings(tmp_path / "none")).keys() == {"numa.nodes"}
+
+
+def test_the_node_of_the_accelerators_is_told(tmp_path: Path) -> None:
+    cpus = {0: "0-7", 1: "8-15"}
+    one = sysfs(tmp_path / "one", "0-1", (CONSOLE, 0), (GPU, 1), (NETWORK, 0), (CONSUMER_GPU, 1), cpus=cpus)
+    found = by_id(numa_findings(one))["numa.accelerators"]
+    assert found.fact == "0000:01:00.0, 0000:03:00.0 on node1"
+    assert found.advice.endswith("numactl --cpunodebind=1 kvframework serve")
+    several = sysfs(tmp_path / "several", "0-1", (GPU, 1), (OTHER_ACCELERATOR, 0), cpus=cpus)
+    found = by_id(numa_findings(several))["numa.accelerators"]
+    assert (found.fact, found.advice) == ("0000:01:00.0 on node0; 0000:00:00.0 on node1", "")
+    unknown = sysfs(tmp_path / "unknown", "0-1", (GPU, -1), cpus=cpus)
+    found = by_id(numa_findings(unknown))["numa.accelerators"]
+    assert (found.fact, found.advice) == ("0000:00:00.0 on no known node", "")

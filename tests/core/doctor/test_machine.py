@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 import time
@@ -12,14 +11,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvf_pinned.nodes import accelerator_nodes
 from kvframework.api.plugin import Finding
 from kvframework.config.endpoint import check_directory, default_endpoint
 from kvframework.doctor import machine as checks
 from kvframework.doctor.checkup import examine, run_check, socket_findings
 from kvframework.errors import EndpointError
 from kvframework.preflight import RunningServer
-from tests.core.doctor.sysfs import CONSOLE, CONSUMER_GPU, GPU, NETWORK, OTHER_ACCELERATOR, sysfs
 
 
 def by_id(found: Iterator[Finding]) -> dict[str, Finding]:
@@ -162,39 +159,6 @@ def test_the_tightest_cgroup_counts(tmp_path: Path, version: int) -> None:
     for folder in (top, top / "a"):
         (folder / limit).write_text(none)
     assert by_id(checks.memory(proc, cgroups))["memory.cgroup"].fact == "no cgroup limits the memory"
-
-
-# the rest
-
-
-def test_numa_nodes_are_told_in_order(tmp_path: Path) -> None:
-    machine = sysfs(tmp_path, "0,2,10", cpus={10: "10-11", 2: "2-3", 0: ""})
-    found = by_id(checks.nodes(machine))
-    assert found["numa.nodes"].fact == "3: node0 has the CPUs none; node2 has the CPUs 2-3; node10 has the CPUs 10-11"
-    assert found["numa.accelerators"].fact == "there are no accelerators on the PCI bus"
-    assert by_id(checks.nodes(tmp_path / "none")).keys() == {"numa.nodes"}
-
-
-def test_the_node_of_the_accelerators_is_told(tmp_path: Path) -> None:
-    cpus = {0: "0-7", 1: "8-15"}
-    one = sysfs(tmp_path / "one", "0-1", (CONSOLE, 0), (GPU, 1), (NETWORK, 0), (CONSUMER_GPU, 1), cpus=cpus)
-    found = by_id(checks.nodes(one))["numa.accelerators"]
-    assert found.fact == "0000:01:00.0, 0000:03:00.0 on node1"
-    assert found.advice.endswith("numactl --cpunodebind=1 kvframework serve")
-    several = sysfs(tmp_path / "several", "0-1", (GPU, 1), (OTHER_ACCELERATOR, 0), cpus=cpus)
-    found = by_id(checks.nodes(several))["numa.accelerators"]
-    assert (found.fact, found.advice) == ("0000:01:00.0 on node0; 0000:00:00.0 on node1", "")
-    unknown = sysfs(tmp_path / "unknown", "0-1", (GPU, -1), cpus=cpus)
-    found = by_id(checks.nodes(unknown))["numa.accelerators"]
-    assert (found.fact, found.advice) == ("0000:00:00.0 on no known node", "")
-
-
-def test_doctor_and_arena_mean_the_same_devices(tmp_path: Path) -> None:
-    kinds = (GPU, CONSUMER_GPU, OTHER_ACCELERATOR, CONSOLE, NETWORK, ("0x038000", "0x10de"))
-    devices = [(kind, node) for node, kind in enumerate(kinds)]
-    machine = sysfs(tmp_path, "0-5", *devices, cpus=dict.fromkeys(range(6), ""))
-    found = by_id(checks.nodes(machine))["numa.accelerators"].fact
-    assert {int(node) for node in re.findall(r"node(\d)", found)} == accelerator_nodes(machine) == {0, 1, 2}
 
 
 def test_a_build_without_the_lock_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
