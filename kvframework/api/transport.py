@@ -11,7 +11,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar
 
 from kvframework.api.futures import Future, StreamHook
 from kvframework.api.keys import CacheKey, ChunkContent
@@ -219,7 +219,7 @@ class Transfer:
 
 
 R = TypeVar("R", bound=Message)
-P = TypeVar("P", bound="_Plan[Any]")
+P = TypeVar("P")
 
 
 class _Plan(Generic[R]):
