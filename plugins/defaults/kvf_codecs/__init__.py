@@ -46,10 +46,6 @@ def _probe() -> str | None:
     return None
 
 
-def _none(_options: Options) -> Codec:
-    return NoneCodec()
-
-
 def _zstd(options: ZstdOptions) -> Codec:
     from kvf_codecs.zstd import ZstdCodec
 
@@ -72,7 +68,7 @@ def _planes(_options: Options) -> Codec:
 def kvf_codecs() -> list[CodecProvider[Any]]:
     """The providers of all three codecs."""
     return [
-        CodecProvider(name="none", summary="bytes as they are, no copy", create=_none),
+        CodecProvider(name="none", summary="bytes as they are, no copy", create=lambda _: NoneCodec()),
         CodecProvider(name="zstd", summary="Zstandard, lossless", options=ZstdOptions, probe=_probe, create=_zstd),
         CodecProvider(
             name="planes", summary="byte planes, then Zstandard, lossless", probe=_probe_planes, create=_planes

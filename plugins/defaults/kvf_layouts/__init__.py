@@ -76,18 +76,6 @@ class DynamicCacheOptions(Options, frozen=True):
     ] = ()
 
 
-def _paged(options: PagedOptions) -> PagedLayout:
-    return PagedLayout(options.axes, options.groups, options.chunk_tokens)
-
-
-def _opaque(options: OpaqueOptions) -> OpaqueLayout:
-    return OpaqueLayout(options.packing, options.block_axis, options.groups, options.chunk_tokens)
-
-
-def _dynamic_cache(options: DynamicCacheOptions) -> DynamicCacheLayout:
-    return DynamicCacheLayout(options.states)
-
-
 @hookimpl
 def kvf_layouts() -> list[
     LayoutProvider[PagedOptions] | LayoutProvider[OpaqueOptions] | LayoutProvider[DynamicCacheOptions]
@@ -97,18 +85,18 @@ def kvf_layouts() -> list[
             name="paged",
             summary="block tables: axes declared, one tensor per layer or plane or for all layers",
             options=PagedOptions,
-            create=_paged,
+            create=lambda chosen: PagedLayout(chosen.axes, chosen.groups, chosen.chunk_tokens),
         ),
         LayoutProvider(
             name="opaque",
             summary="block tables of blocks in an order of the engine's own: whole blocks of raw bytes",
             options=OpaqueOptions,
-            create=_opaque,
+            create=lambda chosen: OpaqueLayout(chosen.packing, chosen.block_axis, chosen.groups, chosen.chunk_tokens),
         ),
         LayoutProvider(
             name="dynamic_cache",
             summary="transformers' caches: keys and values [1, heads, tokens, dim] per layer, and recurrent states",
             options=DynamicCacheOptions,
-            create=_dynamic_cache,
+            create=lambda chosen: DynamicCacheLayout(chosen.states),
         ),
     ]

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvf_pinned.huge_pages import TURN_ON, Pages, Pool, choose_pages, read_pool
-from kvf_pinned.nodes import accelerators, choose, hint, place, text
-from kvf_pinned.options import Numa, PinnedOptions
+from kvf_pinned.nodes import accelerators, choose, hint, place
+from kvf_pinned.options import Numa, PinnedOptions, text_in
 from kvframework.api.memory import available_memory
 from kvframework.api.plugin import ByteSize, Finding
 
@@ -65,7 +65,7 @@ def _numa(numa: Numa, sysfs: Path) -> Finding:
 def numa_findings(sysfs: Path = Path("/sys")) -> Iterator[Finding]:
     """The NUMA nodes of this machine, and where its accelerators are."""
     found = (sysfs / "devices" / "system" / "node").glob("node[0-9]*")
-    cpus = {int(node.name.removeprefix("node")): text(node / "cpulist") or "none" for node in found}
+    cpus = {int(node.name.removeprefix("node")): text_in(node / "cpulist") or "none" for node in found}
     if len(cpus) < 2:
         yield Finding("numa.nodes", "ok", "one node" if cpus else "the kernel reports none")
         return

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from kvf_pinned.options import HugePages
+from kvf_pinned.options import HugePages, number_in, text_in
 from kvframework.api.memory import cgroup_folders, huge_page_bytes
 from kvframework.api.plugin import ByteSize
 
@@ -81,7 +81,7 @@ class Pool(NamedTuple):
 def read_pool(sysfs: Path = Path("/sys"), proc: Path = Path("/proc")) -> Pool:
     """The pool of this machine. What cannot be read counts as no pages, and as no limit."""
     folder = sysfs / _RESERVED / f"hugepages-{huge_page_bytes() >> 10}kB"
-    machine, free, promised = (_number(folder / f"{name}_hugepages") or 0 for name in ("nr", "free", "resv"))
+    machine, free, promised = (number_in(folder / f"{name}_hugepages") or 0 for name in ("nr", "free", "resv"))
     unused = max(free - promised, 0)
     limits = list(_limits(proc, sysfs / "fs" / "cgroup"))
     return Pool(
@@ -141,22 +141,10 @@ def _limits(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
     for folder, version in cgroup_folders("hugetlb", proc, cgroups):
         limit, use = ("limit_in_bytes", "usage_in_bytes") if version == 1 else ("max", "current")
         for kind in (f"hugetlb.{huge_page_bytes() >> 20}MB", f"hugetlb.{huge_page_bytes() >> 20}MB.rsvd"):
-            if (most := _number(folder / f"{kind}.{limit}")) is not None:
-                yield most, _number(folder / f"{kind}.{use}") or 0
+            if (most := number_in(folder / f"{kind}.{limit}")) is not None:
+                yield most, number_in(folder / f"{kind}.{use}") or 0
 
 
 def _chosen(file: Path) -> str:
     """The word in brackets."""
-    return _text(file).partition("[")[2].partition("]")[0]
-
-
-def _number(file: Path) -> int | None:
-    text = _text(file).strip()
-    return int(text) if text.isdigit() else None
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text()
-    except OSError:
-        return ""
+    return text_in(file).partition("[")[2].partition("]")[0]

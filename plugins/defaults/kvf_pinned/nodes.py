@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kvf_pinned.options import Numa
+from kvf_pinned.options import Numa, number_in, text_in
 
 # The number of mbind in the system call table, for 64-bit processes.
 _NUMBERS = {"x86_64": 237, "aarch64": 235, "riscv64": 235, "ppc64le": 259, "s390x": 268}
@@ -113,7 +113,7 @@ def choose(numa: Numa, sysfs: Path = Path("/sys")) -> Choice:
 def memory_nodes(sysfs: Path = Path("/sys")) -> list[int]:
     """The nodes that have memory, in order."""
     nodes: list[int] = []
-    for part in text(sysfs / "devices/system/node/has_memory").split(","):
+    for part in text_in(sysfs / "devices/system/node/has_memory").split(","):
         first, _, last = part.partition("-")
         if first.isdigit():
             nodes += range(int(first), int(last or first) + 1)
@@ -124,32 +124,18 @@ def accelerators(sysfs: Path = Path("/sys")) -> dict[int, list[str]]:
     """The compute accelerators on the PCI bus by NUMA node, -1 where the kernel does not know it."""
     found: dict[int, list[str]] = {}
     for device in sorted(filter(_computes, (sysfs / "bus/pci/devices").glob("*"))):
-        node = _number(device / "numa_node")
+        node = number_in(device / "numa_node")
         found.setdefault(-1 if node is None else node, []).append(device.name)
     return found
 
 
 def _computes(device: Path) -> bool:
-    code = (_number(device / "class") or 0) >> 8
+    code = (number_in(device / "class") or 0) >> 8
     if code == _VGA_CONTROLLER:
         # Other vendors' devices of this class are mostly the chip that draws the console.
-        return _number(device / "vendor") == _NVIDIA
+        return number_in(device / "vendor") == _NVIDIA
     return code in (_3D_CONTROLLER, _PROCESSING_ACCELERATOR)
 
 
 def _names(nodes: Sequence[int]) -> str:
     return f"NUMA node{'s' if len(nodes) > 1 else ''} {', '.join(map(str, nodes))}"
-
-
-def _number(path: Path) -> int | None:
-    try:
-        return int(text(path), 0)
-    except ValueError:
-        return None
-
-
-def text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

@@ -1,7 +1,8 @@
-"""The options of the `pinned` memory, as they stand in the `[l1]` table."""
+"""The options of the `pinned` memory, as they stand in the `[l1]` table; and how files of /proc and /sys are read."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -41,3 +42,18 @@ class PinnedOptions(Options, frozen=True):
             raise ValueError(f"capacity is at least {LEAST}, found {self.capacity}")
         if not self.numa:
             raise ValueError('numa is "auto", "off" or a list of at least one node, found []')
+
+
+def text_in(file: Path) -> str:
+    """What the file says, "" if it cannot be read."""
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
+
+
+def number_in(file: Path) -> int | None:
+    try:
+        return int(text_in(file), 0)
+    except ValueError:
+        return None

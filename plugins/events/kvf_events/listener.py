@@ -12,7 +12,7 @@ from pathlib import Path
 from kvf_events.announcer import Announcer
 from kvf_events.history import Encoder, History
 from kvf_events.ledger import Ledger
-from kvf_events.options import EventsOptions, check_table
+from kvf_events.options import EventsOptions, check
 from kvf_events.publisher import Publisher, pause
 from kvf_events.sockets import EventSockets
 from kvframework.api.listener import Listener, ListenerContext, Records
@@ -26,7 +26,7 @@ class EventsListener(Listener):
     """Announces to routers what L1 and the tiers hold. The ledger is named after the server's first endpoint."""
 
     def __init__(self, options: EventsOptions, context: ListenerContext) -> None:
-        check_table(options, context.where, context.server)
+        check(options, context)
         self.wants = "salted" if options.salted == "tell" else "plain"
         self._options = options
         self._context = context

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from kvframework.api.endpoint import parse_endpoint
-from kvframework.api.plugin import Options, ServerTerms, TableContext
+from kvframework.api.listener import ListenerContext
+from kvframework.api.plugin import Options, TableContext
 from kvframework.errors import ConfigFieldError, EndpointError
 
 Format = Literal["map", "array"]
@@ -50,12 +51,9 @@ class EventsOptions(Options, frozen=True):
     ] = False
 
 
-def check(options: EventsOptions, context: TableContext) -> None:
+def check(options: EventsOptions, context: TableContext | ListenerContext) -> None:
     """Refuse what contradicts itself or `[server]`. Raises `EndpointError` and `ConfigFieldError`."""
-    check_table(options, context.where, context.server)
-
-
-def check_table(options: EventsOptions, where: str, server: ServerTerms) -> None:
+    where, server = context.where, context.server
     named = {"endpoint": options.endpoint, "replay": options.replay}
     for key, endpoint in named.items():
         if not endpoint:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import array
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -129,8 +129,8 @@ class Lost(msgspec.Struct, frozen=True, array_like=True, tag="lost"):
 
 FromCopier = Ready | Opened | Closed | Done | Beat | Lacks | Lost
 
-_to_copier: msgspec.msgpack.Decoder[ToCopier] = msgspec.msgpack.Decoder(ToCopier)
-_from_copier: msgspec.msgpack.Decoder[FromCopier] = msgspec.msgpack.Decoder(FromCopier)
+to_copier: Callable[[bytes], ToCopier] = msgspec.msgpack.Decoder(ToCopier).decode
+from_copier: Callable[[bytes], FromCopier] = msgspec.msgpack.Decoder(FromCopier).decode
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -158,14 +158,6 @@ class Frames:
             payload = bytes(self._data[FRAME_HEAD.size : end])
             del self._data[:end]
             yield payload
-
-
-def to_copier(payload: bytes) -> ToCopier:
-    return _to_copier.decode(payload)
-
-
-def from_copier(payload: bytes) -> FromCopier:
-    return _from_copier.decode(payload)
 
 
 def copy_message(number: int, context: int, job: CopyJob) -> Copy:
