@@ -8,23 +8,6 @@ from tests.core.storage.memory import NAMESPACE, packed_key
 from tests.core.storage.node import SIZE, MakeNode
 
 
-def test_an_account_follows_its_objects(make_node: MakeNode) -> None:
-    node = make_node(units=4, tiers=[])
-    for client, numbers in ((1, range(4)), (2, range(4, 6))):
-        items = [(packed_key(number), SIZE) for number in numbers]
-        lease = node.table.reserve(items, owner=0, client=client).lease
-        assert lease is not None
-        node.table.commit(lease.id, owner=0)
-    first, second = node.table.account(1, NAMESPACE, 0), node.table.account(2, NAMESPACE, 0)
-    assert (first.objects, first.nbytes, first.stored, first.evicted) == (2, 2 * SIZE, 4, 2)
-    assert (second.objects, second.nbytes, second.stored, second.evicted) == (2, 2 * SIZE, 2, 0)
-    node.table.end_owner(1)
-    node.manager.clear()
-    nobody = node.table.account(NO_CLIENT, NAMESPACE, 0)
-    assert (nobody.objects, nobody.nbytes, nobody.stored, nobody.evicted) == (0, 0, 4, 2)
-    assert {key[0] for key, _ in node.table.accounts.items()} == {NO_CLIENT, 2}
-
-
 def test_a_store_that_ends_after_its_client_counts_for_no_client(make_node: MakeNode) -> None:
     node = make_node(units=4, tiers=[])
     lease = node.table.reserve([(packed_key(1), SIZE)], owner=0, client=1).lease

@@ -35,13 +35,6 @@ def sealed(key: bytes, payload: bytes) -> bytes:
     return seal(key, [payload], object_bytes=len(payload), layout=LAYOUT)
 
 
-@given(keys, payloads)
-def test_what_was_sealed_passes(key: bytes, payload: bytes) -> None:
-    header = sealed(key, payload)
-    assert len(header) == HEADER_BYTES == 80
-    assert opened(header, key, payload) == ("none", payload)
-
-
 @given(keys, payloads, st.integers(0, 100), st.binary(min_size=100, max_size=100))
 def test_what_a_codec_packed_lies_at_the_beginning_of_its_place(
     key: bytes, packed: bytes, more: int, stale: bytes

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from kvframework.storage.l1.eviction_statistics import Cause
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecord
-from tests.core.storage.memory import content, packed_key
-from tests.core.storage.node import DESC, OWNER, SIZE, MakeNode, Node
-from tests.core.storage.tier import MemoryTier, in_envelope
+from tests.core.storage.memory import packed_key
+from tests.core.storage.node import DESC, MakeNode, Node
 
 OTHER = bytes(16)
 
@@ -64,28 +63,6 @@ def test_the_watermark_and_a_clear(make_node: MakeNode) -> None:
     node.manager.clear()
     causes = [ghost.cause for ghost in (node.table.absent(key, 0)[0] for key in some(0, 4)) if ghost is not None]
     assert sorted(causes) == [Cause.WATERMARK, Cause.WATERMARK, Cause.CLEARED, Cause.CLEARED]
-
-
-def test_what_was_dropped_since_l1_was_full_and_by_the_share(make_node: MakeNode) -> None:
-    node, _ = nodes(make_node)
-    items = [(key, SIZE) for key in some(0, 3)]
-    node.table.reserve(items, owner=OWNER, most_bytes=2 * SIZE)
-    ghost = node.table.absent(packed_key(2), 0)[0]
-    assert ghost is not None
-    assert ghost.cause is Cause.DROPPED_SHARE
-    node.table.reserve([(key, SIZE) for key in some(10, 14)], owner=2)
-    ghosts = [node.table.absent(key, 0)[0] for key in some(10, 14)]
-    assert [ghost and ghost.cause for ghost in ghosts] == [None, None, Cause.DROPPED_FULL, Cause.DROPPED_FULL]
-
-
-def test_a_value_that_was_damaged_in_a_tier(make_node: MakeNode) -> None:
-    key = packed_key(0)
-    value = in_envelope(key, content(key, SIZE))
-    node = make_node(tiers=[MemoryTier({key: value[:-1] + bytes([value[-1] ^ 1])})])
-    node.load([key])
-    ghost = node.table.absent(key, 0)[0]
-    assert ghost is not None
-    assert ghost.cause is Cause.DAMAGED
 
 
 def test_an_evicted_object_is_wanted_by_the_store_that_brings_it_back(make_node: MakeNode) -> None:

@@ -102,28 +102,6 @@ def test_a_policy_hears_of_each_part_the_last_one_first() -> None:
     ]
 
 
-def test_without_a_hint_a_policy_hears_of_a_request_once() -> None:
-    policy = Told()
-    table = table_of(policy, 8)
-    store(table, K[:5], prompt=prompt(range(5)))
-    look(table, K[:4])
-    assert [call[0] for call in policy.last()] == ["admits", "inserts", "uses"]
-
-
-def test_what_a_done_request_has_stored_leaves_first_and_what_it_found_was_used() -> None:
-    table = table_of(Lru(), 8)
-    store(table, K[:2], now=1.0)  # a system prompt
-    store(table, K[10:13], now=2.0)
-    table.now = 3.0
-    table.expire()
-    look(table, K[:2], *DONE)
-    store(table, K[:5], now=3.0, prompt=prompt(range(5), *DONE))
-    store(table, K[20:23], now=4.0)
-    assert left(table, K[:13]) == [2, 3, 4, 5, 6, 7, 8, 9]
-    store(table, K[23:26], now=5.0)
-    assert left(table, K[:13]) == list(range(2, 13))
-
-
 def test_what_comes_again_though_it_was_done_is_no_more_done_by_the_requests_word() -> None:
     """So a system prompt that all requests store with "done" is lost once."""
     node = StorageManager(Table(PlainMemory(8 * ALIGNMENT), Lru(), ghosts=64), threads=False)
@@ -151,55 +129,6 @@ def test_what_comes_again_though_it_was_done_is_no_more_done_by_the_requests_wor
     stored(20, 28)
     assert not any(node.table.which_present(K[:4])), "of a range it is taken at its word"
     node.close()
-
-
-def test_a_done_range_leaves_whoever_has_stored_it() -> None:
-    table = table_of(Lru(), 8)
-    store(table, K[:4], now=1.0)
-    store(table, K[10:14], now=2.0)
-    table.now = 3.0
-    table.expire()
-    look(table, K[10:14], Retain("done", start=TOKENS))
-    store(table, K[20:23], now=4.0)
-    assert left(table, K[:14]) == [4, 5, 6, 7, 8, 9, 11, 12, 13]
-
-
-def test_a_hint_holds_for_all_stores_of_chunked_prefill() -> None:
-    table = table_of(Lru(), 8)
-    store(table, K[10:13], now=1.0)
-    for first in (0, 2, 4):
-        part = prompt(range(first, first + 2), *DONE) if first < 4 else prompt([4], *DONE)
-        store(table, K[first : min(first + 2, 5)], now=2.0, prompt=part)
-    store(table, K[20:25], now=3.0)
-    assert left(table, K[:13]) == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
-
-
-def test_whoever_uses_it_again_without_a_hint_takes_it_back() -> None:
-    table = table_of(Lru(), 4)
-    store(table, K[:3], now=1.0, prompt=prompt(range(3), *DONE))
-    store(table, K[10:11], now=1.0)
-    look(table, K[:1])
-    store(table, K[20:23], now=2.0)
-    assert left(table, K[:11]) == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
-    assert table.tenants.used == [4 * ALIGNMENT]
-
-
-def test_hinted_evictions_have_a_cause_of_their_own() -> None:
-    table = table_of(Lru(), 4)
-    store(table, K[:2], now=5.0, prompt=prompt(range(2), *DONE))
-    store(table, K[10:12], now=6.0)
-    store(table, K[20:23], now=7.0)
-    assert [cause.name for _, cause in table.left] == ["HINTED", "HINTED", "ROOM"]
-
-
-def test_a_pinned_object_stays_though_it_is_done() -> None:
-    table = table_of(Lru(), 3)
-    store(table, K[:2], now=1.0, prompt=prompt(range(2), *DONE))
-    store(table, K[10:11], now=1.0)
-    lease = table.pin(K[:2], owner=2, request_id="other", use=None)
-    assert lease is not None
-    store(table, K[20:21], now=2.0)
-    assert left(table, K[:11]) == [2, 3, 4, 5, 6, 7, 8, 9, 10]
 
 
 def test_what_is_done_leaves_before_what_others_used_longer_ago() -> None:

@@ -93,16 +93,6 @@ def next_table(journal: Journal) -> ClockedTable:
     return table
 
 
-def test_a_journal_holds_what_was_committed_and_what_is_reserved(journal: Journal) -> None:
-    table = table_of(journal)
-    store(table, 0, 1)
-    store(table, 2, owner=7, commit=False)
-    found = slots_of(journal)
-    assert objects_of(found) == objects_in(table)
-    (reserved,) = found.reservations
-    assert (reserved.writer, reserved.length) == (1 << 32 | 7, ALIGNMENT)
-
-
 def test_the_end_of_a_prefix_is_evicted_first_after_a_restart_too(journal: Journal) -> None:
     table = table_of(journal)
     store(table, 3, now=3.0)
@@ -194,14 +184,6 @@ def test_tenants_are_known_by_name(journal: Journal) -> None:
     journal.commit([slot], 1.0)
     found = read(journal.memory, CAPACITY)
     assert [found.start.tenants[each.tenant - 1] for each in found.slots.objects] == ["second", "second"]
-
-
-def test_starts_count_until_one_serves(journal: Journal) -> None:
-    journal.begin([])
-    journal.begin([])
-    assert (read_start(journal.memory).generation, read_start(journal.memory).failed) == (3, 3)
-    journal.served()
-    assert (read_start(journal.memory).generation, read_start(journal.memory).failed) == (3, 0)
 
 
 def test_records_of_namespaces(journal: Journal) -> None:

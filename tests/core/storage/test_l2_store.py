@@ -125,15 +125,6 @@ def test_a_truncated_value_is_damage_though_older_bytes_complete_it(codec: str, 
     assert (store.counters["corrupt"], tier.values) == (1, {}), "counted, and not found again"
 
 
-def test_a_value_behind_which_there_is_more_is_damage() -> None:
-    tier = MemoryTier()
-    store = store_of(tier, "zlib")
-    store.put(K[:1], [memoryview(bytes(1000))])
-    tier.values[K[0]] += b"more"
-    assert read(store, K[0], 1000) is None
-    assert (store.counters["corrupt"], tier.values) == (1, {})
-
-
 def test_a_tier_that_does_not_tell_the_length_is_refused() -> None:
     class Old(MemoryTier):
         def get_into(

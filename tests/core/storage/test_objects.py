@@ -29,23 +29,6 @@ def store(table: ClockedTable, keys: list[PackedKey]) -> None:
     assert len(table.commit(reserve(table, keys).id, owner=1)) == len(keys)
 
 
-def test_a_prefix_is_evicted_from_its_end() -> None:
-    table = make_table()
-    store(table, K[:4])
-    store(table, K[4:6])
-    assert [key in table for key in K[:4]] == [True, True, False, False]
-
-
-def test_a_prefix_that_grew_is_evicted_from_its_end() -> None:
-    table = make_table()
-    store(table, K[:2])
-    lease = table.reserve([(key, 1) for key in K[:4]], owner=1, request_id="r").lease
-    assert lease is not None
-    table.commit(lease.id, owner=1)
-    store(table, K[4:6])
-    assert [key in table for key in K[:4]] == [True, True, False, False]
-
-
 def test_a_use_keeps_an_object_and_a_pin_without_use_does_not() -> None:
     for use, survivor in (("lookup", K[0]), (None, K[1])):
         table = make_table(units=2)

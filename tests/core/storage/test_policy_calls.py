@@ -188,19 +188,6 @@ def test_the_victims_of_each_tenant_are_asked_for_once_a_store() -> None:
     assert all(sum(call[0] == "removes" for call in policy.last()) == 1 for policy in policies)
 
 
-def test_a_policy_is_not_called_while_it_is_walked() -> None:
-    """One that walks its own dict would raise."""
-
-    class Walks(OrderedLru):
-        def victims(self) -> Iterator[PackedKey]:
-            yield from self.order
-
-    table = table_of(Walks(), 20)
-    store(table, K[:20])
-    assert store(table, K[20:39]) == 0
-    assert len(table) == 20
-
-
 class Breaks(Told):
     def victims(self) -> Iterator[PackedKey]:
         for number, key in enumerate(self.order):

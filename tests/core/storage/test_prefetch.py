@@ -37,14 +37,6 @@ def test_loads_what_is_missing_and_only_that(make_node: MakeNode) -> None:
     node.assert_idle()
 
 
-def test_what_was_loaded_is_not_written_back(make_node: MakeNode) -> None:
-    node = make_node(tiers=[filled(K[:4])])
-    node.load(K[:4])
-    node.write(K[4:5])
-    wait_until(lambda: K[4] in node.tier.values)
-    assert node.tier.asked("put") == K[4:5]
-
-
 def test_tiers_are_asked_in_their_order(make_node: MakeNode) -> None:
     node = make_node(tiers=[filled(K[:6]), filled(K[3:9])])
     assert node.load(K[:9]).loaded == 9
@@ -416,12 +408,6 @@ def test_too_many_loads_are_refused(make_node: MakeNode, monkeypatch: pytest.Mon
     node.tier.resume()
     wait_until(lambda: all(task.done for task in tasks))
     wait_until(lambda: node.manager.tiers.submit_prefetch_task(K[:1], DESC) is not None)
-
-
-def test_without_tiers_nothing_is_submitted(make_node: MakeNode) -> None:
-    node = make_node(tiers=[])
-    assert node.manager.tiers.submit_prefetch_task(K[:1], DESC) is None
-    assert node.manager.tiers.submit_record_task(NAMESPACE, lambda: None) is False
 
 
 def ask_record(node: Node) -> NamespaceRecord | None:

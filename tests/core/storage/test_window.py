@@ -150,18 +150,6 @@ def test_it_is_refused_where_pins_leave_no_window_and_then_nothing_leaves() -> N
     assert full.store(8 * ALIGNMENT) is not None
 
 
-def test_what_is_being_written_is_in_the_way_like_a_pin() -> None:
-    full = Table(64)
-    for number in range(64):
-        key = packed_key(1000 + number)
-        lease = full.table.reserve([(key, 1)], owner=1).lease
-        assert lease is not None
-        if number % 8 != 7:
-            full.table.commit(lease.id, owner=1)
-    assert full.store(8 * ALIGNMENT) is None
-    assert full.policy.left == []
-
-
 sizes = st.sampled_from([1, 1, 1, 2, 3, 5, 8, 13, 21]).map(lambda pages: pages * ALIGNMENT)
 steps = st.one_of(
     st.tuples(st.just("store"), sizes),

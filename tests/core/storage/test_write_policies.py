@@ -70,7 +70,7 @@ def test_write_through_selective_never_writes_what_is_used_once(make_node: MakeN
 
 
 def test_a_load_of_this_tier_is_not_written_to_it_again(make_node: MakeNode) -> None:
-    for policy in ("write_through_selective", "write_back"):
+    for policy in ("write_through", "write_through_selective", "write_back"):
         node = make_node(tiers=[filled(K[:4])], write_policy=policy)
         node.load(K[:4])
         node.read(K[:4])

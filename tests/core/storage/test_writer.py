@@ -13,7 +13,6 @@ from kvframework.errors import TierError
 from kvframework.storage.l1.entries import StoredObject
 from kvframework.storage.l2.sealed_tier import DELETE_AT_ONCE, L2Store
 from kvframework.storage.l2.writer import (
-    BATCH_OBJECTS,
     MAX_ATTEMPTS,
     MAX_REFUSALS,
     RECORD_EVERY_S,
@@ -24,7 +23,6 @@ from kvframework.storage.namespaces import (
     HEADER_BYTES,
     NamespaceRecord,
     NamespaceRecords,
-    decode_record,
     record_key,
     unseal,
 )
@@ -42,16 +40,6 @@ def wait_written(tier: MemoryTier, keys: list[PackedKey]) -> None:
         value = tier.values[key]
         unseal(value[:HEADER_BYTES], key, memoryview(value[HEADER_BYTES:]), received=len(value))
         assert value[HEADER_BYTES:] == content(key, SIZE)
-
-
-def test_what_is_committed_reaches_every_tier(make_node: MakeNode) -> None:
-    node = make_node(tiers=[MemoryTier(), MemoryTier()])
-    assert node.write(K[:40]) == 40
-    for tier in node.tiers:
-        wait_written(tier, K[:40])
-    node.assert_idle()
-    assert node.store_counters["stored"] == 40
-    assert node.store_counters["bytes_written"] == 40 * SIZE
 
 
 def test_nothing_uncommitted_reaches_a_tier(node: Node) -> None:
@@ -217,16 +205,6 @@ def test_a_tier_that_is_down_for_long_costs_no_object(node: Node) -> None:
     wait_written(node.tier, K[:1])
 
 
-def test_a_batch_is_bounded(node: Node) -> None:
-    node.tier.stall("put")
-    node.write(K[:1])
-    node.wait_stalled()
-    node.write(K[1:50])
-    node.tier.resume()
-    wait_written(node.tier, K[:50])
-    assert max(len(keys) for name, keys in node.tier.calls if name == "put") == BATCH_OBJECTS
-
-
 def test_several_writers_write_everything_once(make_node: MakeNode) -> None:
     node = make_node(units=200, timeout_s=60.0, writes=3)
     node.manager.records.add(NAMESPACE, NamespaceRecord("llama", 1, DESC))
@@ -268,16 +246,6 @@ def test_closing_drains_several_writers(make_node: MakeNode) -> None:
     node.write(K[:150])
     node.manager.close(30.0)
     assert set(K[:150]) <= node.tier.values.keys()
-
-
-def test_the_namespaces_record_goes_along_once(node: Node) -> None:
-    record = NamespaceRecord("llama", 1, DESC)
-    node.manager.records.add(NAMESPACE, record)
-    for number in range(3):
-        node.write(K[number : number + 1])
-        wait_written(node.tier, K[number : number + 1])
-    assert decode_record(node.tier.values[record_key(NAMESPACE)][HEADER_BYTES:]) == record
-    assert node.tier.asked("put").count(record_key(NAMESPACE)) == 1
 
 
 def test_a_record_that_was_refused_is_tried_again(node: Node) -> None:
