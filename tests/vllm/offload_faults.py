@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import os
 import sys
-from pathlib import Path
 from typing import Any
 
 from kvf_vllm.offloading import worker
 from kvf_vllm.offloading.connector import KvFrameworkOffloading
-from tests.vllm.engine import STEPS
-from tests.vllm.faults import change_adapters_while_loaded, kill_server
+from tests.vllm.faults import Counting, change_adapters_while_loaded, kill_server
 
 _move = worker.move
 
 
-class Watched(KvFrameworkOffloading):
-    """Writes down how many tokens each step computes."""
-
-    def build_connector_meta(self, scheduler_output: Any) -> Any:
-        if scheduler_output.total_num_scheduled_tokens:
-            with Path(os.environ[STEPS]).open("a") as steps:
-                steps.write(f"{scheduler_output.total_num_scheduled_tokens}\n")
-        return super().build_connector_meta(scheduler_output)
+class Watched(Counting, KvFrameworkOffloading):
+    pass
 
 
 class WrongKv(Watched):

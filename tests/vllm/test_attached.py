@@ -64,7 +64,8 @@ class Connected:
         return finished
 
     def compute(self, request: FakeRequest, table: list[list[int]], states: Sequence[Handover] = ()) -> None:
-        """All tokens of a request that are not computed yet, in one step."""
+        """All tokens of a request that are not computed yet, in one step, whatever is found of them."""
+        self.match(request)
         tokens = request.num_tokens - request.num_computed_tokens
         handed = {request.request_id: states}
         self.step(self.scheduler.plan_step({request.request_id: tokens}, lambda _request_id: table, (), handed))
@@ -235,10 +236,8 @@ def test_groups_with_a_window_move_what_the_window_needs(
 ) -> None:
     first, other = make(HYBRID, form), make(HYBRID, form)
     tokens = list(range(3 * CHUNK + 1))
-    request = FakeRequest("a", tokens)
-    first.match(request)
     # The window group has given its first blocks away.
-    first.compute(request, [[1, 2, 3, 4, 5, 6, 7], [0, 0, 20, 21, 22, 23, 24]])
+    first.compute(FakeRequest("a", tokens), [[1, 2, 3, 4, 5, 6, 7], [0, 0, 20, 21, 22, 23, 24]])
     again = FakeRequest("b", tokens)
     begin = spied_on(other, monkeypatch)
     assert other.match(again) == 3 * CHUNK
@@ -252,10 +251,8 @@ def test_groups_with_a_window_move_what_the_window_needs(
 def test_a_hit_ends_only_where_a_state_is_and_has_it(make: Any) -> None:
     first, other = make(RECURRENT), make(RECURRENT)
     tokens = list(range(3 * BLOCK + 1))
-    request = FakeRequest("a", tokens)
-    first.match(request)
     # Of the states vLLM has kept the one that block 21 holds, wherever its table says that states lie.
-    first.compute(request, [[1, 2, 3, 4], [0, 0, 20, 22]], [(1, 21, 3 * BLOCK)])
+    first.compute(FakeRequest("a", tokens), [[1, 2, 3, 4], [0, 0, 20, 22]], [(1, 21, 3 * BLOCK)])
     assert other.match(FakeRequest("b", tokens[: 2 * BLOCK + 1])) == 0, "the KV is there, but no state at its end"
     assert other.match(FakeRequest("c", [*tokens[: 2 * BLOCK], *[7] * BLOCK])) == 0
     again = FakeRequest("d", tokens)
@@ -274,16 +271,11 @@ def test_a_hit_ends_only_where_a_state_is_and_has_it(make: Any) -> None:
 def test_kv_without_its_state_is_not_loaded(make: Any, server: ServerProcess) -> None:
     first, other = make(RECURRENT), make(RECURRENT)
     tokens = list(range(2 * BLOCK + 1))
-    request = FakeRequest("a", tokens)
-    first.match(request)
-    first.compute(request, [[1, 2, 3], [0, 20, 22]])
+    first.compute(FakeRequest("a", tokens), [[1, 2, 3], [0, 20, 22]])
     assert first.worker.tally.counts["stored_tokens"] == 2 * BLOCK
     assert other.match(FakeRequest("b", tokens)) == 0
     # Another engine computes the same, and keeps the state.
-    third = make(RECURRENT)
-    late = FakeRequest("c", tokens)
-    third.match(late)
-    third.compute(late, [[1, 2, 3], [0, 20, 22]], [(1, 20, 2 * BLOCK)])
+    make(RECURRENT).compute(FakeRequest("c", tokens), [[1, 2, 3], [0, 20, 22]], [(1, 20, 2 * BLOCK)])
     assert make(RECURRENT).match(FakeRequest("d", tokens)) == 2 * BLOCK
 
 
@@ -294,9 +286,8 @@ def test_what_is_lost_between_lookup_and_load_is_computed(
     """vLLM is told the blocks of a single group, and the request if there are several."""
     first, other = make(groups), make(groups)
     tokens, is_single = list(range(2 * BLOCK + 1)), groups == PLAIN
-    request = FakeRequest("a", tokens)
-    first.match(request)
-    first.compute(request, [[1, 2, 3], [0, 20, 22]][: len(groups)], () if is_single else [(1, 20, 2 * BLOCK)])
+    states = () if is_single else [(1, 20, 2 * BLOCK)]
+    first.compute(FakeRequest("a", tokens), [[1, 2, 3], [0, 20, 22]][: len(groups)], states)
     again = FakeRequest("b", tokens)
     assert other.match(again) == 2 * BLOCK
     server.kill9()
@@ -308,9 +299,7 @@ def test_what_is_lost_between_lookup_and_load_is_computed(
 
 def test_another_packing_never_mixes(make: Any) -> None:
     first, other = make(), make(form=OpaqueBlocks("q"))
-    request = FakeRequest("a", list(range(CHUNK)))
-    first.match(request)
-    first.compute(request, [[1, 2]])
+    first.compute(FakeRequest("a", list(range(CHUNK))), [[1, 2]])
     assert other.match(FakeRequest("b", list(range(CHUNK)))) == 0
     assert make().match(FakeRequest("c", list(range(CHUNK)))) == CHUNK
 
@@ -399,9 +388,7 @@ def test_engines_of_other_layouts_and_kinds_read_each_others_objects(make: Any, 
     on_cpu, opaque = make(form=canonical("CPU_ATTN", "vec", "LBHNC")), make()
     side_by_side = make(form=canonical("FLASH_ATTN", "", "LBHNC"))
     tokens, blocks = list(range(2 * CHUNK)), [3, 1, 9, 8]
-    request = FakeRequest("a", tokens)
-    on_cpu.match(request)
-    on_cpu.compute(request, [blocks])
+    on_cpu.compute(FakeRequest("a", tokens), [blocks])
 
     again = FakeRequest("b", tokens)
     assert opaque.match(again) == 0
@@ -437,9 +424,7 @@ def test_engines_of_other_layouts_and_kinds_read_each_others_objects(make: Any, 
 @pytest.mark.engine_feature("vLLM", "sleep and wake", "stand-ins")
 def test_an_engine_that_sleeps_is_registered_again_when_it_wakes(make: Any, server: ServerProcess) -> None:
     engine = make()
-    request = FakeRequest("a", list(range(2 * CHUNK)))
-    engine.match(request)
-    engine.compute(request, [[1, 2, 3, 4]])
+    engine.compute(FakeRequest("a", list(range(2 * CHUNK))), [[1, 2, 3, 4]])
 
     def registered() -> int:
         with server.client() as client:

@@ -363,9 +363,12 @@ def test_layer_names_do_not_change_the_packing() -> None:
 
 def test_a_layer_that_names_no_backend_is_refused() -> None:
     config = caches(spec("FullAttentionSpec"))
-    silent = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
+    silent = engine(config)
+    silent.compilation_config.static_forward_context = {}
     with pytest.raises(BadLayout, match=r"layers\.0\.attn"):
         packing_of(silent, config, {})
+    with pytest.raises(BadLayout, match=r"layers\.0\.attn"):
+        forms_of(silent, config)
 
 
 def test_what_vllm_says_of_a_layer_decides_whether_it_converts_exactly() -> None:
@@ -379,14 +382,6 @@ def test_what_vllm_says_of_a_layer_decides_whether_it_converts_exactly() -> None
         config = caches(spec("FullAttentionSpec", **changed))
         with pytest.raises(BadLayout):
             CanonicalBlocks(forms_of(engine(config, backend="FLASH_ATTN", isa=""), config))
-
-
-def test_layer_forms_name_the_layer_without_a_backend() -> None:
-    config = caches(spec("FullAttentionSpec"))
-    silent = engine(config)
-    silent.compilation_config.static_forward_context = {}
-    with pytest.raises(BadLayout, match=r"layers\.0\.attn"):
-        forms_of(silent, config)
 
 
 # splitting a model

@@ -19,6 +19,8 @@ from kvframework.api.keys import Image
 from tests.vllm.stand_ins import BLOCK, CHUNK, FakeRequest, FakeServer, scheduler
 
 TOKENS = list(range(20))
+LORA = SimpleNamespace(lora_name="style", lora_int_id=1, lora_path="/x")
+LORA_LOADED = StepReport(adapters={0: {1: AdapterNews("style", "/x", "content")}})
 
 
 def stored(side: SchedulerSide, request: FakeRequest, *, server: FakeServer | None = None, by: int = 1) -> StepPlan:
@@ -83,13 +85,6 @@ def test_after_a_reset_everything_is_gone() -> None:
     assert side.events.take() == [BlocksRemoved(request.block_hashes[:4])]
 
 
-def test_nobody_wants_events() -> None:
-    side = scheduler(FakeServer())
-    stored(side, FakeRequest("a", list(TOKENS)))
-    side.reset()
-    assert side.events.take() == []
-
-
 def test_what_was_announced_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "MAX_ANNOUNCED", 2)
     announcements = Announcements(BLOCK)
@@ -110,11 +105,10 @@ SALTED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("fields", SALTED)
-def test_salted_blocks_are_not_announced(fields: dict[str, Any]) -> None:
-    server = FakeServer()
-    side = scheduler(server, event_block_size=BLOCK)
-    stored(side, FakeRequest("a", list(TOKENS), **fields), server=server)
+@pytest.mark.parametrize(("fields", "wanted"), [*((fields, BLOCK) for fields in SALTED), ({}, 0)])
+def test_salted_blocks_are_not_announced_nor_any_that_nobody_wants(fields: dict[str, Any], wanted: int) -> None:
+    side = scheduler(FakeServer(), event_block_size=wanted)
+    stored(side, FakeRequest("a", list(TOKENS), **fields))
     side.reset()
     assert side.events.take() == []
 
@@ -143,13 +137,12 @@ def test_with_the_option_the_salt_stands_in_both_spellings_of_every_event() -> N
     assert side.events.take() == []
 
 
-@pytest.mark.parametrize("fields", SALTED[1:2])
-def test_what_a_salted_lookup_misses_says_nothing_of_the_plain_blocks(fields: dict[str, Any]) -> None:
+def test_what_a_salted_lookup_misses_says_nothing_of_the_plain_blocks() -> None:
     server = FakeServer()
     side = scheduler(server, event_block_size=BLOCK)
     stored(side, FakeRequest("a", list(TOKENS)), server=server)
     side.events.take()
-    side.matched_tokens(FakeRequest("b", list(TOKENS), **fields), 0)
+    side.matched_tokens(FakeRequest("b", list(TOKENS), **SALTED[1]), 0)
     assert side.events.take() == []
 
 
@@ -180,9 +173,8 @@ def test_images_are_named_in_the_blocks_that_they_reach() -> None:
 def test_requests_with_adapters_are_not_announced() -> None:
     server = FakeServer()
     side = scheduler(server, event_block_size=BLOCK, announce_salts=True)
-    side.heard(StepReport(adapters={0: {1: AdapterNews("style", "/x", "content")}}))
-    lora = SimpleNamespace(lora_name="style", lora_int_id=1, lora_path="/x")
-    stored(side, FakeRequest("a", list(TOKENS), lora_request=lora), server=server)
+    side.heard(LORA_LOADED)
+    stored(side, FakeRequest("a", list(TOKENS), lora_request=LORA), server=server)
     assert server.known
     assert side.events.take() == []
 
@@ -234,9 +226,8 @@ def test_an_adapter_is_named_and_its_content_verified() -> None:
     server = FakeServer()
     server.telling = True
     side = scheduler(server, event_block_size=BLOCK)
-    side.heard(StepReport(adapters={0: {1: AdapterNews("style", "/x", "content")}}))
-    lora = SimpleNamespace(lora_name="style", lora_int_id=1, lora_path="/x")
-    (store,) = stored(side, FakeRequest("a", list(TOKENS), lora_request=lora), server=server, by=2).stores
+    side.heard(LORA_LOADED)
+    (store,) = stored(side, FakeRequest("a", list(TOKENS), lora_request=LORA), server=server, by=2).stores
     assert store.content is not None
     assert (store.content.lora_name, store.content.hashes) == ("style", b"")
     assert verified(store.content, store.digests, store.start, CHUNK, Sha256())

@@ -31,6 +31,11 @@ def client(server: ServerProcess) -> Iterator[KVClient]:
         yield connected
 
 
+@pytest.fixture
+def instance(client: KVClient) -> OpaqueInstance:
+    return OpaqueInstance(client, OpaqueObjects(1, "tiny", (4096,), 16, "p"))
+
+
 def ticket_of(instance: OpaqueInstance) -> ArenaTicket:
     wait_until(lambda: instance.ticket is not None, PATIENCE_S, "the registration")
     ticket = instance.ticket
@@ -42,10 +47,9 @@ def mapped_arenas() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:kvframework-l1")
 
 
-def test_places_of_another_session_with_the_same_server_are_nobodys(client: KVClient) -> None:
+def test_places_of_another_session_with_the_same_server_are_nobodys(client: KVClient, instance: OpaqueInstance) -> None:
     from kvf_vllm.offloading.worker import ServedArena
 
-    instance = OpaqueInstance(client, OpaqueObjects(1, "tiny", (4096,), 16, "p"))
     worker, before = ServedArena(), ticket_of(instance)
     worker.follow(before)
     assert worker.of(before.session) is not None
@@ -60,10 +64,9 @@ def test_places_of_another_session_with_the_same_server_are_nobodys(client: KVCl
     assert worker.of(after.session) is not None
 
 
-def test_a_server_in_doubt_keeps_the_arena_mapped(client: KVClient) -> None:
+def test_a_server_in_doubt_keeps_the_arena_mapped(instance: OpaqueInstance) -> None:
     from kvf_vllm.offloading.worker import ServedArena
 
-    instance = OpaqueInstance(client, OpaqueObjects(1, "tiny", (4096,), 16, "p"))
     worker, ticket = ServedArena(), ticket_of(instance)
     worker.follow(ticket)
     arena = worker.of(ticket.session)
@@ -72,10 +75,9 @@ def test_a_server_in_doubt_keeps_the_arena_mapped(client: KVClient) -> None:
     assert worker.of(ticket.session) is arena
 
 
-def test_an_idle_worker_lets_go_of_the_memory_of_a_dead_server(server: ServerProcess, client: KVClient) -> None:
+def test_an_idle_worker_lets_go_of_the_memory_of_a_dead_server(server: ServerProcess, instance: OpaqueInstance) -> None:
     from kvf_vllm.offloading.worker import ServedArena
 
-    instance = OpaqueInstance(client, OpaqueObjects(1, "tiny", (4096,), 16, "p"))
     worker = ServedArena()
     worker.follow(ticket_of(instance))
     both = mapped_arenas()

@@ -7,14 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.vllm.stand_ins import Clock
+
 pytestmark = pytest.mark.vllm
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -23,11 +23,10 @@ BOUND = SHARE * STEP_S + 1e-6
 class Copy:
     """A load that copies when its future is advanced, as an engine-driven transport does."""
 
-    def __init__(self, clock: Clock, *, ok: bool = True) -> None:
+    def __init__(self, clock: Clock) -> None:
         self.pieces: list[int] = []
         self.is_cancelled = False
         self._clock = clock
-        self._ok = ok
         self.future: Promise[LoadOutcome] = Promise(self._cancel, advance_hook=self._advance)
 
     def _advance(self, nbytes: int | None) -> int:
@@ -36,7 +35,7 @@ class Copy:
         self._clock.now += piece / BYTES_S
         self.pieces.append(piece)
         if piece == left:
-            self.future.set_result(LoadOutcome(self._ok))
+            self.future.set_result(LoadOutcome(True))
         return piece
 
     def _cancel(self) -> None:
@@ -156,13 +155,6 @@ def test_a_load_within_a_step_is_not_in_pieces() -> None:
     for is_async in (True, False):
         WorkerSide(Instance(), is_async=is_async, block_size=BLOCK).load(StepPlan([LOAD]))
     assert asked == [True, False]
-
-
-def test_a_piece_that_fails_is_a_failed_load() -> None:
-    engine = Engine(lambda clock: [Copy(clock, ok=False)])
-    engine.step("a", computes=False)
-    assert engine.worker.finished_loads() == ({"a"}, set())
-    assert engine.worker.take_failed_blocks() == {2, 3, 4}
 
 
 @pytest.mark.parametrize("block_size", [BLOCK, 0])

@@ -51,11 +51,9 @@ def test_local_blocks_that_end_inside_a_chunk_are_left_out_of_the_load() -> None
 
 
 def test_a_prefetch_is_awaited_up_to_the_deadline() -> None:
-    server, clock = FakeServer(), Clock()
-    filled(server, list(range(16)))
+    clock = Clock()
+    server, side, request = scene(16, held=16, clock=clock, lookup_deadline_s=1.0)
     server.pending = 1 << 30
-    side = scheduler(server, clock=clock, lookup_deadline_s=1.0)
-    request = FakeRequest("a", list(range(16)))
     assert side.matched_tokens(request, 0) == (None, False)
     for _ in range(5):
         assert side.matched_tokens(request, 0) == (None, False)
@@ -70,11 +68,9 @@ def test_a_prefetch_is_awaited_up_to_the_deadline() -> None:
 
 
 def test_a_prefetch_that_ends_in_time_is_a_hit() -> None:
-    server, clock = FakeServer(), Clock()
-    filled(server, list(range(16)))
+    clock = Clock()
+    server, side, request = scene(16, held=16, clock=clock)
     server.pending = 2
-    side = scheduler(server, clock=clock)
-    request = FakeRequest("a", list(range(16)))
     answers = []
     for _ in range(3):
         answers.append(side.matched_tokens(request, 0))
@@ -108,10 +104,8 @@ def test_only_an_idle_engine_waits_for_l2_and_once_a_step() -> None:
 
 
 def test_a_request_without_room_keeps_its_hit_and_does_not_ask_at_every_step() -> None:
-    server, clock = FakeServer(), Clock()
-    filled(server, list(range(16)))
-    side = scheduler(server, clock=clock)
-    hit, miss = FakeRequest("a", list(range(16))), FakeRequest("b", list(range(50, 66)))
+    clock, miss = Clock(), FakeRequest("b", list(range(50, 66)))
+    server, side, hit = scene(16, held=16, clock=clock)
     for _ in range(10):
         assert side.matched_tokens(hit, 0) == (16, True)
         assert side.matched_tokens(miss, 0) == (0, False)
@@ -315,10 +309,8 @@ def test_what_was_not_sent_is_stored_later() -> None:
 
 
 def test_stores_end_before_their_blocks_are_written() -> None:
-    server = FakeServer()
+    server, side, request = scene(16)
     filled(server, list(range(50, 66)))
-    side = scheduler(server)
-    request = FakeRequest("a", list(range(16)))
     side.matched_tokens(request, 0)
     (store,) = computed(side, request, 16, [[1, 2, 3, 4]]).stores
     side.finished(request)
@@ -339,8 +331,7 @@ def test_stores_end_before_their_blocks_are_written() -> None:
 
 def test_stores_end_before_another_connector_loads_into_their_blocks() -> None:
     """vLLM's MultiConnector tells the others the blocks, too; of a load between steps the step itself says nothing."""
-    side = scheduler(FakeServer())
-    request = FakeRequest("a", list(range(16)))
+    _, side, request = scene(16)
     side.matched_tokens(request, 0)
     (store,) = computed(side, request, 16, [[1, 2, 3, 4]]).stores
     side.finished(request)
@@ -352,14 +343,18 @@ def test_stores_end_before_another_connector_loads_into_their_blocks() -> None:
     assert side.plan_step({}, lambda _request_id: None).fence == []
 
 
-def test_what_vllm_held_itself_is_stored_although_the_rest_was_loaded() -> None:
+@pytest.mark.parametrize(("held", "stored"), [(0, (16, 24)), (8, (0, 24))])
+def test_what_follows_a_load_is_stored_at_once_and_with_it_what_vllm_held_itself(
+    held: int, stored: tuple[int, int]
+) -> None:
     _, side, request = scene(24, held=16)
-    assert side.matched_tokens(request, 8) == (8, True)
-    side.allocated(request, table(24), 8)
+    assert side.matched_tokens(request, held) == (16 - held, True)
+    side.allocated(request, table(24), 16 - held)
     side.plan_step({}, lambda _request_id: None)
     side.heard(StepReport(loaded=Counter({"a": 1})))
+    side.allocated(request, table(24), 0)
     request.num_computed_tokens = 16
-    assert [(op.start, op.end) for op in computed(side, request, 8).stores] == [(0, 24)]
+    assert [(op.start, op.end) for op in computed(side, request, 8).stores] == [stored]
 
 
 def test_a_store_is_fenced_until_the_last_worker_has_ended_it() -> None:
@@ -372,8 +367,7 @@ def test_a_store_is_fenced_until_the_last_worker_has_ended_it() -> None:
 
 
 def test_what_another_connector_loads_within_a_step_is_stored_in_the_next() -> None:
-    side = scheduler(FakeServer())
-    request = FakeRequest("a", list(range(20)))
+    _, side, request = scene(20)
     assert side.matched_tokens(request, 0) == (0, False)
     side.allocated(request, table(20), 0)
     # vLLM counts them as computed, and learns after the step that the load has failed.
@@ -383,22 +377,9 @@ def test_what_another_connector_loads_within_a_step_is_stored_in_the_next() -> N
     assert [(op.start, op.end) for op in computed(side, request, 16).stores] == [(0, 16)]
 
 
-def test_what_this_connector_has_loaded_is_followed_at_once() -> None:
-    _, side, request = scene(24, held=16)
-    assert side.matched_tokens(request, 0) == (16, True)
-    side.allocated(request, table(24), 16)
-    side.plan_step({}, lambda _request_id: None)
-    side.heard(StepReport(loaded=Counter({"a": 1})))
-    side.allocated(request, table(24), 0)
-    request.num_computed_tokens = 16
-    assert [(op.start, op.end) for op in computed(side, request, 8).stores] == [(16, 24)]
-
-
 def test_in_doubt_about_a_step_all_stores_end_before_it_and_nothing_is_stored() -> None:
-    server = FakeServer()
+    server, side, first = scene(16)
     filled(server, list(range(50, 66)))
-    side = scheduler(server)
-    first = FakeRequest("a", list(range(16)))
     side.matched_tokens(first, 0)
     (store,) = computed(side, first, 16).stores
     second = FakeRequest("b", list(range(50, 70)))

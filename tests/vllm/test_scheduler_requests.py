@@ -42,10 +42,12 @@ TRACE = f"00-{'ab' * 16}-{'cd' * 8}-01"
         ({"kv_transfer_params": ["kvframework.load"]}, "kv_transfer_params"),
         ({"kv_transfer_params": 7}, "kv_transfer_params"),
         ({"kv_transfer_params": {"kvframework.load": False, "kvframework.store": False}}, "opted_out"),
+        # Of an engine whose prefill reads no earlier KV: it waits for no name of an adapter either.
+        ({"lora_request": object()}, "no_prefix_caching"),
     ],
 )
 def test_requests_that_are_left_out(fields: dict[str, Any], reason: str) -> None:
-    server, side, request = scene(16, held=16, asked=fields)
+    server, side, request = scene(16, held=16, asked=fields, unread=reason == "no_prefix_caching")
     assert side.matched_tokens(request, 0) == (0, False)
     side.allocated(request, table(16), 0)
     assert not computed(side, request, 16).stores
@@ -53,19 +55,8 @@ def test_requests_that_are_left_out(fields: dict[str, Any], reason: str) -> None
     assert dict(side.tally.counts) == {f"miss_requests|{reason}": 1}
 
 
-def test_an_engine_whose_prefill_reads_no_earlier_kv_computes_every_request() -> None:
-    server, side, request = scene(16, held=16, asked={"lora_request": object()}, unread=True)
-    assert side.matched_tokens(request, 0) == (0, False), "at once: it waits for no name of an adapter either"
-    side.allocated(request, table(16), 0)
-    assert not computed(side, request, 16).stores
-    assert not server.asked
-    assert dict(side.tally.counts) == {"miss_requests|no_prefix_caching": 1}
-
-
 def test_a_prompt_without_a_whole_chunk_is_not_looked_up() -> None:
-    server = FakeServer()
-    side = scheduler(server)
-    request = FakeRequest("a", list(range(CHUNK - 1)))
+    server, side, request = scene(CHUNK - 1)
     for _ in range(3):
         assert side.matched_tokens(request, 0) == (0, False)
     side.allocated(request, table(CHUNK), 0)
@@ -73,29 +64,24 @@ def test_a_prompt_without_a_whole_chunk_is_not_looked_up() -> None:
     assert dict(side.tally.counts) == {"miss_requests|too_short": 1}
 
 
-def test_opting_out_of_one_direction_only() -> None:
-    server = FakeServer()
-    filled(server, list(range(16)))
-    side = scheduler(server)
-    only_stores = FakeRequest("a", list(range(16)), kv_transfer_params={"kvframework.load": False})
-    assert side.matched_tokens(only_stores, 0) == (0, False)
-    assert computed(side, only_stores, 16).stores
-    only_loads = FakeRequest("b", list(range(16)), kv_transfer_params={"kvframework.store": False})
-    assert side.matched_tokens(only_loads, 0) == (16, True)
-    assert not computed(side, only_loads, 16).stores
-
-
-def test_log_probabilities_of_the_prompt_need_it_computed() -> None:
-    _, side, request = scene(16, held=16, asked={"skip_reading_prefix_cache": True})
-    assert side.matched_tokens(request, 0) == (0, False)
-    assert computed(side, request, 16).stores
+@pytest.mark.parametrize(
+    ("fields", "loads"),
+    [
+        ({"kv_transfer_params": {"kvframework.store": False}}, True),
+        ({"kv_transfer_params": {"kvframework.load": False}}, False),
+        # Log probabilities of the prompt need it computed.
+        ({"skip_reading_prefix_cache": True}, False),
+    ],
+)
+def test_a_request_of_one_direction_only(fields: dict[str, Any], loads: bool) -> None:
+    _, side, request = scene(16, held=16, asked=fields)
+    assert side.matched_tokens(request, 0) == ((16, True) if loads else (0, False))
+    assert bool(computed(side, request, 16).stores) is not loads
 
 
 def test_a_lookup_without_an_answer_is_counted_as_that() -> None:
-    server = FakeServer()
-    filled(server, list(range(16)))
+    server, side, request = scene(16, held=16)
     server.silent = True
-    side, request = scheduler(server), FakeRequest("a", list(range(16)))
     assert side.matched_tokens(request, 0) == (0, False)
     side.allocated(request, table(16), 0)
     assert dict(side.tally.counts) == {"miss_requests|no_answer": 1}
@@ -153,14 +139,11 @@ def test_images_are_part_of_what_a_chunk_is_called() -> None:
 
 
 def test_nothing_is_found_after_a_reset() -> None:
-    server = FakeServer()
-    filled(server, list(range(16)))
-    side = scheduler(server)
+    server, side, request = scene(16, held=16)
     running = FakeRequest("running", list(range(80, 96)))
     side.matched_tokens(running, 0)
     side.reset()
     assert not computed(side, running, 16).stores, "its KV may be of both kinds"
-    request = FakeRequest("a", list(range(16)))
     assert side.matched_tokens(request, 0) == (0, False)
     for op in computed(side, request, 16).stores:
         server.stored(op)
@@ -169,10 +152,9 @@ def test_nothing_is_found_after_a_reset() -> None:
 
 
 def test_before_the_workers_have_spoken_requests_wait_a_moment() -> None:
-    server, clock = FakeServer(), Clock()
-    filled(server, list(range(16)))
-    side = SchedulerSide(server, WINDOWED[:1], scheduler(server)._options, workers=2, clock=clock)
-    request = FakeRequest("a", list(range(16)))
+    clock = Clock()
+    server, accepted, request = scene(16, held=16)
+    side = SchedulerSide(server, WINDOWED[:1], accepted._options, workers=2, clock=clock)
     assert side.matched_tokens(request, 0) == (None, False)
     side.heard(StepReport(served={0: SERVED}))
     assert side.matched_tokens(request, 0) == (None, False)
@@ -194,12 +176,10 @@ def test_a_producers_first_request_is_stored_even_if_it_takes_one_step() -> None
 
 
 def test_without_a_server_requests_are_computed_and_found_once_it_is_there() -> None:
-    server, clock = FakeServer(), Clock()
-    filled(server, list(range(16)))
-    side = scheduler(server)
-    side = SchedulerSide(server, WINDOWED[:1], side._options, clock=clock)
+    clock = Clock()
+    server, accepted, request = scene(16, held=16)
+    side = SchedulerSide(server, WINDOWED[:1], accepted._options, clock=clock)
     side.heard(StepReport(served={0: None}))
-    request = FakeRequest("a", list(range(16)))
     assert side.matched_tokens(request, 0) == (0, False)
     assert not computed(side, request, 16).stores
     side.heard(StepReport(served={0: SERVED}))
@@ -305,9 +285,7 @@ def test_vllms_own_hints_that_are_wrong_are_ignored(action: Action) -> None:
     "hint", ["later", -1, float("nan"), True, {"ttl": 5}, [{"start": 0}], ["done"] * 100, {"retain": {}}, object()]
 )
 def test_a_wrong_hint_is_told_once_and_ignored(hint: object, caplog: pytest.LogCaptureFixture) -> None:
-    server = FakeServer()
-    filled(server, list(range(16)))
-    side = scheduler(server)
+    server, side, _ = scene(24, held=16)
     for name in "abc":
         request = FakeRequest(name, list(range(24)), kv_transfer_params={"kvframework.retain": hint})
         assert side.matched_tokens(request, 0) == (16, True)
