@@ -7,7 +7,6 @@ import io
 import json
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -126,12 +125,6 @@ def test_nothing_to_tell() -> None:
     with serving() as server:
         assert "nothing was missed among the 0 requests" in explained(server.endpoint)
         assert "no request has finished among the 0 requests" in explained(server.endpoint, "--all")
-
-
-def test_without_a_server(tmp_path: Path) -> None:
-    done = run("explain", "--endpoint", f"ipc://{tmp_path}/n.sock", "--timeout", "0.1")
-    assert done.returncode == 2
-    assert "no server answers" in done.stderr
 
 
 def test_an_older_server() -> None:

@@ -41,9 +41,3 @@ def test_without_a_server_the_error_says_what_to_do() -> None:
     assert "kvframework serve" in shown.stderr
     assert shown.stderr.count("run.server_gone") == 1
     assert "Traceback" not in shown.stderr
-
-
-def test_sigterm_ends_a_server_cleanly() -> None:
-    with ServerProcess() as server:
-        assert server.stop() == 0
-        assert "Traceback" not in server.log
