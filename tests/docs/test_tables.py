@@ -88,6 +88,7 @@ def test_exit_statuses(tmp_path: Any) -> None:
     for arguments in (
         ("serve", "--config", str(toml)),
         ("status", "--endpoint", nobody, "--timeout", "0.1"),
+        ("explain", "--endpoint", nobody, "--timeout", "0.1"),
         ("config", "check", str(toml)),
         ("plugins", "info", "tier.none"),
         ("keys", "add", str(tmp_path), "x"),
