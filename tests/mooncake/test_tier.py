@@ -21,7 +21,6 @@ from kvf_mooncake.writes import SEAL_BYTES, broken_seal, seal
 from kvframework.api.plugin import TableContext
 from kvframework.api.tier import Outcome
 from kvframework.errors import TierError
-from kvframework.registry.registry import PluginRegistry
 from tests.core.doctor.tables import ask, levels
 from tests.mooncake.fake_mooncake import (
     DEAD_PEER,
@@ -341,7 +340,3 @@ def test_the_doctor_finds_that_a_library_of_the_system_is_missing(
     assert levels(found) == {"plugin.usable": "ok", "mooncake.client": "fail"}
     assert found["mooncake.client"].fact == "Mooncake's client cannot be imported: libibverbs.so.1: cannot open"
     assert found["mooncake.client"].advice.startswith("install libibverbs1")
-
-
-def test_the_registry_has_it() -> None:
-    assert "mooncake" in PluginRegistry().names("tier")

@@ -6,7 +6,8 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -37,8 +38,17 @@ from tests.support.resp_peer import RespPeer
 VALUE = b"v" * 40
 
 
-def tier_of(peer: RespPeer, **options: object) -> Tier:
-    return open_redis_tier(peer.url, **options)
+@contextlib.contextmanager
+def served(*script: bytes, **options: Any) -> Iterator[tuple[RespPeer, Tier]]:
+    with RespPeer(*script, **options) as peer, contextlib.closing(open_redis_tier(peer.url)) as tier:
+        yield peer, tier
+
+
+def misses_by_connection(number: int, peer: RespPeer, tier: Tier) -> None:
+    """The next answer, a MISSING, is read as that, over so many connections in all."""
+    peer.script = b"$-1\r\n"
+    assert get(tier, 1, soon())[0] == [Outcome.MISSING]
+    assert peer.connections == number
 
 
 def get(tier: Tier, count: int, deadline: float) -> tuple[list[Outcome], list[bytearray]]:
@@ -290,8 +300,7 @@ calls = st.sampled_from(["contains", "get_into", "put", "delete", "ping", "scan"
 @given(st.lists(st.tuples(calls, st.lists(fragments, max_size=6)), min_size=1, max_size=4))
 @settings(max_examples=25)
 def test_garbage_is_an_error_or_an_outcome_and_never_more(plan: list[tuple[str, list[bytes]]]) -> None:
-    with RespPeer() as peer:
-        tier = tier_of(peer)
+    with served() as (peer, tier):
         for call, script in plan:
             peer.script = b"".join(script)
             try:
@@ -314,7 +323,6 @@ def test_garbage_is_an_error_or_an_outcome_and_never_more(plan: list[tuple[str, 
                 pass
         peer.script = b":1\r\n"
         assert tier.contains([b"key"], deadline=soon()) == [Outcome.FOUND]
-        tier.close()
 
 
 @pytest.mark.parametrize(
@@ -331,58 +339,40 @@ def test_garbage_is_an_error_or_an_outcome_and_never_more(plan: list[tuple[str, 
     ],
 )
 def test_a_page_that_is_none_ends_the_listing(page: bytes) -> None:
-    with RespPeer(page) as peer:
-        tier = tier_of(peer)
-        with pytest.raises(TierError, match="unexpected reply"):
-            list(tier.scan(deadline=soon()))
-        tier.close()
+    with served(page) as (_, tier), pytest.raises(TierError, match="unexpected reply"):
+        list(tier.scan(deadline=soon()))
 
 
 @pytest.mark.parametrize(
     "script", [b"", b"$40", b"$40\r\n" + VALUE[:39], b"$40\r\n" + VALUE, b"$40\r\n" + VALUE + b"\r", b"$-1\r\n$40\r\n"]
 )
 def test_a_reply_that_stops_short_ends_with_the_deadline(script: bytes) -> None:
-    with RespPeer(script, hangs_up=False) as peer:
-        tier, started = tier_of(peer), time.monotonic()
+    with served(script, hangs_up=False) as (peer, tier):
+        started = time.monotonic()
         with pytest.raises(TierError, match="deadline"):
             get(tier, 2, soon(0.2))
         assert time.monotonic() - started < 20.0
-        peer.script = b"$-1\r\n"
-        assert get(tier, 1, soon())[0] == [Outcome.MISSING]
-        assert peer.connections == 2
-        tier.close()
+        misses_by_connection(2, peer, tier)
 
 
 @pytest.mark.parametrize("script", [b"$40\r\n" + VALUE + b"XX", b"+OK\r\n", b":1\r\n", b"x" * 20_000, b"*1\r\n"])
 def test_a_surprise_drops_the_connection(script: bytes) -> None:
-    with RespPeer(script, hangs_up=False) as peer:
-        tier = tier_of(peer)
+    with served(script, hangs_up=False) as (peer, tier):
         with pytest.raises(TierError, match="unexpected reply"):
             get(tier, 1, soon())
-        peer.script = b"$-1\r\n"
-        assert get(tier, 1, soon())[0] == [Outcome.MISSING]
-        assert peer.connections == 2
-        tier.close()
+        misses_by_connection(2, peer, tier)
 
 
 def test_a_connection_left_in_the_middle_of_a_value_is_not_used_again() -> None:
-    with RespPeer(b"$999999999\r\n", hangs_up=False) as peer:
-        tier = tier_of(peer)
+    with served(b"$999999999\r\n", hangs_up=False) as (peer, tier):
         assert get(tier, 2, soon())[0] == [Outcome.DAMAGED, Outcome.DAMAGED]
-        peer.script = b"$-1\r\n"
-        assert get(tier, 1, soon())[0] == [Outcome.MISSING]
-        assert peer.connections == 3
-        tier.close()
+        misses_by_connection(3, peer, tier)
 
 
 def test_bytes_behind_the_last_reply_are_never_taken_for_the_next() -> None:
-    with RespPeer(b"$-1\r\n$40\r\n" + VALUE + b"\r\n", hangs_up=False) as peer:
-        tier = tier_of(peer)
+    with served(b"$-1\r\n$40\r\n" + VALUE + b"\r\n", hangs_up=False) as (peer, tier):
         assert get(tier, 1, soon())[0] == [Outcome.MISSING]
-        peer.script = b"$-1\r\n"
-        assert get(tier, 1, soon())[0] == [Outcome.MISSING]
-        assert peer.connections == 2
-        tier.close()
+        misses_by_connection(2, peer, tier)
 
 
 @pytest.mark.parametrize(
@@ -396,24 +386,19 @@ def test_bytes_behind_the_last_reply_are_never_taken_for_the_next() -> None:
     ],
 )
 def test_errors_about_the_server_fail_the_call(answer: bytes) -> None:
-    with RespPeer(answer) as peer:
-        tier = tier_of(peer)
+    with served(answer) as (_, tier):
         code = answer[1:].split()[0].decode()
         for call in (lambda: get(tier, 1, soon()), lambda: tier.put([b"key"], [[memoryview(VALUE)]], deadline=soon())):
             with pytest.raises(TierError, match=code):
                 call()
-        tier.close()
 
 
 @pytest.mark.parametrize(
     "login", [b"*1\r\n" * 5000, b"$abc\r\n", b":x\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"+OK\r\n:1\r\n"]
 )
 def test_garbage_at_login_is_a_tier_error(login: bytes) -> None:
-    with RespPeer(login=login) as peer:
-        tier = tier_of(peer)
-        with pytest.raises(TierError, match=r"cannot connect|unexpected reply"):
-            tier.ping(deadline=soon(0.5))
-        tier.close()
+    with served(login=login) as (_, tier), pytest.raises(TierError, match=r"cannot connect|unexpected reply"):
+        tier.ping(deadline=soon(0.5))
 
 
 def test_a_login_that_trickles_ends_with_the_deadline() -> None:

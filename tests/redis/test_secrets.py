@@ -6,8 +6,6 @@ import logging
 import os
 import subprocess
 import sys
-import time
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,23 +23,12 @@ from kvframework.api.tier import Outcome
 from kvframework.errors import ConfigFieldError, KVFrameworkError, TierError
 from kvframework.masking import masked_url
 from tests.support.redis_server import RedisServer
+from tests.support.redis_tier import soon
 from tests.support.resp_peer import RespPeer
+from tests.support.shown_errors import all_text
 
 SECRET = "hunter2 /?#@:é"
 WRONG = "wr0ng-guess"
-
-
-def soon(seconds: float = 20.0) -> float:
-    return time.monotonic() + seconds
-
-
-def all_text(error: BaseException) -> str:
-    """Everything that a log could show of `error`."""
-    shown = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    chain: list[BaseException] = [error]
-    while (nearest := chain[-1].__cause__ or chain[-1].__context__) is not None:
-        chain.append(nearest)
-    return shown + "".join(f"{each!s} {each!r} {each.args!r}" for each in chain)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import logging
 import os
 import threading
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,9 +21,10 @@ from hypothesis import strategies as st
 from kvf_s3 import Address
 from kvframework.api.keys import PACKED_KEY_BYTES
 from kvframework.api.tier import Outcome, Tier
-from kvframework.errors import ConfigFieldError, KVFrameworkError, TierError
+from kvframework.errors import ConfigFieldError, TierError
 from tests.support.s3_peer import Answer, S3Peer
 from tests.support.s3_tier import open_s3_tier, write_credentials
+from tests.support.shown_errors import all_text
 from tests.support.waiting import wait_until
 
 pytest.importorskip("obstore", reason="obstore is not installed")
@@ -174,7 +174,7 @@ def test_a_credentials_file_without_credentials_is_refused(tmp_path: Path, text:
     assert said in str(refused.value)
     assert refused.value.where.endswith("credentials_file")
     assert ("be able to read it" in refused.value.hint) == (text is None)
-    assert "hunter2" not in _all_text(refused.value)
+    assert "hunter2" not in all_text(refused.value)
 
 
 def test_a_file_with_no_certificates_is_refused(tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_no_error_shows_what_the_store_or_the_environment_says(
         for call in (lambda: put(tier, [key()]), lambda: tier.ping(deadline=soon())):
             with pytest.raises(TierError) as failed:
                 call()
-            assert "hunter2" not in _all_text(failed.value) + repr(tier) + repr(tier.__dict__)
+            assert "hunter2" not in all_text(failed.value) + repr(tier) + repr(tier.__dict__)
     assert "hunter2" not in caplog.text
     tier.close()
 
@@ -586,12 +586,3 @@ def test_google_s_store_is_spoken_to(peer: S3Peer, tmp_path: Path) -> None:
     assert {each.key for each in tier.scan(deadline=soon())} == set(KEYS[:3])
     assert tier.delete(KEYS[2:4], deadline=soon()) == [DELETED, MISSING]
     tier.close()
-
-
-def _all_text(error: KVFrameworkError) -> str:
-    """Everything that a log could show of `error`."""
-    shown = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    chain: list[BaseException] = [error]
-    while (nearest := chain[-1].__cause__ or chain[-1].__context__) is not None:
-        chain.append(nearest)
-    return shown + "".join(f"{each!s} {each!r} {each.args!r}" for each in chain)
