@@ -17,6 +17,9 @@ from kvframework.api.plugin import ByteSize
 from kvframework.api.tier import Outcome, TableContext, Tier
 from tests.support.received import outcomes_of
 
+# By this process, and not closed yet by `conftest.py`.
+opened: list[FilesystemTier] = []
+
 
 def options(path: Path | str, **table: object) -> FilesystemOptions:
     found = {"path": str(path), **table}
@@ -28,6 +31,7 @@ def open_tier(path: Path | str, **table: object) -> FilesystemTier:
     assert provider.probe() is None
     tier = provider.create(options(path, **table), TableContext(where="[[l2]] #1"))
     assert isinstance(tier, FilesystemTier)
+    opened.append(tier)
     return tier
 
 

@@ -147,7 +147,6 @@ def test_threads_on_the_same_keys_keep_the_count_and_the_capacity(
     counted = used(tier)
     assert counted == sum(entry.nbytes for entry in tier.scan(deadline=soon())) == used(tier)
     assert len(files(tmp_path)) <= len(keys)
-    tier.close()
 
 
 def slowed(call: Callable[..., None]) -> Callable[..., None]:
@@ -212,7 +211,6 @@ def test_nothing_is_stored_before_all_is_counted(tmp_path: Path, monkeypatch: py
     wait_until(lambda: used(tier) == 900)
     assert put(tier, fresh_key(), bytes(900)) is FAILED
     assert put(tier, fresh_key(), bytes(100)) is STORED
-    tier.close()
 
 
 def test_closing_does_not_wait_for_a_long_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +273,6 @@ def test_a_folder_that_came_back_is_counted_anew(tmp_path: Path) -> None:
     folder.mkdir()
     assert contains(tier, key) is MISSING
     wait_until(lambda: used(tier) == 0, what="the count")
-    tier.close()
 
 
 def test_counting_spares_what_this_tier_is_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,4 +287,3 @@ def test_counting_spares_what_this_tier_is_writing(tmp_path: Path, monkeypatch: 
     assert put(tier, key, b"value") is STORED
     assert len(before) == 1
     assert get(tier, key, 5) == (FOUND, b"value")
-    tier.close()

@@ -95,7 +95,6 @@ def test_a_damaged_file_is_told_deleted_and_replaced(
     assert get(tier, key, nbytes) == (FOUND, values[1])
     assert len(list(tier.scan(deadline=soon()))) == 3
     assert used(tier) == 200 + nbytes
-    tier.close()
 
 
 def test_a_flipped_bit_is_for_the_cores_checksum(tmp_path: Path) -> None:
@@ -104,7 +103,6 @@ def test_a_flipped_bit_is_for_the_cores_checksum(tmp_path: Path) -> None:
     path = file_of(tmp_path, key)
     path.write_bytes(path.read_bytes().replace(b"aaa", b"aca", 1))
     assert get(tier, key, 100) == (FOUND, b"aca" + b"a" * 97)
-    tier.close()
 
 
 def test_a_link_is_not_followed_and_its_target_is_left_alone(tmp_path: Path) -> None:
@@ -122,7 +120,6 @@ def test_a_link_is_not_followed_and_its_target_is_left_alone(tmp_path: Path) -> 
     file_of(tmp_path / "kv", key).symlink_to(target)
     assert delete(tier, key) is DELETED
     assert target.read_bytes() == kept
-    tier.close()
 
 
 def test_a_folder_with_something_in_it_is_not_deleted(tmp_path: Path) -> None:
@@ -135,7 +132,6 @@ def test_a_folder_with_something_in_it_is_not_deleted(tmp_path: Path) -> None:
     assert (file_of(tmp_path, key) / "mine").read_text() == "mine"
     assert temporary_files(tmp_path) == []
     assert used(tier) == 0
-    tier.close()
 
 
 def test_files_and_folders_deleted_underneath_are_missing(tmp_path: Path) -> None:
@@ -153,7 +149,6 @@ def test_files_and_folders_deleted_underneath_are_missing(tmp_path: Path) -> Non
     assert list(tier.scan(deadline=soon())) == []
     assert used(tier) == 0  # now it does
     assert put(tier, two, b"value") is STORED
-    tier.close()
 
 
 def test_a_file_in_place_of_a_fan_out_folder_fails_the_call_with_a_hint(tmp_path: Path) -> None:
@@ -163,4 +158,3 @@ def test_a_file_in_place_of_a_fan_out_folder_fails_the_call_with_a_hint(tmp_path
         with pytest.raises(TierError, match="Not a directory") as raised:
             call()
         assert "remove it" in raised.value.hint
-    tier.close()

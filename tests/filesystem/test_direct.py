@@ -98,7 +98,6 @@ def test_which_values_bypass_the_page_cache(
     assert arena[:nbytes] == value
     assert found == header
     assert is_cached(file_of(tmp_path, key)) is cached_by_get
-    tier.close()
 
 
 @settings(
@@ -157,7 +156,6 @@ def test_a_value_longer_than_a_slice_comes_back(tmp_path: Path) -> None:
     assert put(tier, key, value) is STORED
     assert get(tier, key, len(value)) == (FOUND, value)
     assert used(tier) == len(value)
-    tier.close()
 
 
 def test_a_file_system_that_cannot_do_it_is_used_through_the_cache(
@@ -170,7 +168,6 @@ def test_a_file_system_that_cannot_do_it_is_used_through_the_cache(
     tier, key = open_tier(tmp_path), fresh_key()
     assert tier.put([key], [[arena]], deadline=soon()) == [STORED]
     assert get(tier, key, arena.nbytes) == (FOUND, bytes(arena))
-    tier.close()
 
 
 def test_a_refusal_in_the_middle_is_made_good_through_the_cache(
@@ -189,4 +186,3 @@ def test_a_refusal_in_the_middle_is_made_good_through_the_cache(
     tier, key = open_tier(tmp_path, direct="on"), fresh_key()
     assert tier.put([key], [[arena]], deadline=soon()) == [STORED]
     assert get(tier, key, arena.nbytes) == (FOUND, bytes(arena))
-    tier.close()

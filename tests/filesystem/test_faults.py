@@ -82,7 +82,6 @@ def test_a_file_of_others_takes_its_share_of_the_capacity(small_disk: Path) -> N
     assert tier.usage(deadline=soon()) == TierUsage(0, 3 << 20)
     (small_disk / "other").write_bytes(bytes(2 << 20))
     assert tier.usage(deadline=soon()).capacity_bytes <= 2 << 20
-    tier.close()
 
 
 def test_a_quota_that_is_used_up_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +96,6 @@ def test_a_quota_that_is_used_up_is_a_problem(tmp_path: Path, monkeypatch: pytes
     monkeypatch.undo()
     assert put(tier, key, b"value") is STORED
     assert tier.problems() == []
-    tier.close()
 
 
 # Permissions
@@ -201,7 +199,6 @@ def test_a_failing_disk_is_the_tiers_failure(tmp_path: Path, monkeypatch: pytest
     assert tier.problems() != [], "a read says nothing about writes"
     assert put(tier, key, b"other") is STORED
     assert tier.problems() == []
-    tier.close()
 
 
 # Deadlines and close in the middle of a large value
@@ -225,7 +222,6 @@ def test_the_deadline_ends_the_writing_of_a_large_value(tmp_path: Path) -> None:
     assert used(tier) == 0
     parts.clear()
     memory.clear()  # the error keeps no view of it
-    tier.close()
 
 
 def test_the_deadline_ends_the_reading_of_a_large_value(tmp_path: Path) -> None:
@@ -244,7 +240,6 @@ def test_the_deadline_ends_the_reading_of_a_large_value(tmp_path: Path) -> None:
     assert time.monotonic() - started < 5.0
     parts.clear()
     memory.clear()
-    tier.close()
 
 
 def test_close_ends_the_writing_of_a_large_value(tmp_path: Path) -> None:

@@ -122,7 +122,6 @@ def test_a_folder_that_was_moved_away_is_left_alone(tmp_path: Path, name: str) -
     folder.unlink()
     assert CALLS[name](tier, key) in (MISSING, STORED, None, [])
     assert contents(outside) == before
-    tier.close()
 
 
 @pytest.mark.parametrize("name", ["delete", "put"])
@@ -152,7 +151,6 @@ def test_a_folder_replaced_by_a_link_within_a_batch(tmp_path: Path, monkeypatch:
     with pytest.raises(TierError, match="Not a directory"):
         batches[name]()
     assert contents(outside) == seen
-    tier.close()
 
 
 def test_a_folder_replaced_while_its_value_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +170,6 @@ def test_a_folder_replaced_while_its_value_is_written(tmp_path: Path, monkeypatc
     assert list(folder.iterdir()) == []
     assert put(tier, key, b"other") is STORED
     assert get(tier, key, 5) == (FOUND, b"other")
-    tier.close()
 
 
 def test_a_folder_deleted_and_made_again_a_thousand_times(tmp_path: Path) -> None:
@@ -224,7 +221,6 @@ def test_a_folder_replaced_again_and_again_under_readers_is_never_another_file(t
         reader.join(60)
     assert not failures
     assert get(tier, key, 5) == (FOUND, b"value")
-    tier.close()
 
 
 def test_a_hit_costs_no_more_calls_of_the_kernel_than_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +249,6 @@ def test_a_hit_costs_no_more_calls_of_the_kernel_than_before(tmp_path: Path, mon
     assert tier.get_into(keys, buffers, deadline=soon()) == [5] * 100
     assert (made.count("open"), made.count("close"), made.count("stat")) == (100, 100, 0)
     monkeypatch.undo()
-    tier.close()
 
 
 # Links to files, and what is no file
@@ -275,7 +270,6 @@ def test_a_file_that_has_another_name_outside_keeps_its_bytes_and_its_time(tmp_p
     os.link(outside / "precious", file_of(root, key))
     assert delete(tier, key) is DELETED
     assert contents(outside) == before
-    tier.close()
 
 
 def make_fifo(path: Path) -> None:
@@ -326,7 +320,6 @@ def test_what_is_no_file_delays_no_call_and_is_replaced(tmp_path: Path, make: Ca
         for left in tmp_path.glob("a fifo"):
             left.unlink()
     assert get(tier, key, 5) == (FOUND, b"value")
-    tier.close()
 
 
 @pytest.mark.timeout(60)
@@ -370,7 +363,6 @@ def test_a_configured_link_is_resolved_once(tmp_path: Path) -> None:
     assert put(tier, key, b"other") is STORED
     assert file_of(one, key).exists()
     assert list(two.iterdir()) == []
-    tier.close()
 
 
 @pytest.mark.parametrize("above", [False, True])
@@ -390,7 +382,6 @@ def test_a_lost_folder_is_not_looked_for_behind_a_link(tmp_path: Path, above: bo
         put(tier, key, b"other")
     assert "Not a directory" in caught.value.fact
     assert files(outside) == []
-    tier.close()
 
 
 def test_a_link_to_nothing_is_refused_as_it_may_be_a_disk_that_is_missing(tmp_path: Path) -> None:
@@ -422,4 +413,3 @@ def test_listing_spares_what_a_linked_folder_holds(tmp_path: Path, monkeypatch: 
     list(tier.scan(deadline=soon()))
     assert contents(outside) == before
     assert not (tmp_path / "aside" / ".0123456789abcdef-7.tmp").exists()
-    tier.close()

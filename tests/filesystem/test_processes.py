@@ -90,7 +90,6 @@ def test_in_a_shared_folder_only_old_temporary_files_are_dead(tmp_path: Path) ->
     assert used(tier) in (0, 32 * MIB)
     assert young.exists()
     assert foreign.exists()
-    tier.close()
 
 
 # Two on one folder
@@ -148,7 +147,6 @@ def test_two_processes_on_one_folder_never_see_a_wrong_byte(tmp_path: Path) -> N
         assert (outcome, entry.key) == (FOUND, KEYS[number])
         assert value == value_of(number, writer, turn)
     assert used(tier) == sum(entry.nbytes for entry in entries) > 0
-    tier.close()
 
 
 def test_what_others_store_is_counted_after_a_while(tmp_path: Path) -> None:

@@ -149,7 +149,6 @@ def test_a_relative_path_is_kept_when_the_process_moves(tmp_path: Path, monkeypa
     assert file_of(tmp_path / "kv", key).exists()
     (tmp_path / "kv").rename(tmp_path / "renamed")
     assert get(tier, key, 5) == (FOUND, b"value")
-    tier.close()
 
 
 def test_options_have_bounds() -> None:
@@ -175,14 +174,12 @@ def test_keys_of_one_model_are_spread_over_the_folders(tmp_path: Path) -> None:
     folders = {path.parent.name for path in files(tmp_path)}
     assert len(folders) > 150
     assert {key_of(int(path.parent.name, 16), path.name) for path in files(tmp_path)} == set(keys)
-    tier.close()
 
 
 def test_a_key_of_another_length_is_an_error(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
     with pytest.raises(ValueError, match="72 bytes"):
         contains(tier, b"short")
-    tier.close()
 
 
 @given(st.integers(0, 1 << 45))
@@ -253,7 +250,6 @@ def test_the_fsync_policy(tmp_path: Path, policy: str, expected: list[str], monk
         recorded(name)
     assert put(tier, key, b"value") is STORED
     assert done == expected
-    tier.close()
 
 
 def test_a_restart_finds_everything_and_leaves_files_of_others(tmp_path: Path) -> None:
