@@ -99,6 +99,10 @@ def made(config: Any, seed: int = 0, dtype: str = "float32", **more: Any) -> Any
     return transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), **more).eval()
 
 
+def llama(seed: int = 0, **changes: Any) -> Any:
+    return made(transformers.LlamaConfig(**{**SMALL, **changes}), seed)
+
+
 def prompt(tokens: int = 3 * CHUNK + 9, seed: int = 0) -> torch.Tensor:
     return torch.randint(2, VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(seed))
 

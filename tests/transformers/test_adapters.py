@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.lazy import torch, transformers
-from tests.transformers.hybrid_models import CHUNK, SMALL, attach, made, prompt
+from tests.support.lazy import torch
+from tests.transformers.hybrid_models import CHUNK, attach, llama, prompt
 
 pytestmark = pytest.mark.torch
 
@@ -17,10 +17,6 @@ def imports() -> None:
     from tests.transformers.lora_layers import add_adapters, disable_adapters, set_adapter
 
     PROMPT = prompt()
-
-
-def make_model(**changes):
-    return made(transformers.LlamaConfig(**{**SMALL, **changes}))
 
 
 def check_exact(kv, model, hits):
@@ -36,7 +32,7 @@ def check_exact(kv, model, hits):
 @pytest.mark.engine_feature("transformers", "LoRA")
 @pytest.mark.parametrize("names", [{}, {"weights": "w"}], ids=["by its weights", "by names"])
 def test_what_one_adapter_stored_is_not_served_to_another(server, names):
-    model = make_model()
+    model = llama()
     layers = add_adapters(model, a=1, b=2)
     set_adapter(layers, "a")
     with attach(model, server, f"switched {names}", **names) as kv:
@@ -56,16 +52,16 @@ def test_what_one_adapter_stored_is_not_served_to_another(server, names):
         set_adapter(layers, "b")
         check_exact(kv, model, 3 * CHUNK)
     # With its adapters off it is the model that never had any; and adapters are what they hold, however called.
-    with attach(make_model(), server, f"switched {names}", **names) as kv:
-        check_exact(kv, make_model(), 3 * CHUNK)
-    model = make_model()
+    with attach(llama(), server, f"switched {names}", **names) as kv:
+        check_exact(kv, llama(), 3 * CHUNK)
+    model = llama()
     set_adapter(add_adapters(model, other=2), "other")
     with attach(model, server, f"switched {names}", **names) as kv:
         check_exact(kv, model, 3 * CHUNK)
 
 
 def test_adapters_that_the_next_forward_pass_takes_out_make_a_miss(server, caplog):
-    model = make_model()
+    model = llama()
     layers = add_adapters(model, a=1)
     set_adapter(layers, "a")
     for layer in layers:
@@ -80,7 +76,7 @@ def test_adapters_that_the_next_forward_pass_takes_out_make_a_miss(server, caplo
 
 
 def test_writes_around_torch_are_seen_once_they_are_told(server):
-    model = make_model()
+    model = llama()
     with attach(model, server, "told") as kv:
         kv.save(PROMPT, check_exact(kv, model, 0))
         model.model.embed_tokens.weight.data[40:80] += 1.0
@@ -89,7 +85,7 @@ def test_writes_around_torch_are_seen_once_they_are_told(server):
 
 
 def test_a_cache_that_another_model_began_is_neither_stored_nor_continued(server, caplog):
-    model = make_model()
+    model = llama()
     layers = add_adapters(model, a=1, b=2)
     set_adapter(layers, "a")
     with attach(model, server, "begun") as kv:
@@ -110,7 +106,7 @@ def test_a_cache_that_another_model_began_is_neither_stored_nor_continued(server
 
 
 def test_a_model_of_another_dtype_is_registered_again(server):
-    model = make_model()
+    model = llama()
     with attach(model, server, "dtypes") as kv:
         kv.save(PROMPT, check_exact(kv, model, 0))
         model.to(torch.bfloat16)
@@ -121,7 +117,7 @@ def test_a_model_of_another_dtype_is_registered_again(server):
 
 
 def test_many_adapters_are_no_more_registrations_than_are_kept(server):
-    model = make_model()
+    model = llama()
     layers = add_adapters(model, **{f"adapter{at}": at for at in range(11)})
     with attach(model, server, "many") as kv:
         for at in range(11):
@@ -138,7 +134,7 @@ def test_texts_whose_positions_depend_on_their_length_are_left_out(server, kind)
     """Beyond the length of training all tokens get other positions, those of the prefix too."""
     factors = {"factor": 4.0} if kind == "dynamic" else {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
     rope = {"rope_type": kind, "rope_theta": 10000.0, "original_max_position_embeddings": 64, **factors}
-    model = make_model(rope_parameters=rope, max_position_embeddings=64 if kind == "dynamic" else 256)
+    model = llama(rope_parameters=rope, max_position_embeddings=64 if kind == "dynamic" else 256)
     short = PROMPT[:, :50]
     with attach(model, server, kind) as kv:
         assert kv.save(short, kv.prefill(short)[1]).tokens == CHUNK

@@ -32,34 +32,6 @@ def plain_tokens(model, ids, new_tokens=8, **options):
     return found[0, ids.shape[1] :].tolist()
 
 
-def without(cache, kind):
-    """Leave out what the layers keep beside keys and values."""
-    for layer in cache.layers:
-        for state in getattr(layer, f"{kind}_states", {}).values():
-            if state is not None:
-                state.zero_()
-
-
-@pytest.mark.engine_feature("transformers", "hybrid models")
-@pytest.mark.parametrize("family", ["qwen3-next", "lfm2", "falcon-h1"])
-def test_a_prompt_is_restored_with_its_states_or_not_at_all(server, family):
-    model, ids = made(HYBRIDS[family]()), prompt(TOKENS)
-    expected = plain_tokens(model, ids)
-    with attach(model, server, family) as kv:
-        cold = kv.generate(ids, 8)
-        assert (cold.restored.hit_tokens, cold.saved.tokens) == (0, 3 * CHUNK)
-    with attach(made(HYBRIDS[family]()), server, family) as kv:
-        warm = kv.generate(ids, 8)
-        assert warm.restored.hit_tokens == 3 * CHUNK
-        assert warm.saved.nbytes == 0
-        assert cold.tokens == warm.tokens == expected
-        restored = kv.restore(ids)
-        for kind in ("conv", "recurrent"):
-            without(restored.cache, kind)
-        logits, cache, _ = kv.prefill(ids, restored)
-        assert list(kv.decode(logits, cache, 8)) != expected
-
-
 def test_a_hit_ends_where_a_state_was_kept(server):
     ids = prompt(5 * CHUNK + 7, seed=1)[0].tolist()
     with attach(made(HYBRIDS["lfm2"]()), server, "every two", state_interval=CHUNK + 1) as kv:

@@ -6,7 +6,7 @@ import pytest
 
 from kvframework.errors import BadLayout, RequestError
 from tests.support.lazy import torch, transformers
-from tests.transformers.hybrid_models import SMALL, made
+from tests.transformers.hybrid_models import SMALL, llama
 
 pytestmark = pytest.mark.torch
 
@@ -21,16 +21,12 @@ def imports() -> None:
     from tests.transformers.lora_layers import LoraLayer, add_adapters, disable_adapters, set_adapter
 
 
-def make_model(**changes):
-    return made(transformers.LlamaConfig(**{**SMALL, **changes}))
-
-
 def name(model, **named):
     return ModelIdentity(model, "m", **named).current()
 
 
 def test_every_element_of_every_weight_counts():
-    model = make_model(vocab_size=4096)
+    model = llama(vocab_size=4096)
     names = {name(model)}
     with torch.no_grad():
         model.model.embed_tokens.weight[100:140] += 1.0
@@ -43,8 +39,8 @@ def test_every_element_of_every_weight_counts():
 
 
 def test_the_name_is_that_of_the_content():
-    names = {name(make_model()), name(make_model())}
-    moved = make_model()
+    names = {name(llama()), name(llama())}
+    moved = llama()
     for parameter in moved.parameters():
         # Other memory, other strides, the same elements.
         parameter.data = parameter.data.t().contiguous().t() if parameter.dim() == 2 else parameter.data.clone()
@@ -82,7 +78,7 @@ CHANGES = {
 @pytest.mark.parametrize("named", [{}, {"weights": "w"}], ids=["by content", "by the user"])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_what_may_change_kv_changes_the_name(change, named):
-    model = make_model()
+    model = llama()
     identity = ModelIdentity(model, "m", **named)
     before = identity.current()
     change(model)
@@ -90,7 +86,7 @@ def test_what_may_change_kv_changes_the_name(change, named):
 
 
 def test_autocast_is_another_name():
-    identity = ModelIdentity(make_model(), "m")
+    identity = ModelIdentity(llama(), "m")
     before = identity.current()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert identity.current() != before
@@ -98,7 +94,7 @@ def test_autocast_is_another_name():
 
 
 def test_what_changes_no_kv_keeps_the_name():
-    model = make_model()
+    model = llama()
     identity = ModelIdentity(model, "m")
     before = identity.current()
     model.config.use_cache = False
@@ -113,7 +109,7 @@ def test_what_changes_no_kv_keeps_the_name():
 
 
 def test_weights_are_read_when_they_change_and_not_again(monkeypatch):
-    model = make_model()
+    model = llama()
     identity = ModelIdentity(model, "m")
     before = identity.current()
     read = []
@@ -149,7 +145,7 @@ def _foreign(parameters):
     "make", [lambda each: torch.optim.AdamW(each, lr=0.1, fused=True), _foreign], ids=["fused", "foreign"]
 )
 def test_steps_of_optimizers_that_count_no_versions_are_seen(make, named):
-    model, other = make_model(), make_model()
+    model, other = llama(), llama()
     identity, same = (ModelIdentity(each, "m", **named) for each in (model, other))
     before = identity.current()
     assert before == same.current()
@@ -166,7 +162,7 @@ def test_steps_of_optimizers_that_count_no_versions_are_seen(make, named):
 
 
 def test_by_the_users_names_no_weight_is_read_until_one_changes(monkeypatch):
-    model = make_model()
+    model = llama()
     read = []
     monkeypatch.setattr("kvf_transformers.weight_digests._chunks", lambda t: read.append(t.shape) or _chunks(t))
     identity = ModelIdentity(model, "m", weights="w")
@@ -181,7 +177,7 @@ def test_by_the_users_names_no_weight_is_read_until_one_changes(monkeypatch):
 
 def test_tensors_that_count_no_versions_are_read_every_time():
     with torch.inference_mode():
-        model = make_model()
+        model = llama()
         identity = ModelIdentity(model, "m")
         before = identity.current()
         model.lm_head.weight.add_(1)
@@ -189,10 +185,10 @@ def test_tensors_that_count_no_versions_are_read_every_time():
 
 
 def test_adapters_count_by_what_is_at_work():
-    model = make_model()
+    model = llama()
     layers = add_adapters(model, a=1, b=2)
     identity = ModelIdentity(model, "m")
-    plain = name(make_model())
+    plain = name(llama())
     names = {identity.current()}
     assert names == {plain}
     for active in (["a"], ["b"], ["a", "b"]):
@@ -228,7 +224,7 @@ def test_adapters_of_another_method_count_whole():
             self.vector = torch.nn.ParameterDict({"a": torch.ones(3), "b": torch.ones(3)})
             self._disable_adapters = False
 
-    model = make_model()
+    model = llama()
     plain = name(model)
     model.model.layers[0].mlp.up_proj = layer = OtherLayer(model.model.layers[0].mlp.up_proj)
     identity = ModelIdentity(model.eval(), "m")
@@ -257,7 +253,7 @@ def test_what_quantised_layers_keep_beside_their_weights_counts():
             destination[prefix + "kind"] = "nf4"
 
     def packed(scale):
-        model = make_model()
+        model = llama()
         model.model.packed = Packed(scale)
         return name(model.eval())
 
@@ -266,7 +262,7 @@ def test_what_quantised_layers_keep_beside_their_weights_counts():
 
 def test_offloaded_weights_are_read_from_where_they_lie():
     def offloaded(**changes):
-        model = make_model()
+        model = llama()
         linear = model.lm_head
         kept = {"weight": linear.weight.detach() * changes.get("scale", 1)}
         linear.weight = torch.nn.Parameter(linear.weight.to("meta"))
@@ -318,22 +314,22 @@ REFUSED = {
 @pytest.mark.parametrize(("prepare", "text"), REFUSED.values(), ids=REFUSED)
 def test_models_that_no_name_can_stand_for_are_refused(prepare, text):
     with pytest.raises(RequestError, match=text):
-        name(prepare(make_model()))
+        name(prepare(llama()))
 
 
 def test_a_model_that_keeps_more_than_it_is_given_is_refused():
-    class Prefixed(type(make_model())):
+    class Prefixed(type(llama())):
         def forward(self, input_ids, past_key_values, **more):
             return super().forward(input_ids.repeat(1, 3), past_key_values=past_key_values, **more)
 
-    model = make_model()
+    model = llama()
     model.__class__ = Prefixed
     with pytest.raises(BadLayout, match="more tokens"):
         NamedModel(model, "m")
 
 
 def test_where_positions_depend_on_the_length_of_the_text():
-    assert length_limit(make_model().config) == 0
+    assert length_limit(llama().config) == 0
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     assert length_limit(transformers.LlamaConfig(**SMALL, rope_parameters=rope)) == 512
     assert length_limit(type("Config", (), {"rope_parameters": {"sliding": rope, "full": {}}})()) == 1
@@ -355,8 +351,8 @@ def lora(peft, **changes):
 
 @pytest.mark.filterwarnings("ignore")
 def test_pefts_own_wrapper(peft):
-    plain = name(make_model())
-    model = peft.get_peft_model(make_model(), lora(peft), adapter_name="a").eval()
+    plain = name(llama())
+    model = peft.get_peft_model(llama(), lora(peft), adapter_name="a").eval()
     model.add_adapter("b", lora(peft, lora_alpha=32, use_dora=True, target_modules=["v_proj"]))
     model.eval()
     identity = NamedModel(model, "m")
@@ -386,8 +382,8 @@ def test_pefts_own_wrapper(peft):
 
 @pytest.mark.filterwarnings("ignore")
 def test_adapters_of_transformers_by_peft(peft):
-    plain = name(make_model())
-    model = make_model()
+    plain = name(llama())
+    model = llama()
     identity = ModelIdentity(model, "m")
     assert identity.current() == plain
     names = []
@@ -406,7 +402,7 @@ def test_adapters_of_transformers_by_peft(peft):
 
 @pytest.mark.filterwarnings("ignore")
 def test_other_methods_of_peft(peft, tmp_path):
-    plain = name(make_model())
+    plain = name(llama())
     kinds = [
         peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[], init_ia3_weights=False),
         peft.LoHaConfig(r=2, target_modules=["v_proj"], init_weights=False),
@@ -415,7 +411,7 @@ def test_other_methods_of_peft(peft, tmp_path):
     ]
     found = set()
     for config in kinds:
-        model = peft.get_peft_model(make_model(), config).eval()
+        model = peft.get_peft_model(llama(), config).eval()
         identity = NamedModel(model, "m")
         found.add(identity.now().identity)
         with model.disable_adapter():
@@ -423,12 +419,12 @@ def test_other_methods_of_peft(peft, tmp_path):
     assert len({plain, *found}) == 1 + len(kinds)
     prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     with pytest.raises((RequestError, BadLayout)):
-        NamedModel(peft.get_peft_model(make_model(), prompt).eval(), "m")
+        NamedModel(peft.get_peft_model(llama(), prompt).eval(), "m")
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_stand_in_is_like_pefts_layers(peft):
-    model = peft.get_peft_model(make_model(), lora(peft, target_modules=["v_proj"]))
+    model = peft.get_peft_model(llama(), lora(peft, target_modules=["v_proj"]))
     real = model.base_model.model.model.layers[0].self_attn.v_proj
     stand_in = LoraLayer(torch.nn.Linear(2, 2))
     stand_in.add("a", 0)

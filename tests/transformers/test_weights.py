@@ -10,9 +10,8 @@ import copy
 import pytest
 
 from kvframework.errors import RequestError
-from tests.support.lazy import torch, transformers
-from tests.transformers.hybrid_models import CHUNK, SMALL, attach
-from tests.transformers.hybrid_models import made as model_of
+from tests.support.lazy import torch
+from tests.transformers.hybrid_models import CHUNK, attach, llama
 from tests.transformers.hybrid_models import prompt as prompt_of
 
 pytestmark = pytest.mark.torch
@@ -26,10 +25,6 @@ def imports() -> None:
 
 
 NAMES = pytest.mark.parametrize("names", [{}, {"weights": "w"}], ids=["by its weights", "by names"])
-
-
-def made(seed=0):
-    return model_of(transformers.LlamaConfig(**SMALL), seed)
 
 
 @pytest.fixture(scope="module")
@@ -72,17 +67,17 @@ def failed_step(model):
 
 
 def swapped(model):
-    torch.utils.swap_tensors(keys(model), torch.nn.Parameter(keys(made(1)).detach()))
+    torch.utils.swap_tensors(keys(model), torch.nn.Parameter(keys(llama(1)).detach()))
 
 
 CHANGES = {
     "a fused step of an optimizer": fused_step,
     "a step that fails halfway": failed_step,
-    "load_state_dict": lambda model: model.load_state_dict(made(1).state_dict()),
-    "load_state_dict that assigns": lambda model: model.load_state_dict(made(1).state_dict(), assign=True),
+    "load_state_dict": lambda model: model.load_state_dict(llama(1).state_dict()),
+    "load_state_dict that assigns": lambda model: model.load_state_dict(llama(1).state_dict(), assign=True),
     "initialisation": lambda model: torch.nn.init.normal_(keys(model)),
     "a vector of all weights": lambda model: torch.nn.utils.vector_to_parameters(
-        torch.nn.utils.parameters_to_vector(made(1).parameters()), model.parameters()
+        torch.nn.utils.parameters_to_vector(llama(1).parameters()), model.parameters()
     ),
     "tensors that are swapped": swapped,
     "a dtype and back": lambda model: model.bfloat16().float(),
@@ -92,7 +87,7 @@ CHANGES = {
 @NAMES
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_other_weights_computed_is_neither_restored_nor_stored_over(server, prompt, change, names):
-    model, twin = made(), made()
+    model, twin = llama(), llama()
     name = f"{change} {names}"
     with attach(model, server, name, **names) as kv, attach(twin, server, name, **names) as other:
         kv.save(prompt, exact(kv, model, prompt, 0))
@@ -111,17 +106,17 @@ def test_what_other_weights_computed_is_neither_restored_nor_stored_over(server,
 def test_weights_that_count_no_changes_are_seen_to_change(server, prompt, names):
     """Those of a model that was loaded under inference mode."""
     with torch.inference_mode():
-        model = made()
+        model = llama()
     name = f"inference {names}"
-    with attach(model, server, name, **names) as kv, attach(made(), server, name, **names) as other:
+    with attach(model, server, name, **names) as kv, attach(llama(), server, name, **names) as other:
         kv.save(prompt, exact(kv, model, prompt, 0))
         exact(kv, model, prompt, 3 * CHUNK)
         with torch.inference_mode():
-            model.load_state_dict(made(1).state_dict())
+            model.load_state_dict(llama(1).state_dict())
         kv.save(prompt, exact(kv, model, prompt, 0))
-        exact(other, made(), prompt, 3 * CHUNK)
+        exact(other, llama(), prompt, 3 * CHUNK)
         with torch.inference_mode():
-            model.load_state_dict(made().state_dict())
+            model.load_state_dict(llama().state_dict())
         exact(kv, model, prompt, 3 * CHUNK)
 
 
@@ -133,7 +128,7 @@ def retrained(layers):
 @NAMES
 def test_adapters_that_are_merged_and_taken_out_between_two_requests_are_seen(server, prompt, names):
     """PEFT writes through `data`, and the model looks like the one before."""
-    model = made()
+    model = llama()
     layers = add_adapters(model, a=1)
     with attach(model, server, f"merges {names}", **names) as kv:
         kv.save(prompt, exact(kv, model, prompt, 0))
@@ -162,7 +157,7 @@ def test_adapters_that_are_merged_and_taken_out_between_two_requests_are_seen(se
 @pytest.mark.parametrize("where", ["in host memory", "on disk"])
 def test_weights_that_are_offloaded_are_seen_to_change(server, prompt, tmp_path, where, names):
     accelerate = pytest.importorskip("accelerate", reason="accelerate not installed: `pip install --group peft`")
-    model, state = made(), made(1).model.layers[0].state_dict()
+    model, state = llama(), llama(1).model.layers[0].state_dict()
     layer = model.model.layers[0]
     if where == "on disk":
         accelerate.disk_offload(layer, str(tmp_path), execution_device=torch.device("cpu"))
@@ -170,7 +165,7 @@ def test_weights_that_are_offloaded_are_seen_to_change(server, prompt, tmp_path,
         held = {name: weight.clone() for name, weight in layer.state_dict().items()}
         accelerate.cpu_offload(layer, execution_device=torch.device("cpu"), state_dict=held)
     name = f"offloaded {where} {names}"
-    with attach(model, server, name, **names) as kv, attach(made(), server, name, **names) as other:
+    with attach(model, server, name, **names) as kv, attach(llama(), server, name, **names) as other:
         kv.save(prompt, exact(kv, model, prompt, 0))
         exact(kv, model, prompt, 3 * CHUNK)
         if where == "on disk":
@@ -180,12 +175,12 @@ def test_weights_that_are_offloaded_are_seen_to_change(server, prompt, tmp_path,
                 weight.copy_(state[key])
         kv.save(prompt, exact(kv, model, prompt, 0))
         # By its modules, which accelerate wraps, an offloaded model is another one.
-        exact(other, made(), prompt, 3 * CHUNK if names else 0)
+        exact(other, llama(), prompt, 3 * CHUNK if names else 0)
 
 
 def test_offloaded_weights_are_read_once(tmp_path, monkeypatch):
     accelerate = pytest.importorskip("accelerate", reason="accelerate not installed: `pip install --group peft`")
-    model = made()
+    model = llama()
     accelerate.disk_offload(model, str(tmp_path), execution_device="cpu")
     identity = ModelIdentity(model, "m")
     before = identity.current()
@@ -196,7 +191,7 @@ def test_offloaded_weights_are_read_once(tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("ignore")
 def test_layers_that_torch_has_quantised_are_refused():
     """They keep their weights where no name sees them."""
-    model = made()
+    model = llama()
     if "fbgemm" not in torch.backends.quantized.supported_engines:
         pytest.skip("torch.backends.quantized has no fbgemm on this machine")
     torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8, inplace=True)
@@ -211,8 +206,8 @@ def test_adapters_of_peft_that_are_merged_loaded_and_swapped(server, prompt, tmp
     from peft.utils.hotswap import hotswap_adapter
 
     config = peft.LoraConfig(r=4, target_modules=["k_proj", "v_proj"], init_lora_weights=False)
-    peft.get_peft_model(made(7), config).save_pretrained(tmp_path)
-    model = peft.get_peft_model(made(), config, adapter_name="a").eval()
+    peft.get_peft_model(llama(7), config).save_pretrained(tmp_path)
+    model = peft.get_peft_model(llama(), config, adapter_name="a").eval()
 
     def trained():
         for path, parameter in model.named_parameters():
@@ -243,7 +238,7 @@ def test_adapters_of_peft_that_are_merged_loaded_and_swapped(server, prompt, tmp
 
 
 def test_the_list_that_counts_merges_is_as_peft_knows_it():
-    model = made()
+    model = llama()
     layers = add_adapters(model, a=1)
     ModelIdentity(model, "m").current()
     merged = layers[0].merged_adapters
