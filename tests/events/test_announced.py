@@ -65,27 +65,6 @@ def test_an_object_of_no_known_content_is_told_once_a_load_names_it(server: Serv
         reader.until(beginnings(prompt(5, 3)))
 
 
-def test_salted_prompts_are_withheld(server: ServerProcess) -> None:
-    with server.client() as client, router(server) as reader:
-        engine = Engine(client)
-        engine.store(prompt(7, 2), salt="secret of acme")
-        engine.store(prompt(7, 1))
-        reader.until(beginnings(prompt(7, 1)))
-        assert client.status()["events"]["counters"]["withheld"] >= 1
-
-
-def test_tokens_that_are_not_the_digests_are_not_told(server: ServerProcess) -> None:
-    with server.client() as client, router(server) as reader:
-        engine = Engine(client)
-        before = client.status()["events"]["counters"]["mismatched"]
-        plan = client.prepare_store(engine.key(prompt(9, 2)))
-        client.write(plan, b"kv")
-        client.call("COMMIT_STORE", m.Commit(plan.lease, ChunkContent(packed(prompt(11, 2)))))
-        engine.store(prompt(13, 1))
-        reader.until(beginnings(prompt(13, 1)))
-        assert client.status()["events"]["counters"]["mismatched"] == before + 1
-
-
 @pytest.mark.parametrize(
     "content",
     [
