@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 import zmq
 
+from tests.support.server_process import ServerProcess
+
 Frames = list[bytes]
 
 
@@ -60,6 +62,11 @@ class Between:
                 else:
                     self.passed += 1
                     self._readers.send_multipart(message)
+
+
+def sockets(server: ServerProcess) -> tuple[str, str]:
+    folder = server.endpoint.rpartition("/")[0]
+    return f"{folder}/told.sock", f"{folder}/again.sock"
 
 
 def changed(frames: Frames, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Frames:

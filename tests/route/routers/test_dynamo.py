@@ -15,7 +15,7 @@ from tests.events.node import BLOCK, CHUNK, Engine, beginnings, found, packed, p
 from tests.events.test_announced import TellingServer
 from tests.events.test_restart import HeldTellingServer, aged, ledgers
 from tests.route.routers.dynamo import Dynamo, blocks_of
-from tests.route.routers.stream import Between, Frames, OwnEvents, changed
+from tests.route.routers.stream import Between, Frames, OwnEvents, changed, sockets
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for
@@ -24,11 +24,6 @@ LONG = prompt(1, 4)
 END = len(LONG)
 # As many objects as the smallest L1 has.
 OBJECTS = 32
-
-
-def sockets(server: ServerProcess) -> tuple[str, str]:
-    folder = server.endpoint.rpartition("/")[0]
-    return f"{folder}/told.sock", f"{folder}/again.sock"
 
 
 def knows(dynamo: Dynamo, held: set[tuple[int, ...]], *instances: int) -> None:
@@ -223,28 +218,21 @@ def test_dynamo_takes_a_plain_extra_key_for_none(dynamo: Dynamo) -> None:
 
 
 def test_a_lost_batch_is_healed_by_replay(dynamo: Dynamo) -> None:
-    lost: list[Frames] = []
+    losing = False
     with TellingServer() as server, server.client() as client:
         told, again = sockets(server)
-        losing = False
-
-        def lossy(frames: Frames) -> Frames | None:
-            if losing:
-                lost.append(frames)
-            return None if losing else frames
-
-        with Between(told, lossy) as between:
+        with Between(told, lambda frames: None if losing else frames) as between:
             dynamo.register(between.endpoint, again)
             engine = Engine(client)
             engine.store(prompt(11, 1))
             knows(dynamo, beginnings(prompt(11, 1)))
             losing = True
             engine.store(LONG)
-            wait_until(lambda: lost, what="a lost message")
+            wait_until(lambda: between.lost, what="a lost message")
             client.call("CLEAR", m.Clear())
             wait_until(lambda: client.status()["events"]["blocks"]["CPU"] == 0, what="the removal")
             engine.store(LONG)
-            wait_until(lambda: len(lost) > 2, what="further lost messages")
+            wait_until(lambda: between.lost > 2, what="further lost messages")
             losing = False
             engine.store(prompt(21, 1))
             knows(dynamo, beginnings(LONG) | beginnings(prompt(21, 1)))

@@ -17,8 +17,7 @@ from tests.events.node import Engine, beginnings, found, prompt
 from tests.events.test_announced import TellingServer
 from tests.events.test_restart import HeldTellingServer
 from tests.route.routers.dynamo import Dynamo, blocks_of
-from tests.route.routers.stream import Between, Frames
-from tests.route.routers.test_dynamo import sockets
+from tests.route.routers.stream import Between, Frames, sockets
 from tests.support.held_server import HeldServer
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until

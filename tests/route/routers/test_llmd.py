@@ -13,7 +13,7 @@ from tests.events.node import BLOCK, CHUNK, Engine, beginnings, found, prompt
 from tests.events.test_announced import TellingServer
 from tests.events.test_restart import HeldTellingServer, aged, ledgers
 from tests.route.routers.llmd import LlmD
-from tests.route.routers.stream import Between, Frames
+from tests.route.routers.stream import Between, sockets
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 from tests.support.wire_client import key_for
@@ -21,11 +21,6 @@ from tests.support.wire_client import key_for
 LONG = prompt(1, 4)
 END = len(LONG)
 OBJECTS = 32
-
-
-def sockets(server: ServerProcess) -> tuple[str, str]:
-    folder = server.endpoint.rpartition("/")[0]
-    return f"{folder}/told.sock", f"{folder}/again.sock"
 
 
 def knows(llmd: LlmD, engine: Engine, prompts: Sequence[Sequence[int]]) -> None:
@@ -100,23 +95,19 @@ def test_a_salted_prompt_is_no_hit_without_its_salt(salted: str) -> None:
 @pytest.mark.parametrize("then", [True, False])
 def test_a_lost_batch_is_healed_by_replay(then: bool) -> None:
     """Also if it was the last, and nothing happens `then`."""
-    lost: list[Frames] = []
     losing = False
-
-    def lossy(frames: Frames) -> Frames | None:
-        if losing:
-            lost.append(frames)
-        return None if losing else frames
-
     with TellingServer() as server, server.client() as client:
         told, again = sockets(server)
-        with Between(told, lossy) as between, LlmD(between.endpoint, again) as llmd:
+        with (
+            Between(told, lambda frames: None if losing else frames) as between,
+            LlmD(between.endpoint, again) as llmd,
+        ):
             engine = Engine(client)
             engine.store(prompt(11, 1))
             knows(llmd, engine, [prompt(11, 1)])
             losing = True
             engine.store(LONG)
-            wait_until(lambda: lost, what="a lost message")
+            wait_until(lambda: between.lost, what="a lost message")
             losing = False
             if then:
                 engine.store(prompt(21, 1))
