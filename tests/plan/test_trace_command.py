@@ -220,18 +220,16 @@ def test_it_ends_by_itself_and_an_empty_trace_is_one(tmp_path: Path) -> None:
     assert open_trace(tmp_path / "t.jsonl").header.chunk_tokens == CHUNK
 
 
+def crowd(client: WireClient, lookups: int) -> contextlib.AbstractContextManager[object]:
+    """So many lookups between two questions of the recorder."""
+    key = key_for(client.register(), TOKENS)
+    return mock.patch.object(Recorder, "_pause", lambda *_: [client.lookup(key) for _ in range(lookups)])
+
+
 def test_a_full_ring_is_said_in_the_trace_and_by_the_command(tmp_path: Path) -> None:
     file = tmp_path / "t.jsonl"
-    with serving("server.trace_memory=4KiB") as server, WireClient(server.endpoint) as client:
-        registered = client.register()
-
-        def crowd(_recorder: Recorder, _seconds: float) -> None:
-            """Many lookups between two questions of the recorder."""
-            for _ in range(100):
-                client.lookup(key_for(registered, TOKENS))
-
-        with mock.patch.object(Recorder, "_pause", crowd):
-            done = run("trace", "record", "--for", "0.05", "-o", str(file), "--endpoint", server.endpoint)
+    with serving("server.trace_memory=4KiB") as server, WireClient(server.endpoint) as client, crowd(client, 100):
+        done = run("trace", "record", "--for", "0.05", "-o", str(file), "--endpoint", server.endpoint)
     requests = list(open_trace(file))
     assert requests[0].lost > 90
     lost = sum(each.lost for each in requests)
@@ -322,15 +320,8 @@ def full_disk(at: int = 4096) -> Iterator[None]:
 
 def test_a_recording_that_fills_the_disk_says_what_is_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
-    with serving() as server, WireClient(server.endpoint) as client:
-        registered = client.register()
-
-        def crowd(_recorder: Recorder, _seconds: float) -> None:
-            for _ in range(10):
-                client.lookup(key_for(registered, TOKENS))
-
-        with mock.patch.object(Recorder, "_pause", crowd), full_disk():
-            done = run("trace", "record", "-o", str(path), "--endpoint", server.endpoint)
+    with serving() as server, WireClient(server.endpoint) as client, crowd(client, 10), full_disk():
+        done = run("trace", "record", "-o", str(path), "--endpoint", server.endpoint)
     assert done.returncode == 2
     assert "File too large" in done.stderr
     requests = len(list(open_trace(path)))
