@@ -119,6 +119,8 @@ def test_fingerprints_are_stable():
         "yarn": "08ccdd568a43a69c8ac9ac412238dc3e",
         "mla": "dc5e9a74d62474a060d4eebf73255851",
     }
+    # With tokens before segments, too.
+    assert fingerprint(YARN, bytes(range(8))).hex() == "c643fece5fca92933a975be7be9c4e90"
 
 
 @pytest.mark.parametrize(
@@ -143,13 +145,6 @@ def test_fingerprints_are_stable():
 )
 def test_every_field_changes_the_fingerprint(changed):
     assert fingerprint(msgspec.structs.replace(YARN, **changed)) != fingerprint(YARN)
-
-
-def test_what_stands_before_segments_changes_the_fingerprint():
-    fingerprints = {fingerprint(YARN, before) for before in (b"", b"head", b"more of a head")}
-    assert len(fingerprints) == 3
-    # Of segments in L2, too.
-    assert fingerprint(YARN, bytes(range(8))).hex() == "c643fece5fca92933a975be7be9c4e90"
 
 
 def test_no_field_is_left_out_of_that():
