@@ -10,20 +10,21 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from kvf_transformers.cache_form import check_empty, empty_cache, fill, read_states
 from kvf_transformers.forward import Forward, token_list
 from kvf_transformers.forward_guard import ForwardGuard
-from kvf_transformers.named_model import NamedModel
+from kvf_transformers.named_model import ModelNow, NamedModel
 from kvf_transformers.plain_pass import tokens_in
 from kvf_transformers.results import Generated, Restored, Saved, warn
 from kvf_transformers.session import CacheSession, Moved
 from kvf_transformers.shapes import checked_cache, layers_of
 from kvf_transformers.snapshots import Snapshots
 from kvframework.api.keys import retain_of
+from kvframework.api.requests import RequestSpec
 from kvframework.client import EngineSpeed, PrefillMeter
 from kvframework.errors import DeadlineExceeded, RequestError, ServerGone
 
@@ -56,23 +57,24 @@ class PrefillSpeed:
 
 
 _log = logging.getLogger(__name__)
+S = TypeVar("S", bound="ServedModel")
 
 
-class TransformersKV:
-    """Stores and restores the cache of one decoder model, dynamic or static, for one request at a time.
+class ServedModel:
+    """A model and its session with a server, which `TransformersKV` and blend have in common. Not thread-safe.
 
     `model` is borrowed and may change: adapters, merges, scalings and writes to its weights are part of its KV's name,
     and are checked before every request. `model_name` is needed for a model made from a configuration; with `weights`,
     a name for these as they are now, KV is shared with engines of other kinds that are given both names.
-    `deadline_scale` is that of `KVClient`, `transfer_timeout_s` bounds the wait for L2 and for a copy. Of a model with
-    recurrent states, `state_interval` is how many tokens lie between two that are kept, beside the last one of a
-    prompt: a hit ends at one of them; 0: only that. Close it, or use it as a context manager. Not thread-safe.
+    `deadline_scale` is that of `KVClient`, `transfer_timeout_s` bounds the wait for L2 and for a copy. A missing server
+    is waited for up to `connect_timeout_s`, and tried again at each prompt. Close it, or use it as a context manager.
 
     Raises `BadLayout` for a model whose cache holds more than keys, values and states, or that does not go on from a
     restored one, `RequestError` without a name or for a model whose KV no name can stand for (see `read_state`), and
-    the server's refusal of the registration. The constructor waits `connect_timeout_s` for a missing server, which is
-    tried again at each prompt.
+    the server's refusal of the registration.
     """
+
+    requests: Sequence[RequestSpec] = ()
 
     def __init__(
         self,
@@ -87,15 +89,11 @@ class TransformersKV:
         connect_timeout_s: float = 5.0,
         deadline_scale: float | None = None,
         transfer_timeout_s: float = 10.0,
-        state_interval: int = 2048,
     ) -> None:
-        if state_interval < 0:
-            raise RequestError(f"state_interval is {state_interval}", available="0 or more tokens")
-        self._interval = state_interval
         self._forward = Forward(model)
-        self._speed = PrefillSpeed()
-        self._config = model.config
         self._model = NamedModel(model, model_name, revision, weights)
+        now = self._model.now()
+        self._prove(now)
         self._guard = ForwardGuard(model, self._model)
         self._session = CacheSession(
             endpoint=endpoint,
@@ -104,16 +102,17 @@ class TransformersKV:
             connect_timeout_s=connect_timeout_s,
             deadline_scale=deadline_scale,
             transfer_timeout_s=transfer_timeout_s,
+            requests=self.requests,
         )
         try:
-            self._session.attach(self._model.now(), connect_timeout_s)
+            self._attach(now, connect_timeout_s)
         except (ServerGone, DeadlineExceeded) as error:
             _log.warning("no server yet, prompts are computed: %s", error)
         except BaseException:
             self.close()
             raise
 
-    def __enter__(self) -> TransformersKV:
+    def __enter__(self: S) -> S:
         return self
 
     def __exit__(
@@ -126,15 +125,38 @@ class TransformersKV:
         self._guard.close()
         self._session.close()
 
-    def retain(self, hint: object) -> None:
-        """Say for how long the KV of all prompts from now on is of use, None for nothing: as in docs/hints.md. Raises
-        `RequestError`."""
-        self._session.retain = retain_of(hint)
-
     def weights_changed(self) -> None:
         """Have all weights read again; needed after writes to them that torch does not count: through `tensor.data`,
         from another process or library, or by merging and unmerging an adapter between two requests."""
         self._model.weights_changed()
+
+    def _prove(self, now: ModelNow) -> None:
+        """Raise for a model that cannot be served."""
+
+    def _attach(self, now: ModelNow, timeout_s: float = 0.0) -> object:
+        """Register unless that is done. Raises `ServerGone` if there is no server, or the server's refusal."""
+        return self._session.attach(now, timeout_s)
+
+
+class TransformersKV(ServedModel):
+    """Stores and restores the cache of one decoder model, dynamic or static, for one request at a time.
+
+    `options` and errors are those of `ServedModel`. Of a model with recurrent states, `state_interval` is how many
+    tokens lie between two that are kept, beside the last one of a prompt: a hit ends at one of them; 0: only that.
+    """
+
+    def __init__(self, model: Any, *, state_interval: int = 2048, **options: Any) -> None:
+        if state_interval < 0:
+            raise RequestError(f"state_interval is {state_interval}", available="0 or more tokens")
+        self._interval = state_interval
+        self._speed = PrefillSpeed()
+        self._config = model.config
+        super().__init__(model, **options)
+
+    def retain(self, hint: object) -> None:
+        """Say for how long the KV of all prompts from now on is of use, None for nothing: as in docs/hints.md. Raises
+        `RequestError`."""
+        self._session.retain = retain_of(hint)
 
     def restore(self, input_ids: torch.Tensor | Sequence[int], cache: Any = None) -> Restored:
         """Return a cache with the server's part of this prompt, always leaving at least one token to compute: a new

@@ -121,11 +121,11 @@ class CacheSession:
         transfer_timeout_s: float,
         requests: Sequence[RequestSpec] = (),
     ) -> None:
-        self._salt = cache_salt
+        self.cache_salt = cache_salt
         # What requests say of the future of their KV from now on.
         self.retain: Sequence[Retain] = ()
         self._transport = transport
-        self._timeout_s = transfer_timeout_s
+        self.timeout_s = transfer_timeout_s
         self._attached: OrderedDict[ModelNow, Attached] = OrderedDict()
         self.client = KVClient(
             endpoint,
@@ -181,18 +181,18 @@ class CacheSession:
         request = self._hashed(tokens, attached)
         scheduler = attached.scheduler
         # The ticket of the last answer is the one to free: the server has ended that of a wait without a hit.
-        last = scheduler.lookup(request, 0, len(tokens) - 1, wait_s=self._timeout_s, speed=speed)
+        last = scheduler.lookup(request, 0, len(tokens) - 1, wait_s=self.timeout_s, speed=speed)
 
         def arrived() -> Iterator[int]:
             nonlocal last
-            for found in scheduler.arrivals(last, self._timeout_s):
+            for found in scheduler.arrivals(last, self.timeout_s):
                 last = found
                 yield found.hit_tokens
 
         try:
             if now.form.states:
                 # Only the states behind the last token are wanted.
-                last = scheduler.wait(last, self._timeout_s)
+                last = scheduler.wait(last, self.timeout_s)
             room = last.asked_tokens if last.pending else last.hit_tokens
             return self._retrieve(request, arrived(), room, attached)
         finally:
@@ -315,11 +315,11 @@ class CacheSession:
             self.client.hasher,
             attached.registration.desc.chunk_tokens,
             request_id=uuid.uuid4().hex,
-            cache_salt=self._salt,
+            cache_salt=self.cache_salt,
             digests=digests,
             trace=current_trace(),
             retain=self.retain,
-            keep_tokens=self.client.wants_tokens(self._salt),
+            keep_tokens=self.client.wants_tokens(self.cache_salt),
         )
 
     @staticmethod
@@ -340,7 +340,7 @@ class CacheSession:
 
         future.add_done_callback(released)
         try:
-            return future.result(self._timeout_s)
+            return future.result(self.timeout_s)
         except DeadlineExceeded:
             future.cancel()
             raise

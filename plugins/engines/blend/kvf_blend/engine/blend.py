@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -27,13 +26,13 @@ from kvf_blend.errors import BadSegments
 from kvf_blend.messages import MAX_BEFORE, REQUESTS, Segment
 from kvf_blend.rotary import Rotary
 from kvf_transformers.forward import Forward, token_list
-from kvf_transformers.forward_guard import ForwardGuard
-from kvf_transformers.named_model import ModelNow, NamedModel
+from kvf_transformers.kv import ServedModel
+from kvf_transformers.named_model import ModelNow
 from kvf_transformers.results import Saved, warn
 from kvf_transformers.session import Attached, CacheSession, Moved
 from kvf_transformers.shapes import LayerPair, layers_of
 from kvframework.api.keys import DIGEST_BYTES
-from kvframework.errors import DeadlineExceeded, RequestError, ServerGone
+from kvframework.errors import RequestError
 from transformers import DynamicCache
 
 
@@ -83,90 +82,41 @@ _log = logging.getLogger(__name__)
 Ranges = Sequence[tuple[int, int]]
 
 
-class BlendTransformers:
+class BlendTransformers(ServedModel):
     """Pre-computes segments of text, and blends them into prompts, for one model and one request at a time.
 
-    `model` is borrowed, in eval mode; it may change, see `TransformersKV`. The options are those of `TransformersKV`,
-    `share`: the fraction of loaded tokens that is recomputed, 0 to 1, and `before`: the tokens that every segment is
-    computed behind, which are those that begin the prompts, 4096 at most. They are not stored with a segment, but are
-    part of its name: instances share segments if they are given the same ones. Segments are marked by a `separator`
-    (token ids between them) or by `ranges` (pairs of start and end, in order); segments that are marked the same way
-    are found behind any L2, and those that the server has been given are found in any prompt.
+    `model` is in eval mode. `options` and errors are those of `ServedModel`, `share`: the fraction of loaded tokens
+    that is recomputed, 0 to 1, and `before`: the tokens that every segment is computed behind, which are those that
+    begin the prompts, 4096 at most. They are not stored with a segment, but are part of its name: instances share
+    segments if they are given the same ones. Segments are marked by a `separator` (token ids between them) or by
+    `ranges` (pairs of start and end, in order); segments that are marked the same way are found behind any L2, and
+    those that the server has been given are found in any prompt.
 
-    Raises `BlendRefused` and `BadRotary` for a model that cannot be blended, `BadLayout` and `RequestError` as
-    `TransformersKV`, `UnknownRequest` from a server without `[[requests]] use = "blend"`, `VersionMismatch` from one
-    that is too old for `before`. A server that does not run is waited for up to `connect_timeout_s`, and tried again at
-    each call. Not thread-safe.
+    Raises also `BlendRefused` and `BadRotary` for a model that cannot be blended, `UnknownRequest` from a server
+    without `[[requests]] use = "blend"`, `VersionMismatch` from one that is too old for `before`.
     """
 
+    requests = REQUESTS
+
     def __init__(
-        self,
-        model: Any,
-        *,
-        endpoint: str | None = None,
-        model_name: str | None = None,
-        revision: str | None = None,
-        weights: str | None = None,
-        cache_salt: str = "",
-        transport: str = "auto",
-        share: float = 0.15,
-        before: torch.Tensor | Sequence[int] = (),
-        connect_timeout_s: float = 5.0,
-        deadline_scale: float | None = None,
-        transfer_timeout_s: float = 10.0,
+        self, model: Any, *, share: float = 0.15, before: torch.Tensor | Sequence[int] = (), **options: Any
     ) -> None:
         self._share = _checked(share)
         self._before = token_list(before) if len(before) else []
         if len(self._before) > MAX_BEFORE:
             raise RequestError(f"{len(self._before)} tokens", where="before", available=f"at most {MAX_BEFORE}")
-        self._forward = Forward(model)
         self._decoder = Decoder(model)
         self._borrowed = model
-        self._model = NamedModel(model, model_name, revision, weights)
         # The client and the rotary parameters of each registration.
         self._blends: weakref.WeakKeyDictionary[Attached, tuple[BlendClient, Rotary]] = weakref.WeakKeyDictionary()
         self._proven: tuple[ModelNow, Rotary] | None = None
-        now = self._model.now()
-        self._rotary_of(now)
-        self._guard = ForwardGuard(model, self._model)
-        self._salt = cache_salt
-        self._timeout_s = transfer_timeout_s
-        self._session = CacheSession(
-            endpoint=endpoint,
-            cache_salt=cache_salt,
-            transport=transport,
-            connect_timeout_s=connect_timeout_s,
-            deadline_scale=deadline_scale,
-            transfer_timeout_s=transfer_timeout_s,
-            requests=REQUESTS,
-        )
-        try:
-            self._attach(now, connect_timeout_s)
-        except (ServerGone, DeadlineExceeded) as error:
-            _log.warning("no server yet, prompts are computed: %s", error)
-        except BaseException:
-            self.close()
-            raise
-
-    def __enter__(self) -> BlendTransformers:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        super().__init__(model, **options)
 
     def close(self) -> None:
-        """Unregister and disconnects. Idempotent."""
         for blend, _ in [*self._blends.values()]:
             blend.unregister()
         self._blends.clear()
-        self._guard.close()
-        self._session.close()
-
-    def weights_changed(self) -> None:
-        """See `TransformersKV.weights_changed`."""
-        self._model.weights_changed()
+        super().close()
 
     def pre_compute(
         self,
@@ -321,7 +271,6 @@ class BlendTransformers:
         )
 
     def _attach(self, now: ModelNow, timeout_s: float = 0.0) -> tuple[BlendClient, Rotary]:
-        """Register unless that is done. Raises `ServerGone` if there is no server, or the server's refusal."""
         attached = self._session.attach(now, timeout_s)
         known = self._blends.get(attached)
         if known is None:
@@ -332,12 +281,15 @@ class BlendTransformers:
                 attached.scheduler,
                 rotary,
                 before=self._before,
-                cache_salt=self._salt,
-                timeout_s=self._timeout_s,
+                cache_salt=self._session.cache_salt,
+                timeout_s=self._session.timeout_s,
             )
             blend.register()
             known = self._blends[attached] = (blend, rotary)
         return known
+
+    def _prove(self, now: ModelNow) -> None:
+        self._rotary_of(now)
 
     def _rotary_of(self, now: ModelNow) -> Rotary:
         """The rotary parameters of the model, once a proof has shown that the model can be blended in its present

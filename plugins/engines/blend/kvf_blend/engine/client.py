@@ -26,6 +26,7 @@ from kvframework.errors import KVFrameworkError, NotRegistered, VersionMismatch
 log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=Message)
+Ranges = Iterable[tuple[int, int]]
 
 
 class BlendClient:
@@ -84,36 +85,16 @@ class BlendClient:
             with contextlib.suppress(KVFrameworkError):
                 self._client.request(m.CB_UNREGISTER_KV_CACHE.name, payload, m.BlendUnregistered)
 
-    def name_segments(
-        self, tokens: Sequence[int], separator: Sequence[int], ranges: Iterable[tuple[int, int]]
-    ) -> tuple[m.Segment, ...]:
+    def name_segments(self, tokens: Sequence[int], separator: Sequence[int], ranges: Ranges) -> tuple[m.Segment, ...]:
         """The marked segments of a prompt, which the server adds to its known segments; () after a failure."""
         payload = m.StorePreComputed(
-            self._instance_id,
-            uuid.uuid4().hex,
-            packed(tokens),
-            packed(separator),
-            packed(chain.from_iterable(ranges)),
-            self._salt,
+            self._instance_id, uuid.uuid4().hex, *_marked(tokens, separator, ranges), self._salt
         )
         return self._ask(m.CB_STORE_PRE_COMPUTED, payload, m.SegmentNames(()), timeout=self._timeout_s).segments
 
-    def look_up(
-        self,
-        request_id: str,
-        tokens: Sequence[int],
-        separator: Sequence[int],
-        ranges: Iterable[tuple[int, int]],
-    ) -> m.Hits:
+    def look_up(self, request_id: str, tokens: Sequence[int], separator: Sequence[int], ranges: Ranges) -> m.Hits:
         """The parts of a prompt that all ranks have in any tier; pinned until `end`. Waits for L2."""
-        payload = m.LookupPreComputed(
-            self._instance_id,
-            request_id,
-            packed(tokens),
-            packed(separator),
-            packed(chain.from_iterable(ranges)),
-            self._salt,
-        )
+        payload = m.LookupPreComputed(self._instance_id, request_id, *_marked(tokens, separator, ranges), self._salt)
         return self._ask(m.CB_LOOKUP_PRE_COMPUTED, payload, m.Hits(), timeout=self._timeout_s)
 
     def plan(self, request_id: str, hits: m.Hits) -> m.LoadPlan:
@@ -161,6 +142,10 @@ class BlendClient:
         """Release the pins of an answer that came after its timeout: no caller knows its ticket."""
         if isinstance(answer, (m.Hits, m.LoadPlan)):
             self._scheduler.release_ticket(answer.ticket)
+
+
+def _marked(tokens: Sequence[int], separator: Sequence[int], ranges: Ranges) -> tuple[bytes, bytes, bytes]:
+    return packed(tokens), packed(separator), packed(chain.from_iterable(ranges))
 
 
 def packed(numbers: Iterable[int]) -> bytes:
