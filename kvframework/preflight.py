@@ -112,8 +112,7 @@ def running_server(config: Config) -> RunningServer | None:
 
 
 def keeper_status(endpoint: str) -> dict[str, Any] | None:
-    """Ask the `kvframework hold` of an endpoint what it keeps; None where none runs: systemd's store cannot be asked.
-    Blocks for a second at most."""
+    """Ask the `kvframework hold` of an endpoint what it keeps; None where none runs. Blocks for a second at most."""
     from kvframework.keeper.sockets import CONTROL_SUFFIX, ask
 
     try:

@@ -39,8 +39,8 @@ _INLINE = ("memory", "tier", "keys")
 
 def changes(old: Config, new: Config) -> dict[str, bool]:
     """The keys whose values differ, such as `l2.0.timeout_s`, as `--set` names them, in the order of `old`; and whether
-    a running server changes each. The options of plugins are compared as they stand in both: give both complete, see
-    `kvframework.registry.tables.complete_config`."""
+    a running server changes each. The options of plugins are compared as they stand in both: give both complete
+    (`complete_config`)."""
     before, after = flat(old), flat(new)
     return {
         key: key in before and key in after and changes_now(key)
@@ -154,8 +154,8 @@ def secrets_of_plugins(config: Config, registry: PluginRegistry) -> set[str]:
 
 
 def shown_config(config: Config, registry: PluginRegistry) -> dict[str, object]:
-    """Return every value of a configuration by its key, defaults too, secrets masked. Blocking: plugins say what is
-    secret. Raises like `check_config`."""
+    """Return every value of a configuration by its key, defaults too, secrets masked. Blocking; raises as
+    `check_config`."""
     return {key: shown(value) for key, value in flat(complete_config(config, registry, shown_options)).items()}
 
 

@@ -134,8 +134,8 @@ class Server:
         self.stopped_idle, self._used_at = False, time.monotonic()
 
     def bind(self) -> None:
-        """Start the listeners and bind the sockets. Raises `EndpointError`, and what a listener raises. Afterwards
-        `serve_forever` must be called."""
+        """Start the listeners and bind the sockets; `serve_forever` follows. Raises `EndpointError`, and what listeners
+        raise."""
         keeps = self.service.storage.table.is_recoverable and self._keeper is not None and self._keeper.lasts
         self._listeners.start(keeps=keeps)
         self.service.start()

@@ -104,8 +104,6 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
     # What authors of plugins read, copy and run: guides, examples, scaffolds, and the kits against planted bugs.
     "docs": (
-        "core/registry/test_hook_examples.py",
-        "core/registry/test_transport_example.py",
         "dev/inspection",
         "dev/kits",
         "dev/scaffold",
@@ -116,6 +114,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "docs/test_requests.py",
         "docs/test_security.py",
         "docs/test_site.py",
+        "docs/test_transport_in_engine_thread.py",
         "docs/test_transports.py",
         "docs/test_tutorial.py",
         "examples/test_distributions.py",

@@ -1,5 +1,4 @@
-"""What commands print: errors, documents, sentences, tables, and numbers, times and amounts as people read them, on one
-console for results and one for errors."""
+"""What commands print: errors, documents, sentences, tables, and numbers, times and amounts as people read them."""
 
 from __future__ import annotations
 
@@ -35,8 +34,8 @@ PIPE_WIDTH = 1000
 
 
 class PlainConsole(Console):
-    """A console that writes letters which cannot be shown as in JSON: a name or a peer's text commands no terminal, and
-    no name of a file lacks an encoding."""
+    """A console that escapes what cannot be shown as JSON does, so that no name and no peer's text commands a
+    terminal."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Yield the segments with every control character of their text escaped."""
@@ -60,15 +59,13 @@ stderr = PlainConsole(stderr=True, soft_wrap=True, highlight=False)
 
 
 def print_view(view: RenderableType) -> None:
-    """Print a view that may contain tables, as wide as the terminal. Into a pipe it is not wrapped, whatever COLUMNS
-    says: each row is one line."""
+    """Print a view that may contain tables, as wide as the terminal. Into a pipe each row is one line."""
     console = stdout if stdout.is_terminal else PlainConsole(width=PIPE_WIDTH, highlight=False)
     console.print(view, soft_wrap=not stdout.is_terminal)
 
 
 def print_error(error: Exception) -> None:
-    """Print an error in full and never as markup; an unforeseen one on one line, and how to see more. In a process
-    whose log is JSON it is a line of that."""
+    """Print an error in full, never as markup; an unforeseen one on one line; as a line of the log if that is JSON."""
     foreseen = isinstance(error, KVFrameworkError)
     form = chosen_log()
     if form is not None and form.form == "json":

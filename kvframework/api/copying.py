@@ -94,8 +94,8 @@ def fresh_memory(nbytes: int) -> memoryview:
 
 
 def joined(parts: Sequence[Buffer]) -> memoryview:
-    """Return a copy of all parts, one behind the other. Raises `BufferError` for a part that is not contiguous,
-    `OSError` if there is no memory."""
+    """Return a copy of all parts, one behind the other. Raises `BufferError` for parts not contiguous, `OSError`
+    without memory."""
     nbytes = sum(memoryview(part).nbytes for part in parts)
     if nbytes < _SMALL:
         return memoryview(b"".join(parts))

@@ -66,8 +66,7 @@ def parse_listen(text: str, *, where: str = "") -> tuple[str, int]:
 
 
 def try_bind(host: str | None, port: int) -> None:
-    """Bind for a moment as a listener does, without listening: one that binds at the same moment is not disturbed.
-    None: any address. Blocking. Raises `OSError`."""
+    """Bind for a moment, without listening, which disturbs no other. None: any address. Blocking. Raises `OSError`."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, kind, protocol, _, place = found[0]
     with socket.socket(family, kind, protocol) as probe:

@@ -520,9 +520,8 @@ def _copy(value: memoryview, parts: Sequence[memoryview], deadline: float, *, in
 
 
 def main(arguments: list[str]) -> None:
-    """Make the tier, say whether that went well, and serve one call at a time on each connection that the server
-    sends. The only argument is the number of the control socket's descriptor, whose end closes the tier. The end of the
-    thread that started this process ends it, too."""
+    """Make the tier, say whether that went well, and serve one call at a time on each connection that the server sends.
+    The only argument is the number of the control socket's descriptor, whose end closes the tier."""
     end_with_parent()
     with socket.socket(fileno=int(arguments[0])) as control:
         start = read(control, Start)

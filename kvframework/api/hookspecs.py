@@ -34,43 +34,7 @@ _hookspec = pluggy.HookspecMarker(PROJECT)
 @_hookspec
 def kvf_transports() -> list[TransportProvider]:  # type: ignore[type-arg,empty-body]
     """Transports: how bytes move between engine memory and the server. An accelerator's returns a
-    `kvf_devices.DeviceTransportProvider`, of the distribution kvframework-devices.
-
-    Example, an engine-driven transport named `copy` (entry point `transport.copy`):
-
-        from kvframework.api.transport import TransferContext, TransportProvider, hookimpl
-        from kvframework.errors import TransportMismatch
-
-        class CopyContext(TransferContext):
-            def __init__(self, link):
-                self._link = link
-
-            def on_registered(self, registration, layout):
-                if not self._link.maps_arena:
-                    raise TransportMismatch("copy works in the server's arena, which is not mapped here")
-
-            def store(self, transfer):
-                # What this raises is a miss for the engine. The block aborts what is not committed.
-                with self._link.prepare_store(transfer).result() as plan:
-                    for place in plan.ranges:
-                        # Here the bytes move: gather the blocks transfer.blocks_of(place) of transfer.kv_caches.
-                        plan.arena[place.offset : place.offset + place.length] = bytes(place.length)
-                    return plan.commit()
-
-            def load(self, transfer, skip_tokens):
-                with self._link.prepare_load(transfer).result() as plan:  # a miss has no ranges
-                    for place in plan.ranges:
-                        # Here they move back, but for NO_BLOCK and the first skip_tokens tokens.
-                        plan.arena[place.offset : place.offset + place.length]
-                    return plan.commit()
-
-            def close(self):
-                pass
-
-        @hookimpl
-        def kvf_transports():
-            return [TransportProvider(name="copy", summary="copies", create=lambda options, link: CopyContext(link))]
-    """
+    `kvf_devices.DeviceTransportProvider`, of the distribution kvframework-devices."""
 
 
 @_hookspec
@@ -105,22 +69,7 @@ def kvf_codecs() -> list[CodecProvider]:  # type: ignore[type-arg,empty-body]
 
 @_hookspec
 def kvf_request_handlers() -> list[RequestsProvider]:  # type: ignore[type-arg,empty-body]
-    """Requests of a plugin's own, in its own namespace of names.
-
-    Example, `echo.SAY` (entry point `requests.echo`):
-
-        from kvframework.api.requests import Handler, Message, RequestSpec, RequestsProvider, hookimpl
-
-        class Say(Message, frozen=True):
-            text: str
-
-        def create(options, services):
-            return [Handler(RequestSpec("echo.SAY", Say, Say), lambda client, payload, buffers: payload)]
-
-        @hookimpl
-        def kvf_request_handlers():
-            return [RequestsProvider(name="echo", summary="says it again", create=create)]
-    """
+    """Requests of a plugin's own, in its own namespace of names."""
 
 
 @_hookspec

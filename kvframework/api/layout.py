@@ -160,8 +160,7 @@ class LayerGroup(Message, frozen=True):
 class KVLayout(Message, frozen=True):
     """One instance's KV: the name of the layout plugin, its layer groups, the number of blocks (0: unknown).
 
-    `chunk_tokens` is the chunk of an engine whose own digests name chunks of that many tokens; 0: the server's
-    `chunk_size`, in whole blocks.
+    `chunk_tokens` is the chunk of an engine that has digests of its own; 0: the server's `chunk_size`, in whole blocks.
     """
 
     format: str

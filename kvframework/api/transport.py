@@ -224,7 +224,7 @@ P = TypeVar("P")
 
 class _Plan(Generic[R]):
     """What both plans have in common: it is open until the first `commit` or `abort`, and `with plan:` aborts at its
-    end. Without ranges there is nothing to end."""
+    end."""
 
     def __init__(
         self,
@@ -466,8 +466,8 @@ class CopyJob:
     _on_cancel: Callable[[], None] | None = field(default=None, init=False)
 
     def on_cancel(self, callback: Callable[[], None]) -> None:
-        """Register a cancel callback: it runs in the cancelling thread, immediately if the job is cancelled already,
-        possibly twice. It must not block."""
+        """Register a cancel callback: it runs in the cancelling thread, at once if that was before, perhaps twice. It
+        must not block."""
         self._on_cancel = callback
         if self.cancelled.is_set():
             self.cancel()
@@ -493,8 +493,8 @@ class ServerContext(ABC):
         """Close the mappings at once; copies in flight resolve first. Idempotent."""
 
     def when_open(self) -> Future[None] | None:
-        """Return a future that is resolved once the engine's memory is open, or fail with the reason why it is not;
-        None if the memory is open already."""
+        """Return a future that resolves once the engine's memory is open, or fails with the reason; None if it is
+        open."""
         return None
 
     def when_closed(self) -> Future[None] | None:

@@ -1,4 +1,4 @@
-"""The commands of the core, and those of other distributions by the entry point group `kvframework.commands`.
+"""The tree of commands: those of the core, and of other distributions by the entry point group `kvframework.commands`.
 
 A command is a `typer.Typer`, of which a single command stands for itself; an entry point's name is the command, or
 GROUP.COMMAND for one in a group of the core. Names and one-line helps come from this module and from metadata: a
@@ -12,12 +12,13 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from functools import cached_property, partial
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 from typer.core import TyperCommand
 
-from kvframework.api.command import QuickGroup
+from kvframework import __version__
+from kvframework.api.command import QuickGroup, examples
 from kvframework.api.installing import install_command
 from kvframework.errors import KVFrameworkError, PluginBroken, PluginConflict, PluginUnavailable
 from kvframework.text import described
@@ -25,6 +26,7 @@ from kvframework.text import described
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
+NAME = "kvframework"
 GROUP = "kvframework.commands"
 
 # The module of each command of the core, whose `typer.Typer` is its `app` or is named, and the first sentence of its
@@ -163,3 +165,41 @@ def _load(name: str, offers: list[EntryPoint]) -> typer.Typer:
     if not isinstance(loaded, typer.Typer):
         raise PluginBroken(f"{offer.value} is no typer.Typer", where=where, hint=f"a bug of {origin}")
     return loaded
+
+
+app = typer.Typer(
+    cls=CommandGroup,
+    help="A server that keeps the KV cache of LLM inference engines.",
+    epilog=examples(
+        "kvframework demo                          see it work, nothing is downloaded",
+        "kvframework serve --config kvf.toml       run the server of this node",
+        "kvframework top                           look at it",
+        "kvframework --install-completion          complete with TAB",
+    ),
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def run(flags: dict[str, bool]) -> None:
+    """Run the command line. Ends by `SystemExit`, or raises. `flags` gets the values of the global options."""
+    app(obj=flags, prog_name=NAME)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"{NAME} {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _global_options(
+    context: typer.Context,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    context.ensure_object(dict)["debug"] = debug

@@ -1,5 +1,4 @@
-"""The `kvframework` console script: the server at once, or the tree of commands in `kvframework.cli.app`; and the form
-in which an error reaches the user.
+"""The `kvframework` console script: the server at once, or the tree of commands; and how errors reach the user.
 
 Exit statuses: 0; 1 for an unforeseen error, or as a command documents; 2 for an error with a code and for wrong usage;
 130 after an interrupt. Imports nothing heavy, so that even a Ctrl-C during the imports ends without a traceback.
@@ -30,7 +29,7 @@ def main() -> None:
             if options is not None:
                 run_server(options)
             else:
-                from kvframework.cli.app import run
+                from kvframework.cli.commands import run
 
                 run(flags)
     except KeyboardInterrupt:

@@ -23,17 +23,6 @@ from kvframework.registry.tables import OptionInfo, describe_options
 
 _COLUMNS = ("name", "kind", "distribution", "version", "status", "reason")
 _STYLES = {"available": "green", "unavailable": "yellow"}
-_TABLES = {
-    "transport": "[[transport]]",
-    "layout": "[[layout]]",
-    "memory": "[l1]",
-    "tier": "[[l2]]",
-    "eviction": "[l1.eviction]",
-    "hasher": "[hasher]",
-    "codec": "codec of [[l2]]",
-    "requests": "[[requests]]",
-    "listener": "[[listener]]",
-}
 
 
 class PluginsGroup(CommandGroup):
@@ -104,7 +93,7 @@ def _view(infos: list[PluginInfo], provider: AnyProvider | None) -> dict[str, An
         "name": f"{first.kind}.{first.name}",
         **{name: getattr(first, name) for name in ("kind", "distribution", "version", "status", "reason")},
         "rivals": [f"{rival.distribution} {rival.version}" for rival in rivals],
-        "table": _TABLES[first.kind],
+        "table": KINDS[first.kind].table,
         "summary": provider and provider.summary,
         "requires_api": provider and provider.requires_api,
         "shared": tier is not None and tier.shared,

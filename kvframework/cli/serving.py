@@ -48,8 +48,7 @@ class ServeOptions(NamedTuple):
 
 def plain_options(arguments: Sequence[str]) -> ServeOptions | None:
     """Return the options of a command line that is `serve` with options in their usual form; None for any other, wrong
-    ones and --help included, which is for the whole command line to read: its imports take a tenth of the second in
-    which a keeper starts a server again."""
+    ones and --help included. The whole command line takes a tenth of a second to import."""
     if arguments[:1] != ["serve"]:
         return None
     config, takeover = None, False

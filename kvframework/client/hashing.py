@@ -1,5 +1,4 @@
-"""The digests of one request, and what its lookup has prepared for loads: every token is hashed once, however often the
-request is looked up and stored."""
+"""The digests of one request, for which every token is hashed once, and what its lookup has prepared for loads."""
 
 from __future__ import annotations
 

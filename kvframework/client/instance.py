@@ -1,6 +1,5 @@
 """The registration of an instance, repeated after every restart of the server: from the engine's tensors to a layout, a
-namespace, a transport and the request. Engine side; the first registration runs in the engine's thread, further ones in
-the connection's supervisor thread."""
+namespace, a transport and the request. The first one runs in the engine's thread, others in the connection's."""
 
 from __future__ import annotations
 
@@ -205,8 +204,7 @@ class Instance:
             self._closed.wait(backoff.delay(time.monotonic()))
 
     def _register_again(self) -> None:
-        """Register at a new server, in the connection's thread. A device that cannot be used there is this instance's
-        failure, not the connection's."""
+        """Register at a new server, in the connection's thread, which the failure of a device does not concern."""
         try:
             self._register_anew(urgent=True)
         except DeviceError as error:

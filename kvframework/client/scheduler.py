@@ -172,8 +172,8 @@ class SchedulerAdapter:
         self._client.free_soon(*(each.lease for each in result.take_grants()))
 
     def release_ticket(self, ticket: str) -> None:
-        """Free a ticket that no caller waits for any more, also of a plugin's request. Never blocks, never raises:
-        callbacks of the connection may call it."""
+        """Free a ticket, also of a plugin's request. Never blocks, never raises, also in callbacks of the
+        connection."""
         if ticket and self._client.has(SINCE_0_3):
             self._client.free_soon(ticket)
         elif ticket:

@@ -137,8 +137,7 @@ class ServerSession:
         return self._connection.state == "up"
 
     def wants_tokens(self, cache_salt: str = "") -> bool:
-        """Return whether the server tells routers of prompts with this salt, and so wants the tokens of what is stored
-        and loaded, see `RequestHashes`."""
+        """Return whether the server wants the tokens of prompts with this salt, for routers, see `RequestHashes`."""
         return self.has(SALTED_TOKEN_IDS if cache_salt else TOKEN_IDS)
 
     def has(self, feature: str) -> bool:
@@ -256,8 +255,7 @@ class ServerSession:
         return self._connection.reachable(self.deadlines.of(request))
 
     def lost(self, kind: LostKind, code: str, nbytes: int = 0) -> None:
-        """Count a lookup, load or store that failed without an answer, or with an error of this code, for the server's
-        status. `nbytes` is its size."""
+        """Count a failed lookup, load or store of `nbytes`, by its error's code, for the server's status."""
         if code == ServerGone.code and self._connection.state == "suspect":
             code = DeadlineExceeded.code  # the server is there, and does not answer
         self._connection.reports.lost(kind, code, nbytes)

@@ -83,8 +83,7 @@ class Shards:
         ]
 
     def whole_blocks(self, declared: KVLayout, gathered: Sequence[bytes]) -> list[bytes]:
-        """Return the bytes of one block of each declared layer group, of which `gathered` has the parts: see
-        `TransferContext.gather_block`."""
+        """Return the bytes of one block of each declared layer group from its parts, as `gather_block` gives them."""
         import torch
 
         count, found = len(declared.groups), []
@@ -122,8 +121,8 @@ class ShardedLayout(Layout):
 
 
 def shards_of(declared: KVLayout, desc: MemoryLayoutDesc, part: ModelPart, *, tp_lcm: int, pp_lcm: int) -> Shards:
-    """Return the shards of an instance that has declared its tensors so. Raises `BadLayout`, with the reason, for what
-    is not whole shards, or not known to be."""
+    """Return the shards of an instance. Raises `BadLayout`, with the reason, for what is not known to be whole
+    shards."""
     heads, size, rank = part.kv_heads, part.tp_size, part.tp_rank
     if heads < 1 or not 0 <= rank < size:
         raise _refused(f"{heads} KV heads, rank {rank} of {size}")

@@ -23,8 +23,8 @@ MAX_UID = (1 << 32) - 2  # the last one means "no change" to the kernel
 
 
 def keeper_path(endpoint: str) -> str:
-    """The path that the names of the sockets of `kvframework hold` begin with: one keeper for each endpoint, "" being
-    the default one. Raises `EndpointError`."""
+    """The path with which the sockets of an endpoint's `kvframework hold` begin; "": the default one. Raises
+    `EndpointError`."""
     parsed = parse_endpoint(endpoint or default_endpoint())
     return parsed.path if parsed.kind == "ipc" else str(default_directory() / f"tcp-{parsed.port}")
 
@@ -53,8 +53,7 @@ def prepare_private_directory(path: Path, *, shared: bool = False) -> None:
     """Create the directory of a server's sockets (0700; 0711 if `shared` with others), or check an existing one.
 
     Refused: a symbolic link, another user's directory, one that group or others may write to; of the default directory
-    also one that they may enter, and any sharing; a shared one that they may not enter. Raises `EndpointError`.
-    Blocking (file system calls only).
+    also one that they may enter, and any sharing; a shared one that they may not. Raises `EndpointError`. Blocking.
     """
     _check_shared(path, shared)
     try:

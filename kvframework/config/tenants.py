@@ -76,8 +76,8 @@ def bytes_of_tenants(tenants: Sequence[TenantConfig], capacity: int) -> list[tup
 
 
 def shares_of_tenants(tenants: Sequence[TenantConfig]) -> tuple[list[float], list[float]]:
-    """Return the least and the most share of any capacity by the number of a tenant, 0 for those without a name. A size
-    is one of L1, and no share of anything else."""
+    """Return the least and most share of any capacity by a tenant's number, 0: no name. Sizes are of L1, and no
+    shares."""
     least, most = [0.0], [1.0]
     for tenant in tenants:
         for name, shares, without in (("min", least, 0.0), ("max", most, 1.0)):

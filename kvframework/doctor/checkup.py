@@ -40,8 +40,8 @@ class Checkup(msgspec.Struct, frozen=True):
 
 
 def examine(path: Path | None = None, overrides: Iterable[str] = ()) -> Checkup:
-    """Run all checks. Blocks for `CHECK_S` seconds a check at most; a configuration that cannot be read is a finding,
-    and checks that need none run all the same."""
+    """Run all checks. Blocks for `CHECK_S` seconds a check at most; a configuration that cannot be read is a
+    finding."""
     findings: list[Finding] = []
     config: Config | None = None
     try:

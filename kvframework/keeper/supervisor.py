@@ -411,8 +411,7 @@ _PROGRAM = PATHS + "from kvframework.keeper.supervisor import main; sys.exit(mai
 
 
 def become_supervisor(command: Sequence[str], base: str, log_form: str, environ: Mapping[str, str]) -> NoReturn:
-    """Replace this process by one that holds, with the arguments of `FdStoreSupervisor`: none of the command line's
-    modules stays in it. Raises `OSError`."""
+    """Replace this process by one that holds, without the command line's modules. Raises `OSError`."""
     argument = json.dumps({"command": command, "base": base, "log_form": log_form})
     os.execve(sys.executable, [sys.executable, "-c", _PROGRAM, argument], dict(environ))  # noqa: S606
 

@@ -45,8 +45,7 @@ def bound(socket: Socket) -> None:
 
 
 def over_tcp(socket: Socket, host: str) -> None:
-    """Set the further options of a socket over TCP. The kernel detects peers that have vanished silently, and cuts off
-    those that receive nothing."""
+    """Set the further options of a socket over TCP: the kernel ends peers that have vanished, or receive nothing."""
     socket.setsockopt(zmq.IPV6, ":" in host)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE_S)

@@ -120,8 +120,7 @@ def descriptor_limit() -> int:
 
 
 def descriptors_in_use() -> int:
-    """Return the number of open descriptors, by one system call that opens nothing; before Linux 6.2 by a listing of
-    the directory. 0 where /proc is not mounted."""
+    """Return the number of open descriptors, by opening nothing, before Linux 6.2 by a listing; 0 without /proc."""
     try:
         return os.stat(_OPEN).st_size or len(os.listdir(_OPEN)) - 1
     except FileNotFoundError:

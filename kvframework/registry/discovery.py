@@ -20,20 +20,23 @@ from kvframework.api.transport import TransportProvider
 
 
 class Kind(NamedTuple):
+    """`table` is where the TOML names plugins of the kind."""
+
     hook: str
     provider: type[Provider[Any]]
+    table: str
 
 
 KINDS: dict[str, Kind] = {
-    "transport": Kind("kvf_transports", TransportProvider),
-    "layout": Kind("kvf_layouts", LayoutProvider),
-    "memory": Kind("kvf_memories", MemoryProvider),
-    "tier": Kind("kvf_tiers", TierProvider),
-    "eviction": Kind("kvf_eviction_policies", EvictionProvider),
-    "hasher": Kind("kvf_key_hashers", HasherProvider),
-    "codec": Kind("kvf_codecs", CodecProvider),
-    "requests": Kind("kvf_request_handlers", RequestsProvider),
-    "listener": Kind("kvf_listeners", ListenerProvider),
+    "transport": Kind("kvf_transports", TransportProvider, "[[transport]]"),
+    "layout": Kind("kvf_layouts", LayoutProvider, "[[layout]]"),
+    "memory": Kind("kvf_memories", MemoryProvider, "[l1]"),
+    "tier": Kind("kvf_tiers", TierProvider, "[[l2]]"),
+    "eviction": Kind("kvf_eviction_policies", EvictionProvider, "[l1.eviction]"),
+    "hasher": Kind("kvf_key_hashers", HasherProvider, "[hasher]"),
+    "codec": Kind("kvf_codecs", CodecProvider, "codec of [[l2]]"),
+    "requests": Kind("kvf_request_handlers", RequestsProvider, "[[requests]]"),
+    "listener": Kind("kvf_listeners", ListenerProvider, "[[listener]]"),
 }
 
 # Plugins of this project that are distributions of their own, by their entry points.

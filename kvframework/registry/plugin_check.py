@@ -59,8 +59,8 @@ def _wrong_api(title: str, version: str) -> PluginWrongApi:
 
 
 def release_wanted(distribution: str) -> str:
-    """Return the range of kvframework's releases that an installed distribution asks for, if this release is not in
-    it, else "". Blocking: reads a metadata file."""
+    """Return the range of releases that an installed distribution asks for if this one is not in it, else "".
+    Blocking."""
     if distribution == _OURS:
         return ""
     try:
@@ -81,8 +81,8 @@ def check_release(distribution: str, title: str) -> None:
 
 
 def _admits(wanted: str, present: str) -> bool:
-    """Whether a range has a version. A development version counts as its release; what is no plain clause admits all:
-    pip judges more exactly, at each installation."""
+    """Whether a range has a version. A development version counts as its release; what is no plain clause admits
+    all."""
     return all(_fits(match, present) for clause in wanted.split(",") if (match := _CLAUSE.fullmatch(clause)))
 
 
@@ -176,7 +176,7 @@ def probed(provider: AnyProvider, title: str) -> str | None:
 
 
 def _checked(provider: object, kind: str, title: str) -> AnyProvider:
-    hook, descriptor = KINDS[kind]
+    hook, descriptor, _ = KINDS[kind]
     expected = descriptor.__name__
     found = type(provider).__name__
     if not isinstance(provider, Provider):

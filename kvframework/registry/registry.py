@@ -143,8 +143,8 @@ class PluginRegistry:
         return sorted({offer.name for offer in self._offers if offer.kind == kind and _same_major(offer)})
 
     def list(self, *, probe: bool = False) -> builtins.list[PluginInfo]:
-        """Everything that is installed or registered. Imports nothing, unless `probe` asks to import and probe each.
-        Raises no plugin's error: its status shows it."""
+        """Everything that is installed or registered; with `probe` each is imported and probed. A plugin's error is its
+        status."""
         return [self._info(offer, probe) for offer in self._listed()]
 
     def describe(self, kind: str, name: str) -> tuple[builtins.list[PluginInfo], AnyProvider | None]:

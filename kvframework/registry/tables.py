@@ -184,8 +184,8 @@ def server_terms(config: Config) -> ServerTerms:
 
 
 def check_config(config: Config, registry: PluginRegistry) -> None:
-    """Resolve every configured plugin and validate its options; create nothing. Blocking. Raises the first error:
-    `PluginError` or `ConfigFieldError`."""
+    """Resolve every configured plugin and validate its options. Blocking. Raises `PluginError` or
+    `ConfigFieldError`."""
     codec_tables(config)
     for table, descriptor in named_tables(config):
         resolve_table(registry, table, descriptor)

@@ -192,8 +192,7 @@ class CacheService(CacheServices):
         self.lookups.recording.configure(most_bytes=config.trace_memory)
 
     def welcome(self, _hello: m.Hello, client: ClientInfo, version: int, returns: bool) -> m.HelloReply:
-        """The service's part of the answer to HELLO; the message server fills in the session. `returns` means that the
-        client has used an earlier server."""
+        """The service's part of the answer to HELLO; `returns`: the client has used an earlier server."""
         self.lookups.tickets.begin_owner(client.session_id)
         self.lookups.use.begin_session(client)
         from_before = returns and self.storage.table.began_empty

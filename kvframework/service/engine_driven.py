@@ -245,8 +245,7 @@ class EngineDrivenTransfers:
         return m.StorePlan(plan.lease, plan.ranges, plan.outcome, lease_s if plan.lease else 0.0)
 
     def _share_of(self, client: ClientInfo) -> float:
-        """Return the share of L1 that the client may reserve: all of it for a sole client; otherwise `store_share`, so
-        that a stalled writer cannot starve others."""
+        """Return the share of L1 that the client may reserve: all of it for a sole client, otherwise `store_share`."""
         alone = all(context.session_id == client.session_id for context in self.transfers.contexts.values())
         return 1.0 if alone else self.config.store_share
 

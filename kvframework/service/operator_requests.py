@@ -1,5 +1,4 @@
-"""What an operator asks of a server: DUMP and HAND_OVER, for the server's own user alone: a process of that user on
-this node, and none of `admit_uids`.
+"""What an operator asks of a server: DUMP and HAND_OVER, for the server's own user on this node alone.
 
 The dump is built in a worker thread, so it also shows what the serving thread and the storage threads do meanwhile.
 HAND_OVER gives L1 to a next server of this node, and this one ends: `kvframework.cli.serving` is the other side.

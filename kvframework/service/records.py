@@ -139,8 +139,8 @@ class RequestLog:
         )
 
     def count(self, most: int | None = None) -> bool:
-        """Have the waiting records counted, at most `most` of them; False if none is left. Blocks for 3 us a record.
-        Not for who holds the lock of the storage."""
+        """Have `most` waiting records counted; False if none is left. Blocks for 3 us a record, without the storage
+        lock."""
         with self._counting:
             batch = self._reader.take()
             if batch.lost:
@@ -223,8 +223,7 @@ class PendingLookup:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """A STORE or RETRIEVE that has its objects. `record` is that of its success, as far as it is known; `key` is kept
-    for listeners that want contents."""
+    """A STORE or RETRIEVE that has its objects. `record` is that of its success; `key` is for listeners of contents."""
 
     record: RequestRecord
     key: CacheKey | None = None

@@ -270,8 +270,8 @@ class Registrations:
                     )
 
     def _check_shards(self, context: RegisteredContext) -> None:
-        """Check that the layout has canonical groups of one form for each rank that the instance holds. Raises
-        `NamespaceMismatch`, `BadLayout`."""
+        """Check that the layout has equal canonical groups for each rank held. Raises `NamespaceMismatch`,
+        `BadLayout`."""
         held = context.held
         if not held:
             return

@@ -35,11 +35,10 @@ class HotPrefixes:
 
     Between two cuts it counts every prefix that it meets, exactly; a cut keeps those with a larger count than the
     `ENTRIES` largest have at least: this is the floor, as no prefix that is forgotten can have been asked for more
-    often. A prefix that comes (again) starts there, and the floor is its error. So a count is never too small, and too
-    large by the error at most.
+    often. A prefix that comes (again) starts there, and the floor is its error. No count is too small, or too large by
+    more.
 
-    A prefix is shown as a keyed hash of its digest, of a secret of this start: it can be compared within a start, and
-    says nothing of the tokens."""
+    A prefix is shown as a hash of its digest, keyed for this start, which says nothing of the tokens."""
 
     def __init__(self, model_of: Callable[[bytes], str]) -> None:
         self._model_of = model_of

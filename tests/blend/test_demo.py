@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from kvf_demo import blend as demo_blend_run
 from kvf_demo.result import OWN_MODEL, BlendResult, WayResult
 from kvf_demo.view import show_blend
-from kvframework.cli.app import app
+from kvframework.cli.commands import app
 from tests.core.cli.command import run
 from tests.support.demo import left_behind
 

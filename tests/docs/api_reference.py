@@ -68,7 +68,7 @@ def _page(title: str, table: str, modules: tuple[str, ...]) -> str:
 def _hooks() -> str:
     """Return the table of hooks, with the descriptors that each may return and the guide of its kind."""
     lines = ["| kind | hook | descriptor | guide |", "|---|---|---|---|"]
-    for kind, (hook, provider) in KINDS.items():
+    for kind, (hook, provider, _) in KINDS.items():
         described = ", ".join(map(_linked, _descriptors(kind, provider)))
         guide = f"[{GUIDES[kind]}](../plugins/{GUIDES[kind]})"
         lines.append(f"| `{kind}` | [`{hook}`](#{API}hookspecs.{hook}) | {described} | {guide} |")

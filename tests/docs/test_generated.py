@@ -56,7 +56,6 @@ def test_every_option_is_described() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_hook_has_a_page_with_an_example_that_a_test_runs(kind: str, tests: str) -> None:
-    """Those of `test_hook_examples.py`, and the page of its kind, which a test of that page runs."""
     page = api_reference.GUIDES[kind]
     assert f"@hookimpl\ndef {KINDS[kind].hook}(" in (ROOT / "docs" / "plugins" / page).read_text()
     assert f'"{page}"' in tests, "no test runs its example"

@@ -9,8 +9,7 @@ from typing import Any
 import typer
 
 from kvframework.api.toml import read_toml
-from kvframework.cli.app import app
-from kvframework.cli.commands import CORE, FoundCommand
+from kvframework.cli.commands import CORE, FoundCommand, app
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -71,8 +71,7 @@ class Connection:
 
     `on_up(reply, arena_fd)` is called after every successful HELLO, in the supervisor thread; it owns `arena_fd`. Until
     it returns only `urgent` requests are sent. If it raises, the connection is dropped and tried again. `on_down()`
-    follows every `on_up` that returned. `reports` go to the server. A forked child cannot use its parent's connection
-    and does not disturb it.
+    follows every `on_up` that returned. `reports` go to the server. A forked child cannot use or disturb its parent's.
     """
 
     def __init__(

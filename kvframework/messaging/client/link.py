@@ -231,8 +231,8 @@ class Link:
         return not self._closed
 
     def start(self) -> None:
-        """Start the I/O thread, which owns the sockets from now on. Raises `RuntimeError` without a thread; the
-        liveness socket is still the caller's then."""
+        """Start the I/O thread, which owns the sockets then. Raises `RuntimeError`, and the liveness socket is the
+        caller's."""
         try:
             self._thread.start()
         except RuntimeError:

@@ -105,8 +105,8 @@ class Watch:
 
 
 class Reports:
-    """What the PINGs of a client's sessions carry besides: its losses, and the tickets to free. Thread-safe, and a
-    signal's handler may use it.
+    """What the PINGs of a client's sessions carry: losses, and tickets to free. Thread-safe, also for signals'
+    handlers.
 
     Losses are failed calls by error code and kind. A PING has the totals of its session, unless an answered one had the
     same: a repeated one counts once. Tickets go along with a LOOKUP or a PING, and no caller waits; they end with the

@@ -327,8 +327,8 @@ def writer_of(generation: int, session: int) -> int:
 
 
 def description_for(fd: int, writer: int) -> int:
-    """Return a descriptor of the arena for a client, owned by the caller: while it, or a mapping of it, exists,
-    `may_write` is true. Raises `OSError`."""
+    """Return the caller's descriptor of the arena for a client: while it or a mapping exists, `may_write`. Raises
+    `OSError`."""
     own = own_description(fd)
     try:
         _lock(own, fcntl.F_OFD_SETLK, fcntl.F_RDLCK, writer)

@@ -257,8 +257,7 @@ class PinShares:
         return self._for.get(session, session)
 
     def work_for(self, session: int, payer: int) -> None:
-        """Let the leases of a session count for another one of its engine, from the next lease on. What the session has
-        needed until now, that engine has."""
+        """Let the next leases of a session count for another one of its engine, which takes over what it needed."""
         if session != payer:
             self._for[session] = payer
             if session in self._needs:

@@ -13,7 +13,7 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.cli.app import app
+from kvframework.cli.commands import app
 from kvframework.cli.serving import ServeOptions, plain_options
 from tests.core.cli.command import environment
 
@@ -75,7 +75,7 @@ SERVE = """
 import os, sys
 import kvframework.server
 def made(*_):
-    heavy = {'typer', 'click', 'pydantic', 'rich', 'numpy', 'torch', 'kvframework.cli.app'}
+    heavy = {'typer', 'click', 'pydantic', 'rich', 'numpy', 'torch', 'kvframework.cli.commands'}
     os.write(1, f"{heavy & set(sys.modules)}".encode())  # what is printed is logged
     os._exit(0)
 kvframework.server.Server = made

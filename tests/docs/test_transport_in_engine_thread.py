@@ -1,5 +1,5 @@
-"""The transport of the hook's documentation at a real server: what it cannot do is refused at its registration, and
-what fails later is a miss."""
+"""The transport in the engine's thread of docs/plugins/transports.md, at a real server: what it cannot do is refused at
+its registration, and what fails later is a miss."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from kvf_dev.testing.kit import wait_until
 from kvf_dev.testing.transport.cases import PAGED
 from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine
 from kvf_dev.testing.transport.node import client_of, held_by, serving, status_of
-from kvframework.api import hookspecs
 from kvframework.client import KVClient
 from kvframework.errors import ServerGone, TransportMismatch
 from tests.core.registry.fake_distributions import install
-from tests.core.registry.test_hook_examples import example
+from tests.docs.shown import blocks
+from tests.docs.test_transports import GUIDE
 
 NHD = PAGED["nhd"]
 
 
 @pytest.fixture
 def rig(site: Path, tmp_path: Path) -> Iterator[SimulatedRig]:
-    entry_point, code = example(hookspecs.kvf_transports)
-    install(site, "example", {entry_point: "documented_transport"}, {"documented_transport": code})
+    install(site, "example", {"transport.copy": "kvf_copy"}, {"kvf_copy": blocks(GUIDE, "python")[-1]})
     with SimulatedNode(tmp_path / "node") as node:
         runtime = Accelerator(str(node.path))
         with closing(SimulatedRig(runtime, str(node.path), "copy", options={})) as made:
