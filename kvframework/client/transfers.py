@@ -203,7 +203,7 @@ class KVClient(ServerSession, EngineLink):
     def prepare_store_keys(
         self, payload: m.PrepareKeys, check: Callable[[Sequence[ArenaRange]], None]
     ) -> Future[StorePlan]:
-        """Reserve places for keys by group; `check` raises for wrong ranges. Nothing waits, nor does the plan's `commit`."""
+        """Reserve places for keys by group; `check` raises for wrong ranges. Neither this nor `commit` waits."""
         arena = self._arena
         if arena is None:
             return Future.failed(ServerGone("the server's arena is not mapped in this process"))
