@@ -101,7 +101,7 @@ class Told(RuleBasedStateMachine):
         """The truth about L1, after news of it were lost."""
         if chunk not in self.named:
             return
-        line = self.index.line(NAMESPACE, "")
+        line = self.index.lines.get((NAMESPACE, ""))
         assert line is not None
         self.index.correct(line, CHUNKS[chunk].digest, bits)
         self.here = {each for each in self.here if (each[0], each[2]) != (chunk, L1)}
@@ -198,7 +198,7 @@ def test_what_is_in_tiers_alone_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
         index.added(prefix + chunk.digest, 1)
     for chunk in CHUNKS[5:8]:
         index.register(NAMESPACE, "m", "", PREFIXES, [(chunk, [False, False])])
-    line = index.line(NAMESPACE, "")
+    line = index.lines.get((NAMESPACE, ""))
     assert line is not None
     assert set(line.held) == {each.digest for each in CHUNKS[6:8]}  # the oldest objects were forgotten
     for chunk in CHUNKS:
@@ -207,6 +207,6 @@ def test_what_is_in_tiers_alone_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
     for chunk in CHUNKS:
         for prefix in PREFIXES:
             index.removed(prefix + chunk.digest, L1)
-    line = index.line(NAMESPACE, "")
+    line = index.lines.get((NAMESPACE, ""))
     assert line is not None
     assert len(line.held) <= 3

@@ -94,7 +94,7 @@ class Announcer:
         digests = key.digests or self._hasher.chunk_digests(key.tokens, shape.chunk_tokens)
         if content is None:
             content = ChunkContent(key.tokens[key.start * TOKEN_BYTES :])
-        line = self.index.line(key.namespace, key.cache_salt)
+        line = self.index.lines.get((key.namespace, key.cache_salt))
         first = key.start // shape.chunk_tokens * DIGEST_BYTES
         if line is not None and line.prefixes == tuple(shape.prefixes) and _all_named(line, digests, first):
             return

@@ -81,9 +81,6 @@ class Line:
     def __contains__(self, digest: bytes) -> bool:
         return digest in self.held
 
-    def keys(self, digest: bytes) -> list[PackedKey]:
-        return [prefix + digest for prefix in self.prefixes]
-
 
 class BlockIndex:
     """See the module. For one thread. `take` returns what changed."""
@@ -94,13 +91,10 @@ class BlockIndex:
         # Chunks that are in tiers alone, with their lines, the oldest first.
         self._aside: dict[_Held, Line] = {}
         self._news: list[News] = []
+        # By namespace and salt: those of which any chunk is named.
         self.lines: dict[tuple[bytes, str], Line] = {}
         # What is announced, none of it 0.
         self.counts: Counts = {}
-
-    def line(self, namespace: bytes, salt: str) -> Line | None:
-        """Return the line of a namespace and salt, None if no chunk of it is named."""
-        return self.lines.get((namespace, salt))
 
     def register(
         self,
@@ -212,7 +206,8 @@ class BlockIndex:
 
     def _register(self, line: Line, chunk: Chunk, present: Sequence[bool]) -> None:
         held = _Held(chunk)
-        for row, (key, here) in enumerate(zip(line.keys(chunk.digest), present, strict=True)):
+        for row, (prefix, here) in enumerate(zip(line.prefixes, present, strict=True)):
+            key = prefix + chunk.digest
             for place in self._unnamed.pop(key, set()) | ({L1} if here else set()):
                 held.rows[place] = held.rows.get(place, 0) | 1 << row
         if held.rows:

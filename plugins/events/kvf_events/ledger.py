@@ -92,6 +92,21 @@ class Found:
     gone: list[tuple[int, Removed]] = field(default_factory=list)
     contents: dict[bytes, dict[bytes, Chunk]] = field(default_factory=dict)
 
+    def add(self, record: _Record) -> None:
+        if isinstance(record, _Numbers):
+            self.next = max(self.next, record.end)
+        elif isinstance(record, _Content):
+            hashes = _unpacked(record.hashes)
+            chunk = Chunk(record.digest, record.parent, record.tokens, hashes, record.extra_keys, record.lora_name)
+            self.contents.setdefault(record.namespace, {})[record.digest] = chunk
+        elif isinstance(record, _Told):
+            self.announced.setdefault((record.model, Medium(record.medium)), set()).update(_unpacked(record.hashes))
+        else:
+            of = record.model, Medium(record.medium)
+            removed = Removed(*of, list(_unpacked(record.hashes)))
+            self.announced.setdefault(of, set()).difference_update(removed.hashes)
+            self.gone.append((record.number, removed))
+
 
 class Ledger:
     """The file at `path`, locked from `open` to `close`. `keeps`: the tokens of chunks are kept, too. Methods raise
@@ -102,12 +117,8 @@ class Ledger:
         self.keeps = keeps
         self._fd = -1
         self._lock_fd = -1
-        self._nbytes = 0
+        self.nbytes = 0
         self._anew_at = 0
-
-    @property
-    def nbytes(self) -> int:
-        return self._nbytes
 
     def open(self) -> Found:
         """Return what the file holds. Waits some seconds for the end of an earlier server. Raises
@@ -128,7 +139,12 @@ class Ledger:
                 where=str(self.path),
                 hint="name a folder of the server's user with [events] state",
             ) from None
-        return _found(_records(data))
+        found = Found()
+        # Up to a record that this release does not know.
+        with contextlib.suppress(ValueError, struct.error):
+            for record in _records(data):
+                found.add(record)
+        return found
 
     def rewrite(
         self,
@@ -153,12 +169,12 @@ class Ledger:
             other.unlink(missing_ok=True)
             raise
         os.close(self._fd)
-        self._fd, self._nbytes, self._anew_at = fd, nbytes, 2 * nbytes + GROWTH_BYTES
+        self._fd, self.nbytes, self._anew_at = fd, nbytes, 2 * nbytes + GROWTH_BYTES
 
     @property
     def is_long(self) -> bool:
         """Whether most of the file is of the past: it should be written whole again."""
-        return self._nbytes > self._anew_at
+        return self.nbytes > self._anew_at
 
     def write(self, end: int, number: int, news: Sequence[News]) -> None:
         """Append news, before they are sent with `number`, the last one, and those before, all below `end` (0: as it
@@ -171,7 +187,7 @@ class Ledger:
             records.append(_Told(each.model, each.medium, _packed(each.chunk.hashes[each.first :])))
             if self.keeps and each.medium is Medium.CPU and not each.salt:
                 records.append(_content(each.namespace, each.chunk))
-        self._nbytes += _write(self._fd, _framed(records))
+        self.nbytes += _write(self._fd, _framed(records))
 
     def close(self) -> None:
         for fd in (self._fd, self._lock_fd):
@@ -208,31 +224,6 @@ def _records(data: bytes) -> Iterator[_Record]:
         except msgspec.DecodeError:
             return
         at += length
-
-
-def _found(records: Iterable[_Record]) -> Found:
-    """Return what records say, up to one that this release does not know."""
-    found = Found()
-    with contextlib.suppress(ValueError, struct.error):
-        _read(records, found)
-    return found
-
-
-def _read(records: Iterable[_Record], found: Found) -> None:
-    for record in records:
-        if isinstance(record, _Numbers):
-            found.next = max(found.next, record.end)
-        elif isinstance(record, _Content):
-            hashes = _unpacked(record.hashes)
-            chunk = Chunk(record.digest, record.parent, record.tokens, hashes, record.extra_keys, record.lora_name)
-            found.contents.setdefault(record.namespace, {})[record.digest] = chunk
-        elif isinstance(record, _Told):
-            found.announced.setdefault((record.model, Medium(record.medium)), set()).update(_unpacked(record.hashes))
-        else:
-            of = record.model, Medium(record.medium)
-            removed = Removed(*of, list(_unpacked(record.hashes)))
-            found.announced.setdefault(of, set()).difference_update(removed.hashes)
-            found.gone.append((record.number, removed))
 
 
 def _state(

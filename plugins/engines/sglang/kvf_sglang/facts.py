@@ -120,9 +120,10 @@ def _config(path: str, revision: str, resolved: Any) -> dict[str, Any]:
 def _settings(resolved: Any) -> dict[str, object]:
     """What changes the content of KV beside the model. What is at its default is falsy, as for other engines."""
     kv_dtype = str(resolved.kv_cache_dtype)
+    scales = getattr(resolved, "quantization_param_path", None)
     return {
         "kv_cache_dtype": "" if kv_dtype == "auto" else kv_dtype,
-        "kv_scales": _content_of(getattr(resolved, "quantization_param_path", None)),
+        "kv_scales": Path(scales).read_text() if scales else "",
         "overrides": "" if resolved.json_model_override_args == "{}" else str(resolved.json_model_override_args),
         "speculative": str(getattr(resolved, "speculative_algorithm", None) or ""),
         **{name: _text(getattr(resolved, name, None)) for name in CHANGING},
@@ -132,10 +133,6 @@ def _settings(resolved: Any) -> dict[str, object]:
 def _text(value: object) -> str:
     """The value as text, "" for one that is falsy; of a set, whose order differs between processes, sorted."""
     return str(sorted(value) if isinstance(value, (set, frozenset)) else value) if value else ""
-
-
-def _content_of(path: str | None) -> str:
-    return Path(path).read_text() if path else ""
 
 
 def _adapters(resolved: Any) -> dict[str, tuple[Path, ...]]:

@@ -104,7 +104,8 @@ class KvFrameworkLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self.cache is None:
             return False
         # The slots may be in use by a forward that has not ended.
-        self._written()
+        for event in self.record_offload_ready() if self.forward_stream is not None else ():
+            event.synchronize()
         return all(all(self.cache.load(name_of(each), each.keys, each.device_indices.tolist())) for each in transfers)
 
     @harmless(bool)
@@ -159,8 +160,3 @@ class KvFrameworkLinker(UnifiedCacheLinker):  # type: ignore[misc]
         cache, self.cache = self.cache, None
         if cache is not None:
             cache.close()
-
-    def _written(self) -> None:
-        """Wait for the forward that may write the device pools."""
-        for event in self.record_offload_ready() if self.forward_stream is not None else ():
-            event.synchronize()

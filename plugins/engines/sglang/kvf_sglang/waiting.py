@@ -4,10 +4,9 @@ after the other in a thread, and what was found for a request that waits."""
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 log = logging.getLogger(__name__)
 
@@ -16,54 +15,41 @@ MOST_WAITING = 64
 
 
 class Offloads:
-    """A queue of calls, whose results are taken in the order of their submission. Thread-safe."""
+    """Calls one after the other, whose results are taken in the order of their submission. For one thread."""
 
     def __init__(self) -> None:
-        self._queue: queue.Queue[Callable[[], bool] | None] = queue.Queue()
-        self._ended: deque[bool] = deque()
-        self._thread: threading.Thread | None = None
+        self._pool = ThreadPoolExecutor(1, "kvf-sglang-offload")
+        self._submitted: deque[Future[bool]] = deque()
 
     def submit(self, store: Callable[[], bool]) -> bool:
-        """False if too many wait already, or no thread can be started. Never blocks."""
-        if self._queue.qsize() >= MOST_WAITING:
+        """False if too many wait already. Never blocks."""
+        if len(self._submitted) - self.ended > MOST_WAITING:
             return False
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name="kvf-sglang-offload", daemon=True)
-            thread.start()
-            self._thread = thread
-        self._queue.put(store)
+        self._submitted.append(self._pool.submit(store))
         return True
 
     @property
     def ended(self) -> int:
-        return len(self._ended)
+        return sum(each.done() for each in self._submitted)
 
     def pop(self) -> bool:
-        """The result of the oldest one that has ended; False if there is none."""
-        return self._ended.popleft() if self._ended else False
+        """The result of the oldest one, False if that has not ended."""
+        if not self.ended:
+            return False
+        oldest = self._submitted.popleft()
+        error = oldest.exception()
+        if error is not None:
+            log.error("an offload failed: %r", error, exc_info=error)
+        return error is None and oldest.result()
 
     def quiesce(self) -> None:
         """Wait for all, each of which has a deadline of its own, and drop their results."""
-        self._queue.join()
-        self._ended.clear()
+        wait(self._submitted)
+        self._submitted.clear()
 
     def close(self) -> None:
         """Wait for all, and end the thread. Idempotent."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._queue.put(None)
-            thread.join()
-
-    def _run(self) -> None:
-        while (store := self._queue.get()) is not None:
-            try:
-                stored = store()
-            except Exception as error:
-                log.error("an offload failed: %r", error, exc_info=error)
-                stored = False
-            self._ended.append(stored)
-            self._queue.task_done()
-        self._queue.task_done()
+        self._pool.shutdown()
 
 
 # How long the scheduler waits for an answer.

@@ -169,7 +169,7 @@ def prove_planes(
         for name, (keys, values) in planes.items():
             update = getattr(layers[name].impl, "do_kv_cache_update", None)
             if update is None:
-                raise _unproven(name, "vLLM has no write of its own to compare with")
+                raise _refused("vLLM has no write of its own to compare with", name)
             tensor = kv_caches[name]
             before = tensor[NULL_BLOCK].clone()
             written = [_pattern(plane[NULL_BLOCK], seed) for seed, plane in enumerate((keys, values))]
@@ -178,7 +178,7 @@ def prove_planes(
             try:
                 update(layers[name], *written, tensor, slots)
                 if not (torch.equal(keys[NULL_BLOCK], written[0]) and torch.equal(values[NULL_BLOCK], written[1])):
-                    raise _unproven(name, "vLLM's own write puts keys and values elsewhere")
+                    raise _refused("vLLM's own write puts keys and values elsewhere", name)
             finally:
                 tensor[NULL_BLOCK].copy_(before)
 
@@ -188,12 +188,3 @@ def _pattern(like: torch.Tensor, seed: int) -> torch.Tensor:
 
     values = torch.randn(like.shape, generator=torch.Generator().manual_seed(seed))
     return values.to(device=like.device, dtype=like.dtype)
-
-
-def _unproven(layer: str, fact: str) -> BadLayout:
-    return BadLayout(
-        f'kvframework.layout is "canonical", but {fact}',
-        where=f"kvf_vllm, layer {layer}",
-        available="the order of elements that this release of vLLM is known to have",
-        hint='leave kvframework.layout at "opaque", and report this',
-    )

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from kvf_peers import PeersOptions
 from kvframework.api.installing import install_command
+from kvframework.api.process import LogLimit
 from kvframework.errors import ConfigFieldError
 
 log = logging.getLogger(__name__)
@@ -122,37 +123,24 @@ def _check_network(options: PeersOptions, where: str, used: tuple[Address, ...],
 
 
 class Tls:
-    """The TLS contexts of both directions, `reader` and `holder`. Connections that begin after the files
-    have changed get new ones; as long as the files cannot be used, the former ones."""
+    """The TLS contexts of both directions. Each connection reads the files; as long as they cannot be used it gets the
+    contexts of the one before."""
 
     def __init__(self, options: PeersOptions, where: str) -> None:
         """Raise `ConfigFieldError`."""
         self._options = options
         self._where = where
-        self._files = self._stamps()
         self._made = self._contexts()
+        self._once = LogLimit.once()
 
     def contexts(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
         """Those of the reader and of the holder."""
-        files = self._stamps()
-        if files != self._files:
-            self._files = files
-            try:
-                self._made = self._contexts()
-                log.info("%s: the TLS files have changed, and are used", self._where)
-            except ConfigFieldError as error:
+        try:
+            self._made = self._contexts()
+        except ConfigFieldError as error:
+            if self._once.passes(str(error)):
                 log.error("%s; the former ones are used on", error)
         return self._made
-
-    def _stamps(self) -> list[tuple[int, ...]]:
-        stamps: list[tuple[int, ...]] = []
-        for file in (self._options.tls_ca, self._options.tls_cert, self._options.tls_key):
-            try:
-                found = os.stat(file)
-                stamps.append((found.st_ino, found.st_mtime_ns, found.st_size))
-            except OSError:
-                stamps.append(())
-        return stamps
 
     def _contexts(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
         contexts = (ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
