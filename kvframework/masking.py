@@ -24,8 +24,7 @@ _LONG = 6
 
 
 def shown_options(options: msgspec.Struct) -> dict[str, object]:
-    """Return the fields of a struct by name, as they may be shown: secrets are hidden, and the credentials in every
-    URL."""
+    """Return the fields of a struct by name, as they may be shown: without secrets and the credentials in URLs."""
     return {name: shown(getattr(options, name), mark) for name, mark in _marks(options).items()}
 
 
@@ -123,8 +122,7 @@ def hiding(secret_words: Iterable[str]) -> re.Pattern[str]:
 
 class Redaction:
     """Hides secrets, credentials with the host that they are for, and whatever looks like a digest or a token. A value
-    or a word that is one of `models` becomes a number. The same digest has the same name within one report, and another
-    one in the next."""
+    or a word that is one of `models` becomes a number. A digest has one name in a report, another in the next."""
 
     def __init__(self, secret_words: Iterable[str] = (), models: Iterable[str] = ()) -> None:
         self._key = secrets.token_bytes(16)

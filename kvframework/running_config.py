@@ -39,8 +39,7 @@ _INLINE = ("memory", "tier", "keys")
 
 def changes(old: Config, new: Config) -> dict[str, bool]:
     """The keys whose values differ, such as `l2.0.timeout_s`, as `--set` names them, in the order of `old`; and whether
-    a running server changes each. The options of plugins are compared as they stand in both: give both complete
-    (`complete_config`)."""
+    a running server changes each. Both are complete (`complete_config`), as options are compared as they stand."""
     before, after = flat(old), flat(new)
     return {
         key: key in before and key in after and changes_now(key)
@@ -154,8 +153,7 @@ def secrets_of_plugins(config: Config, registry: PluginRegistry) -> set[str]:
 
 
 def shown_config(config: Config, registry: PluginRegistry) -> dict[str, object]:
-    """Return every value of a configuration by its key, defaults too, secrets masked. Blocking; raises as
-    `check_config`."""
+    """Return every value by its key, defaults too, secrets masked. Blocking; raises as `check_config`."""
     return {key: shown(value) for key, value in flat(complete_config(config, registry, shown_options)).items()}
 
 

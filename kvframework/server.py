@@ -109,11 +109,10 @@ class Server:
         )
         self.running = RunningConfig(config, self._registry, self._configure)
         self._hand_over = HandOver(lambda: storage.table.hand_over(identity(), self._tenant_names), self.stop)
-        handlers = self._handlers(self._hand_over)
         self._messages = MessageServer(
             self.endpoint,
             Served(
-                handlers=handlers,
+                handlers=self._handlers(self._hand_over),
                 welcome=self.service.welcome,
                 hasher_fingerprint=hasher.fingerprint,
                 arena_for=self.service.storage.table.arena_for,
@@ -134,8 +133,8 @@ class Server:
         self.stopped_idle, self._used_at = False, time.monotonic()
 
     def bind(self) -> None:
-        """Start the listeners and bind the sockets; `serve_forever` follows. Raises `EndpointError`, and what listeners
-        raise."""
+        """Start the listeners and bind the sockets, before `serve_forever`. Raises `EndpointError`, and as listeners
+        do."""
         keeps = self.service.storage.table.is_recoverable and self._keeper is not None and self._keeper.lasts
         self._listeners.start(keeps=keeps)
         self.service.start()

@@ -76,8 +76,7 @@ class Problem(Part, frozen=True):
 
 
 class Histogram(Part, frozen=True):
-    """Durations by octaves, in seconds: `counts[i]` took less than `first` x 2^(i + 1), and not less than half of
-    that."""
+    """Durations by octaves, in seconds: `counts[i]` took less than `first` x 2^(i + 1), at least half of that."""
 
     first: float = 0.0
     counts: tuple[int, ...] = ()
@@ -611,8 +610,7 @@ def _own(status: object, at: str) -> Iterator[tuple[str, Counter, int]]:
 
 
 def places(kind: type[Part] = Status, at: str = "") -> Iterator[tuple[str, Counter | None]]:
-    """Yield each field's place, and its declaration if it is a counter. `[]` is an item of a list, `*` a key of a
-    map."""
+    """Yield each field's place, and its declaration if it is a counter. `[]` is an item of a list, `*` of a map."""
     for name, (inner, counter) in _fields(kind).items():
         place = f"{at}{name}"
         origin, items = get_origin(inner), [each for each in get_args(inner) if each is not type(None)]

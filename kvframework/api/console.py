@@ -34,8 +34,7 @@ PIPE_WIDTH = 1000
 
 
 class PlainConsole(Console):
-    """A console that escapes what cannot be shown as JSON does, so that no name and no peer's text commands a
-    terminal."""
+    """A console that escapes what cannot be shown as JSON does, so that no foreign text commands a terminal."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Yield the segments with every control character of their text escaped."""

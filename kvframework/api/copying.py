@@ -94,8 +94,7 @@ def fresh_memory(nbytes: int) -> memoryview:
 
 
 def joined(parts: Sequence[Buffer]) -> memoryview:
-    """Return a copy of all parts, one behind the other. Raises `BufferError` for parts not contiguous, `OSError`
-    without memory."""
+    """Return a copy of all parts in order. Raises `BufferError` for parts not contiguous, `OSError` without memory."""
     nbytes = sum(memoryview(part).nbytes for part in parts)
     if nbytes < _SMALL:
         return memoryview(b"".join(parts))

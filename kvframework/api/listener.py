@@ -84,8 +84,7 @@ class TierCall(Message, frozen=True, array_like=True):
 
 
 class Finished(Message, frozen=True):
-    """A finished LOOKUP, STORE or RETRIEVE, whichever way its bytes took, without content; docs/status.md has the
-    fields.
+    """A finished LOOKUP, STORE or RETRIEVE, whichever way its bytes took; docs/status.md has the fields.
 
     `number` counts from 1 where a server answers with it, else it is 0. `at` and `cause_at` are of the wall clock,
     `monotonic` of the server's monotonic clock, in seconds. `missing` is the first token of the first chunk that was

@@ -136,8 +136,7 @@ def map_shared(fd: int, nbytes: int) -> SharedMapping:
 
 
 def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that can be made resident now: MemAvailable or the tightest cgroup's headroom, as far as both can be
-    read."""
+    """Bytes that can be made resident now: MemAvailable or the tightest cgroup's headroom, as far as readable."""
     rooms = [kib * 1024 for name, kib in _table(proc / "meminfo").items() if name == "MemAvailable:"]
     for directory, limit, used, reclaimable in cgroup_limits(proc, cgroups):
         rooms.append(max(limit - used + _table(directory / "memory.stat").get(reclaimable, 0), 0))
@@ -157,8 +156,7 @@ def cgroup_limits(proc: Path, cgroups: Path) -> Iterator[tuple[Path, int, int, s
 
 def cgroup_folders(controller: str, proc: Path, cgroups: Path) -> Iterator[tuple[Path, int]]:
     """Yield the folder of this process's group and all above it, any of which may hold a limit, and their version of
-    cgroups, by which the names of files differ. Where a container's path is one of the host, the container's root
-    counts."""
+    cgroups, by which the names of files differ. Where a path is one of the host, the container's root counts."""
     for line in _text(proc / "self" / "cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, group = rest.partition(":")

@@ -35,8 +35,7 @@ __all__ = [
 @dataclass(frozen=True)
 class RequestSpec:
     """One line of a request table. `name` travels in the type frame: ASCII, at most 64 bytes; a plugin's requests are
-    named `plugin.NAME`. `deadline_s` is the server's, for the answer; `buffers` the most raw frames behind the
-    payload."""
+    named `plugin.NAME`. `deadline_s` is the server's, for the answer; `buffers` bounds raw frames behind it."""
 
     name: str
     payload: type[Message]

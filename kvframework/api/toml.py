@@ -89,8 +89,7 @@ def read_toml(path: Path, named_by: str = "--config and KVFRAMEWORK_CONFIG") -> 
 
 
 def toml_value(value: object) -> str:
-    """A value as TOML, on one line; a size with the largest unit that is exact. Raises `TypeError` for what TOML has
-    not, as None."""
+    """A value as TOML, on one line; a size with the largest exact unit. Raises `TypeError` for None and the like."""
     if isinstance(value, enum.Enum):
         return toml_value(value.value)
     if isinstance(value, ByteSize):

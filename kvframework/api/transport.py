@@ -223,8 +223,7 @@ P = TypeVar("P")
 
 
 class _Plan(Generic[R]):
-    """What both plans have in common: it is open until the first `commit` or `abort`, and `with plan:` aborts at its
-    end."""
+    """What both plans have: each is open until the first `commit` or `abort`, and `with plan:` aborts at its end."""
 
     def __init__(
         self,
@@ -385,8 +384,7 @@ class ServerDrivenLink(ABC):
 
     @abstractmethod
     def gather_block(self, registration: Registration, blocks: Sequence[int], event: bytes) -> list[bytes]:
-        """Return a block per layer group from the server half, as `TransferContext.gather_block`. Blocks for
-        seconds."""
+        """Return a block per layer group from the server half, as `TransferContext.gather_block`. Blocks."""
 
 
 class EngineLink(EngineDrivenLink, ServerDrivenLink):
@@ -466,8 +464,8 @@ class CopyJob:
     _on_cancel: Callable[[], None] | None = field(default=None, init=False)
 
     def on_cancel(self, callback: Callable[[], None]) -> None:
-        """Register a cancel callback: it runs in the cancelling thread, at once if that was before, perhaps twice. It
-        must not block."""
+        """Register a cancel callback, which must not block: it runs in the cancelling thread or at once, perhaps
+        twice."""
         self._on_cancel = callback
         if self.cancelled.is_set():
             self.cancel()
@@ -493,8 +491,7 @@ class ServerContext(ABC):
         """Close the mappings at once; copies in flight resolve first. Idempotent."""
 
     def when_open(self) -> Future[None] | None:
-        """Return a future that resolves once the engine's memory is open, or fails with the reason; None if it is
-        open."""
+        """Return a future that resolves once the engine's memory is open, or fails with the reason; None if it is."""
         return None
 
     def when_closed(self) -> Future[None] | None:
@@ -502,8 +499,7 @@ class ServerContext(ABC):
         return None
 
     def failure(self) -> KVFrameworkError | None:
-        """Return the error that makes all copies impossible, so that the instance must register again; None for
-        none."""
+        """Return the error that makes all copies impossible, so that the instance must register again, or None."""
         return None
 
 

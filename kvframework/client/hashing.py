@@ -46,8 +46,7 @@ def packed_behind(rest: array.array[int], token_ids: Sequence[int]) -> array.arr
 
 @functools.cache
 def _kernel() -> _Pack | None:
-    """Return the kernel (`native/token_ids.c`), None if it was not built or does not know this interpreter's
-    integers."""
+    """Return the kernel (`native/token_ids.c`), None if it was not built or does not know these integers."""
     # Integers have their count of digits at byte 16 and digits of 30 bits from byte 24 on, and lists the address of
     # their items there. Debug builds and those without a GIL have larger objects.
     if not (
@@ -217,8 +216,7 @@ class RequestHashes:
         self._rest = tokens[whole:]
 
     def digests(self, end: int) -> bytes:
-        """Return the packed digests of the chunks before `end`. Raises `BadRange` for no boundary, or one not
-        hashed."""
+        """Return the packed digests of the chunks before `end`. Raises `BadRange` for no hashed boundary."""
         if end % self.chunk_tokens or not 0 <= end <= self.hashed_tokens:
             raise BadRange(
                 f"end is {end}",

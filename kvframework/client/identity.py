@@ -293,11 +293,8 @@ def fingerprint(files: Sequence[Path]) -> str:
 def changed_since(files: Sequence[Path], started: float) -> list[Path]:
     """The files that were written, or that a link came to name, after `started`, seconds since the epoch. Files of a
     hub's cache are written once, often by this engine's own download, and count as unchanged. Raises `OSError`."""
-    return [path for path in files if not _is_hubs(path) and _changed_at(path) > started]
-
-
-def _is_hubs(path: Path) -> bool:
-    return path.is_symlink() and path.resolve().parent.name == "blobs"
+    hubs = {path for path in files if path.is_symlink() and path.resolve().parent.name == "blobs"}
+    return [path for path in files if path not in hubs and _changed_at(path) > started]
 
 
 def _changed_at(path: Path) -> float:

@@ -172,8 +172,7 @@ class SchedulerAdapter:
         self._client.free_soon(*(each.lease for each in result.take_grants()))
 
     def release_ticket(self, ticket: str) -> None:
-        """Free a ticket, also of a plugin's request. Never blocks, never raises, also in callbacks of the
-        connection."""
+        """Free a ticket, also of a plugin's request. Never blocks, never raises, also in callbacks."""
         if ticket and self._client.has(SINCE_0_3):
             self._client.free_soon(ticket)
         elif ticket:

@@ -157,8 +157,7 @@ class ServerSession:
 
     @property
     def plugins(self) -> PluginRegistry:
-        """The plugins of this process; if the constructor got none they are found at the first use, which reads
-        files."""
+        """The plugins of this process; if the constructor got none, found at the first use, which reads files."""
         with self._finding_plugins:
             if self._plugins is None:
                 self._plugins = PluginRegistry()
@@ -205,8 +204,7 @@ class ServerSession:
         )
 
     def when_up(self, callback: Callable[[], None]) -> None:
-        """Register a callback for all further handshakes: it runs in the connection's thread, before others may
-        call."""
+        """Register a callback for all further handshakes: it runs in the connection's thread, before others call."""
         self._on_up.append(callback)
 
     def forget(self, callback: Callable[[], None]) -> None:
@@ -265,8 +263,7 @@ class ServerSession:
         self._connection.begin(name, payload, timeout=self.deadlines.of(name), urgent=True)
 
     def free_soon(self, *tickets: str) -> None:
-        """Free tickets, and leases of grants, with the next LOOKUP or PING, ahead of the next store, if the server
-        can."""
+        """Free tickets, and leases of grants, with the next LOOKUP or PING, ahead of a store, if the server can."""
         self._connection.reports.free(tickets)
 
     def take_freed(self) -> tuple[str, ...]:

@@ -121,8 +121,7 @@ class ShardedLayout(Layout):
 
 
 def shards_of(declared: KVLayout, desc: MemoryLayoutDesc, part: ModelPart, *, tp_lcm: int, pp_lcm: int) -> Shards:
-    """Return the shards of an instance. Raises `BadLayout`, with the reason, for what is not known to be whole
-    shards."""
+    """Return the shards of an instance. Raises `BadLayout`, with the reason, for what may not be whole shards."""
     heads, size, rank = part.kv_heads, part.tp_size, part.tp_rank
     if heads < 1 or not 0 <= rank < size:
         raise _refused(f"{heads} KV heads, rank {rank} of {size}")

@@ -96,8 +96,7 @@ class WorkerAdapter(InstanceIdentity):
         return self._instance.registered.own if self._instance else None
 
     def scheduler(self) -> SchedulerAdapter:
-        """Return the lookups for all ranks of this model, through this client. Raises `NotRegistered` before a
-        registration."""
+        """Return the lookups for all ranks of this model. Raises `NotRegistered` before a registration."""
         registered = self._registered()
         return SchedulerAdapter(
             self.client,

@@ -23,8 +23,7 @@ MAX_UID = (1 << 32) - 2  # the last one means "no change" to the kernel
 
 
 def keeper_path(endpoint: str) -> str:
-    """The path with which the sockets of an endpoint's `kvframework hold` begin; "": the default one. Raises
-    `EndpointError`."""
+    """The beginning of the paths of an endpoint's `kvframework hold`; "": the default one. Raises `EndpointError`."""
     parsed = parse_endpoint(endpoint or default_endpoint())
     return parsed.path if parsed.kind == "ipc" else str(default_directory() / f"tcp-{parsed.port}")
 

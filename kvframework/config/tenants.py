@@ -76,8 +76,7 @@ def bytes_of_tenants(tenants: Sequence[TenantConfig], capacity: int) -> list[tup
 
 
 def shares_of_tenants(tenants: Sequence[TenantConfig]) -> tuple[list[float], list[float]]:
-    """Return the least and most share of any capacity by a tenant's number, 0: no name. Sizes are of L1, and no
-    shares."""
+    """Return the least and most share of any capacity by a tenant's number, 0: no name. Sizes, of L1, are none."""
     least, most = [0.0], [1.0]
     for tenant in tenants:
         for name, shares, without in (("min", least, 0.0), ("max", most, 1.0)):

@@ -40,8 +40,7 @@ class Checkup(msgspec.Struct, frozen=True):
 
 
 def examine(path: Path | None = None, overrides: Iterable[str] = ()) -> Checkup:
-    """Run all checks. Blocks for `CHECK_S` seconds a check at most; a configuration that cannot be read is a
-    finding."""
+    """Run all checks. Blocks for `CHECK_S` seconds a check at most; an unreadable configuration is a finding."""
     findings: list[Finding] = []
     config: Config | None = None
     try:

@@ -1,6 +1,5 @@
 """The checks of the plugins in the configuration: each table in its own process, so that no plugin can block or end the
-checks of others. It reads its request from standard input, and reports a `Finding` a line to the descriptor
-`argv[1]`."""
+checks of others. It reads its request from standard input, and writes a `Finding` a line to descriptor `argv[1]`."""
 
 from __future__ import annotations
 

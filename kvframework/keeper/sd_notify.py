@@ -149,8 +149,7 @@ class Keeper:
         self._socket.sendmsg([store_note(name)], [rights], 0, self._address)
 
     def remove(self, name: str) -> None:
-        """Have the keeper close what it has under the name: its share of the memory is free some time later. Raises as
-        `store` does."""
+        """Have the keeper close what it has under the name: its memory is free some time later. Raises as `store`."""
         self._send(remove_note(name))
 
     def ready(self) -> None:
@@ -158,8 +157,7 @@ class Keeper:
         self._send(b"READY=1")
 
     def stopping(self) -> None:
-        """Tell the keeper that this process ends since nobody needs it: `kvframework hold` ends, too. Raises
-        `OSError`."""
+        """Tell the keeper that this process ends, as nobody needs it: so does `hold`. Raises `OSError`."""
         self._send(b"STOPPING=1")
 
     def close(self) -> None:

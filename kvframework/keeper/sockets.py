@@ -48,8 +48,7 @@ def locked(base: str) -> Iterator[None]:
 
 
 def heard_signals(numbers: Sequence[signal.Signals]) -> socket.socket:
-    """Return a socket that gets a byte, its number, for each of these signals from now on, and never blocks. In the
-    main thread."""
+    """Return a socket that gets a byte, its number, for each of these signals from now on. In the main thread."""
     heard, written = socket.socketpair()
     for end in (heard, written):
         end.setblocking(False)

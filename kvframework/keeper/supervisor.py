@@ -52,8 +52,7 @@ _ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 class Lines:
-    """Writes lines to standard error in the form of the server's log, "human" or "json". A reader that does not read
-    loses them."""
+    """Writes lines to standard error in the form of the server's log. A reader that does not read loses them."""
 
     def __init__(self, form: str) -> None:
         self._json, self._fd = form == "json", _STDERR
@@ -92,8 +91,7 @@ class Server(Life):
 
 def start_server(command: Sequence[str], environ: Mapping[str, str], kept: Mapping[str, int], notify_path: str) -> int:
     """Start `command` with duplicates of the kept descriptors, and return its process id. It has a session of its own,
-    so that a terminal's Ctrl-C reaches it through its keeper alone. Only for a process with one thread. Raises
-    `OSError`."""
+    so that a terminal's Ctrl-C reaches it by its keeper alone. For a process with one thread. Raises `OSError`."""
     # A signal for the new process waits until it has its default effect there.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:

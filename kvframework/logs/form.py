@@ -155,7 +155,7 @@ def recent_lines() -> list[str]:
 
 
 def end_logging() -> None:
-    """Write all records logged so far, within `log_queue.FLUSH_S`; later prints go to the original streams."""
+    """Write all records logged so far, within `FLUSH_S`; later prints go to the original streams."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, PrintedLines):
             stream.end_line()
@@ -165,8 +165,7 @@ def end_logging() -> None:
 
 
 def chosen_log() -> LogForm | None:
-    """The configured form of this process, for the processes that it starts; None: the application configured
-    logging."""
+    """The configured form of this process, for those that it starts; None: the application configured logging."""
     return _chosen
 
 

@@ -1,5 +1,4 @@
-"""How often something is said: a failure that repeats a thousand times a second must not fill a disk. Any process, any
-thread."""
+"""How often something is said: a failure that repeats a thousand times a second must not fill a disk. Thread-safe."""
 
 from __future__ import annotations
 

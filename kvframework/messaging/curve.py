@@ -84,8 +84,7 @@ class AdmittedClients:
 
 class ZapHandler:
     """What libzmq asks at every CURVE handshake: admits the clients whose keys are listed. Must be made before the
-    socket that it guards, and closed after it. Not `zmq.auth`, which needs a thread or a loop, and reads the clients
-    once."""
+    socket that it guards, and closed after it. Not `zmq.auth`, which needs a thread or a loop, and reads keys once."""
 
     def __init__(self, context: zmq.Context[Any], admitted: AdmittedClients, counters: dict[str, int]) -> None:
         self._admitted = admitted

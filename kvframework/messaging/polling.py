@@ -139,8 +139,7 @@ def as_out_of_resources(error: Exception) -> OutOfResources | None:
 
 def need(*, descriptors: int, threads: int = 0) -> None:
     """Raise `OutOfResources` if fewer descriptors are left, `RuntimeError` if fewer threads. Descriptors are only
-    counted, so that no other thread lacks them meanwhile; threads are started and end at once: no count covers all
-    limits."""
+    counted, so that no other thread lacks them meanwhile; threads are started: no count covers all limits."""
     limit = descriptor_limit()
     if limit - descriptors_in_use() < descriptors:
         raise OutOfResources(f"fewer than {descriptors} of this process's {limit} descriptors are free", hint=_LIMITS)

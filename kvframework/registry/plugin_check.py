@@ -59,8 +59,7 @@ def _wrong_api(title: str, version: str) -> PluginWrongApi:
 
 
 def release_wanted(distribution: str) -> str:
-    """Return the range of releases that an installed distribution asks for if this one is not in it, else "".
-    Blocking."""
+    """Return the releases that an installed distribution asks for if this is none of them, else "". Blocking."""
     if distribution == _OURS:
         return ""
     try:
@@ -81,8 +80,7 @@ def check_release(distribution: str, title: str) -> None:
 
 
 def _admits(wanted: str, present: str) -> bool:
-    """Whether a range has a version. A development version counts as its release; what is no plain clause admits
-    all."""
+    """Whether a range has a version. A development version counts as its release; other clauses admit all."""
     return all(_fits(match, present) for clause in wanted.split(",") if (match := _CLAUSE.fullmatch(clause)))
 
 

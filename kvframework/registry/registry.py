@@ -143,7 +143,7 @@ class PluginRegistry:
         return sorted({offer.name for offer in self._offers if offer.kind == kind and _same_major(offer)})
 
     def list(self, *, probe: bool = False) -> builtins.list[PluginInfo]:
-        """Everything that is installed or registered; with `probe` each is imported and probed. A plugin's error is its
+        """All that is installed or registered; with `probe` each is imported and probed. A plugin's error is a
         status."""
         return [self._info(offer, probe) for offer in self._listed()]
 

@@ -184,8 +184,7 @@ def server_terms(config: Config) -> ServerTerms:
 
 
 def check_config(config: Config, registry: PluginRegistry) -> None:
-    """Resolve every configured plugin and validate its options. Blocking. Raises `PluginError` or
-    `ConfigFieldError`."""
+    """Check every configured plugin and its options. Blocking. Raises `PluginError`, `ConfigFieldError`."""
     codec_tables(config)
     for table, descriptor in named_tables(config):
         resolve_table(registry, table, descriptor)

@@ -99,8 +99,7 @@ class Listeners:
             each.thread.start()
 
     def stop(self, *, handed_over: bool) -> None:
-        """End the records; `handed_over`: the next server has L1. Waits for them, `STOP_S` seconds at most.
-        Idempotent."""
+        """End the records; `handed_over`: the next server has L1. Waits `STOP_S` seconds at most. Idempotent."""
         for each in self._running:
             each.reader.end(handed_over=handed_over)
         until = time.monotonic() + STOP_S

@@ -271,8 +271,7 @@ class Lookups:
     def _hold(
         self, answer: Answer, owner: int, wait_s: float, *, opens: bool = False, more_than: int = -1
     ) -> Future[Message] | None:
-        """Return a future of a later answer, in `wait_s` at most; None if this one is enough. Under the storage
-        lock."""
+        """Return a future of a later answer, within `wait_s`; None if this one is enough. Under the storage lock."""
         if not wait_s or not answer.pending:
             return None
         wait = Wait(Promise(), owner, answer.ticket, self._clock() + wait_s, opens, more_than)

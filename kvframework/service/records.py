@@ -139,7 +139,7 @@ class RequestLog:
         )
 
     def count(self, most: int | None = None) -> bool:
-        """Have `most` waiting records counted; False if none is left. Blocks for 3 us a record, without the storage
+        """Have `most` waiting records counted; False if none is left. Blocks 3 us a record, outside the storage
         lock."""
         with self._counting:
             batch = self._reader.take()

@@ -270,8 +270,7 @@ class Registrations:
                     )
 
     def _check_shards(self, context: RegisteredContext) -> None:
-        """Check that the layout has equal canonical groups for each rank held. Raises `NamespaceMismatch`,
-        `BadLayout`."""
+        """Check that each rank held has equal canonical groups. Raises `NamespaceMismatch`, `BadLayout`."""
         held = context.held
         if not held:
             return

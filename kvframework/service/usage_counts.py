@@ -33,10 +33,9 @@ class HotPrefixes:
     """The prefixes that are asked for most, by their first chunk: a space-saving sketch. `model_of` names the model of
     a namespace. One thread counts, any may ask for the `status`.
 
-    Between two cuts it counts every prefix that it meets, exactly; a cut keeps those with a larger count than the
-    `ENTRIES` largest have at least: this is the floor, as no prefix that is forgotten can have been asked for more
-    often. A prefix that comes (again) starts there, and the floor is its error. No count is too small, or too large by
-    more.
+    Between two cuts it counts every prefix exactly; a cut keeps those with a larger count than the `ENTRIES` largest
+    have at least: this is the floor, as no prefix that is forgotten can have been asked for more often. A prefix that
+    comes (again) starts there, and the floor is its error. No count is too small, or too large by more.
 
     A prefix is shown as a hash of its digest, keyed for this start, which says nothing of the tokens."""
 

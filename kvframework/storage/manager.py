@@ -53,9 +53,8 @@ class StorageManager:
         """Drop the objects, of one model or all, present at the call that are unused at their turn.
 
         Objects stored meanwhile stay, even under the name of a dropped one. Blocks, but not other callers: takes the
-        lock for some hundred objects at a time. With `l2` also deletes, in every tier, the dropped objects and all that
-        the tier lists; raises `TierError`, after all were asked, if one failed. Raises `RequestError` for an unknown
-        model.
+        lock for some hundred objects at a time. With `l2` deletes these, and all that a tier lists, in every tier;
+        raises `TierError`, after all were asked, if one failed. Raises `RequestError` for an unknown model.
         """
         if model and l2:
             try:
@@ -96,8 +95,7 @@ class StorageManager:
 
     @property
     def at_rest(self) -> bool:
-        """Whether nothing is left to do in the background: no write to L2 waits, no load is under way, and L1 is below
-        its watermark."""
+        """Whether no write to L2 waits, no load is under way, and L1 is below its watermark."""
         return not self.table.is_full and self.tiers.at_rest
 
     def status(self) -> dict[str, object]:

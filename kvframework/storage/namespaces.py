@@ -194,16 +194,14 @@ class NamespaceRecords:
         return self._orders.get(namespace, _NATURAL)
 
     def order(self, namespace: bytes, rank: int | None, order: bytes) -> None:
-        """Set the order of the layers of a rank (None: of all), of a known namespace. Objects in another order are
-        found no more."""
+        """Set the order of layers of a rank (None: all) of a known namespace. Objects in another one are not found."""
         with self._lock:
             orders = {} if rank is None else {**self.orders(namespace), rank: order}
             self._orders[namespace] = {rank: order for rank, order in orders.items() if order}
             self._keep(namespace)
 
     def add(self, namespace: bytes, record: NamespaceRecord, *, learned: bool = False) -> None:
-        """Add a record. Raises `NamespaceMismatch` for another meaning of a known namespace, `RequestError` for too
-        long a record.
+        """Add a record. Raises `NamespaceMismatch` for another meaning of a known one, `RequestError` for a long one.
 
         `learned` means that the record came from L2, where any client may write: a registration overrides it.
         """

@@ -46,8 +46,7 @@ class Keeper(Protocol):
     def lasts(self) -> bool: ...
 
     def kept(self, names: Collection[str]) -> dict[str, int]:
-        """Return the descriptors of these names that it held at the start of this process, the caller's; others are
-        closed."""
+        """Return the descriptors of these names that it held when this process began; others are closed."""
 
     def store(self, name: str, fd: int) -> None:
         """Have it hold a copy of a descriptor."""

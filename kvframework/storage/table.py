@@ -325,8 +325,7 @@ class Table(ObjectTable):
     def reserve_load(
         self, key: PackedKey, nbytes: int, prompt: PromptPart, client: int
     ) -> tuple[str, memoryview] | None:
-        """Return a place to load one object into, for a client; None if it is present or being written, or for lack of
-        room."""
+        """Return a client's place to load an object into; None if it is present or being written, or without room."""
         result = self.reserve([(key, nbytes)], owner=INTERNAL_OWNER, payer=client, use="load", prompt=prompt)
         if result.lease is None:
             return None

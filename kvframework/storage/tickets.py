@@ -271,8 +271,7 @@ class LookupTickets:
         (self.on_growth if loads else self.on_change)(ticket.id)
 
     def _pin(self, ticket: Ticket, wanted: Wanted, *, use: bool = True) -> int:
-        """Pin the present hit in L1, in place of the ticket's former pins; return its chunks. While it grows that is no
-        `use`."""
+        """Pin the hit in L1, in place of the ticket's former pins; return its chunks. No `use` while it grows."""
         hit, objects = wanted.find(self.storage.table.row)
         lease_id = ""
         if hit:

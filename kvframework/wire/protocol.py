@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import kvframework
 from kvframework.api.keys import compute_namespace
-from kvframework.api.layout import KVLayout, LayerGroup, MemoryLayoutDesc, canonical_desc
+from kvframework.api.layout import KVLayout, LayerGroup, canonical_desc
 from kvframework.api.requests import RequestSpec
 from kvframework.errors import ConfigFieldError, VersionMismatch
 from kvframework.wire import messages as m
@@ -202,16 +202,11 @@ def non_gpu_layout(payload: RegisterNonGpuContextPayload) -> KVLayout:
     return KVLayout("canonical", (group,))
 
 
-def non_gpu_desc(payload: RegisterNonGpuContextPayload, chunk_size: int) -> MemoryLayoutDesc:
-    """The memory layout of objects. Raises `BadLayout` / `BadDtype`."""
-    return canonical_desc(non_gpu_layout(payload), chunk_size)
-
-
 def non_gpu_namespace(payload: RegisterNonGpuContextPayload, hasher_fingerprint: str, chunk_size: int) -> bytes:
-    """The 16-byte namespace. `chunk_size` is the server's configured one, as in HELLO's reply."""
+    """The 16-byte namespace. `chunk_size`: as in HELLO's reply. Raises `BadLayout` and `BadDtype`."""
     return compute_namespace(
         model=payload.model_name,
-        desc=non_gpu_desc(payload, chunk_size),
+        desc=canonical_desc(non_gpu_layout(payload), chunk_size),
         hasher_fingerprint=hasher_fingerprint,
         world_size=payload.world_size,
     )

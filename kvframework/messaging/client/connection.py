@@ -197,9 +197,8 @@ class Connection:
         response grants. `cancel()` sends CANCEL; the future then resolves with the server's answer to the request. Big
         buffers are sent without a copy: they must stay unchanged until an answer.
 
-        `bulk` sends it over the session's second socket, for big frames, and blocks for a handshake when there is none
-        yet. After a timeout there all its requests in flight fail. ZMQ may still read their buffers: never write to
-        these again.
+        `bulk` sends it over the session's second socket, for big frames, and blocks for its handshake at first. After a
+        timeout there all its requests in flight fail. ZMQ may still read their buffers: never write to these again.
         """
         try:
             spec = self._spec(name)
@@ -209,8 +208,7 @@ class Connection:
         return link.begin(spec, payload, buffers, timeout=timeout, turn=turn, on_late=on_late)
 
     def post(self, name: str, payload: Message) -> bool:
-        """Send one of `ONE_WAY_REQUESTS` to a server of 0.3 or later, without an answer. False if it was not sent.
-        Never blocks."""
+        """Send one of `ONE_WAY_REQUESTS` to a server of 0.3 or later. False if it was not sent. Never blocks."""
         try:
             return self._usable(urgent=True).post(self._spec(name), payload)
         except ServerGone:
@@ -456,8 +454,7 @@ def _linked(dealer: frames_io.Socket, boot_id: bytes) -> Link:
 
 
 def _accepted(dealer: frames_io.Socket, envelope: Envelope, hello: Hello) -> HelloReply:
-    """Return the server's answer to HELLO, after a GOODBYE if this client cannot use it. Raises its refusal, and
-    `ProtocolError`."""
+    """Return the answer to HELLO, with a GOODBYE if this client cannot use it. Raises a refusal and `ProtocolError`."""
     if envelope.type == ERROR_TYPE:
         raise error_from(decode(envelope.payload, ErrorPayload, where="HELLO"))
     try:

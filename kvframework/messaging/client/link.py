@@ -301,8 +301,7 @@ class Link:
         return True
 
     def say_goodbye(self, why: KVFrameworkError | None = None) -> None:
-        """Report losses to the server, the end if it would not notice, and `why` this client cannot use it. Waits a
-        moment."""
+        """Report losses to the server, the end if it would not notice, and `why` it cannot be used. Waits a moment."""
         ping = self._reports.ping()
         with contextlib.suppress(KVFrameworkError):
             if ping != Ping():

@@ -105,12 +105,10 @@ class Watch:
 
 
 class Reports:
-    """What the PINGs of a client's sessions carry: losses, and tickets to free. Thread-safe, also for signals'
-    handlers.
+    """What the PINGs of a client's sessions carry: losses, and tickets to free. Safe in threads and signal handlers.
 
     Losses are failed calls by error code and kind. A PING has the totals of its session, unless an answered one had the
-    same: a repeated one counts once. Tickets go along with a LOOKUP or a PING, and no caller waits; they end with the
-    session.
+    same: a repeated one counts once. Tickets go along with a LOOKUP or a PING, and end with the session.
     """
 
     def __init__(self) -> None:
@@ -155,8 +153,7 @@ class Reports:
             self._freed.extend(tickets)
 
     def take_freed(self) -> tuple[str, ...]:
-        """Remove and return the next tickets, `MAX_FREED` at most, oldest first. What cannot be sent comes back by
-        `free`."""
+        """Take the next tickets, `MAX_FREED` at most, oldest first. What cannot be sent comes back by `free`."""
         if not self._freed:
             return ()
         with self._lock:

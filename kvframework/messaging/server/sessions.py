@@ -99,8 +99,7 @@ class SessionTable:
         return list(self._by_token.values())
 
     def open(self, identity: bytes, hello: Hello, *, remote: bool = False) -> ClientSession:
-        """Open a session for this routing id. Raises `ServerFull` if the table is full, of which local clients have
-        half."""
+        """Open a session for this routing id. Raises `ServerFull` if the table is full; local clients have half."""
         if identity in self._by_identity:
             raise ProtocolError("this connection has already sent HELLO")
         taken, most = (self._remote, self._max // 2) if remote else (len(self._by_token), self._max)

@@ -256,8 +256,7 @@ class ListenerDoors:
         self._doors: list[Door] = []
 
     def admit(self, peers: bool) -> None:
-        """Let new peers in, or keep them out: each connection is a descriptor, and libzmq ends a process without
-        any."""
+        """Let new peers in, or keep them out: each is a descriptor, and libzmq ends a process without any."""
         with self._lock:
             self._open = peers
             for door in self._doors:

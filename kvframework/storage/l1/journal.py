@@ -327,8 +327,7 @@ def writer_of(generation: int, session: int) -> int:
 
 
 def description_for(fd: int, writer: int) -> int:
-    """Return the caller's descriptor of the arena for a client: while it or a mapping exists, `may_write`. Raises
-    `OSError`."""
+    """Return the caller's descriptor of the arena for a client: while that is open, `may_write`. Raises `OSError`."""
     own = own_description(fd)
     try:
         _lock(own, fcntl.F_OFD_SETLK, fcntl.F_RDLCK, writer)

@@ -1,7 +1,6 @@
 """The object table: the place of each object in the arena, its writer, and its pins.
 
-Pure bookkeeping, no I/O. Thread-safe: each public call takes `lock`, for microseconds. Invariants, tested against a
-model:
+Pure bookkeeping, no I/O. Thread-safe: public calls take `lock`, for microseconds. Invariants, tested against a model:
 
 * Only committed objects are readable; reserved ranges never are.
 * A range has one owner: a free range, a write lease, or one readable object.
@@ -227,8 +226,7 @@ class ObjectTable(Places):
 
     @locked
     def commit(self, lease_id: str, *, owner: int) -> list[StoredObject]:
-        """Publish a lease's objects and end it; an expired one frees its ranges and publishes nothing: []. Raises
-        `LeaseUnknown`."""
+        """Publish a lease's objects and end it; an expired one only frees its ranges: []. Raises `LeaseUnknown`."""
         now = self._now = self.clock()
         lease = self._leases.write(lease_id, owner)
         if now >= lease.deadline:
@@ -373,8 +371,7 @@ class ObjectTable(Places):
 
     @locked
     def pin_again(self, lease_id: str, indices: Sequence[int], *, owner: int) -> PinLease:
-        """Pin for the server itself objects that the client `owner` has pinned. Counts as no use. Raises
-        `LeaseUnknown`."""
+        """Pin for the server objects pinned by the client `owner`, which is no use. Raises `LeaseUnknown`."""
         pinned = self.pinned(lease_id, owner=owner)
         return self.pin_objects([pinned[index] for index in indices], owner=INTERNAL_OWNER, use=None, asked_by=owner)
 

@@ -242,8 +242,7 @@ class Loader:
                 yield from self._load_from(task, other, again)
 
     def _fetch(self, task: LoadTask, store: L2Store, batch: Sequence[int]) -> tuple[set[int], list[int]]:
-        """Load and pin the objects for which there is a place; return the indices of the loaded ones, and of those
-        without."""
+        """Load and pin the objects with a place; return the indices of the loaded ones, and of the others."""
         places: list[tuple[int, str, memoryview]] = []
         good: list[bool] = []
         elsewhere: list[int] = []

@@ -83,8 +83,7 @@ class Watermarks:
     low: float = 0.85
 
     def excess(self, usage: TierUsage, sizes: Iterable[int]) -> int:
-        """Return the bytes to delete before values of `sizes` are written, 0 if there is space. Too large values are
-        ignored."""
+        """Return the bytes to delete before values of `sizes` are written, 0 if none. Too large values are ignored."""
         high = self.high * usage.capacity_bytes
         wanted = usage.used_bytes + sum(nbytes for nbytes in sizes if nbytes <= high)
         return max(wanted - int(self.low * usage.capacity_bytes), 0) if wanted > high else 0
@@ -92,9 +91,8 @@ class Watermarks:
 
 @dataclass(frozen=True)
 class Shares:
-    """The shares of a tier's capacity by the numbers of tenants, 0 for all without a name: what others do not take from
-    each as long as they have something to give, and the most that each keeps once space is made. `tenant_of` numbers a
-    key."""
+    """The shares of a tier's capacity by number of tenant, 0 for all without a name: what others do not take from each
+    while they have something to give, and the most that each keeps once space is made. `tenant_of` numbers a key."""
 
     tenant_of: Callable[[PackedKey], int] = lambda _key: 0
     least: Sequence[float] = (0.0,)

@@ -41,8 +41,7 @@ class Breaker:
         self.since = 0.0
 
     def allow(self, now: float) -> int | None:
-        """Return None if no call may be tried now; else a number for `succeeded`, `undecided` or `failed` at the
-        end."""
+        """Return None if no call may be tried now; else a number for `succeeded`, `undecided` or `failed` then."""
         if self.state != "closed":
             if self._backoff.left(now) or self._probing:
                 return None
@@ -190,8 +189,7 @@ class TierCalls:
             return max(self._circuit_of[name].wait_s(now) for name in names)
 
     def probe_s(self) -> float:
-        """Return the seconds until a ping may show whether the tier answers reads again; infinite while it does, and
-        once closed."""
+        """Return the seconds until a ping may show whether the tier answers reads again; infinite if none is due."""
         with self._lock:
             circuit = self._circuit_of["ping"]
             return math.inf if self._closed or circuit.state == "closed" else circuit.wait_s(self._clock())

@@ -202,8 +202,7 @@ class Tiers:
             writer.removed(key)
 
     def clear(self, dropped: Mapping[PackedKey, int], wanted: Callable[[PackedKey], bool]) -> tuple[int, int]:
-        """Clear every tier, see `L2Store.clear`: (values deleted, their bytes). Blocking; raises `TierError` in the end
-        if one failed."""
+        """Clear every tier: (values deleted, their bytes). Blocking; raises `TierError` in the end if one failed."""
         failures: list[TierError] = []
         values = nbytes = 0
         for store in self.stores:

@@ -164,8 +164,7 @@ class WriteQueue:
             self._lost([key])
 
     def take(self, now: float) -> Batch:
-        """Return the next batch, a fair share of what waits for each of the writers; its keys count as sent until
-        settled."""
+        """Return the next batch, one writer's fair share of what waits; its keys count as sent until settled."""
         for key in [key for key, due in self._refused.items() if due <= now]:
             del self._refused[key]
             self._waiting[key] = None
