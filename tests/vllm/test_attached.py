@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvf_vllm.attach import AttachedInstance
-from kvf_vllm.canonical import CanonicalBlocks, LayerForm
-from kvf_vllm.layouts import BlockForm, GroupFacts, Handover, OpaqueBlocks, block_tensors
+from kvf_vllm.canonical import BlockForm, CanonicalBlocks, LayerForm
+from kvf_vllm.layouts import GroupFacts, Handover, OpaqueBlocks, block_tensors
 from kvf_vllm.lookups import ServerLookups
 from kvf_vllm.options import VllmOptions
 from kvf_vllm.scheduler import SchedulerSide

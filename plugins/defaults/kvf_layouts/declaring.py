@@ -135,15 +135,6 @@ class TensorGroup:
         }
         return same_size(sizes, "the number of blocks")
 
-    def one_stride(self) -> tuple[int, ...]:
-        """The strides of all layers; () if they differ, since a declaration holds one set."""
-        return next(iter(self.strides)) if len(self.strides) == 1 else ()
-
-
-def dtype_name(tensor: torch.Tensor) -> str:
-    """torch's name of the dtype without `torch.`."""
-    return str(tensor.dtype).removeprefix("torch.")
-
 
 def plane_tensors(name: str, tensors: LayerTensors) -> Sequence[torch.Tensor]:
     """The tensors of one layer as a sequence: one tensor, or a tensor per plane. Raises `BadLayout`."""
@@ -188,7 +179,7 @@ def _parts(layer: SeenLayer) -> list[tuple[Signature, Sequence[torch.Tensor]]]:
     """One part if all planes have the same heads, head size and dtype, else one part for each plane."""
 
     def signature(view: torch.Tensor, count: int, role: str) -> Signature:
-        return Signature(layer.rule, count, view.shape[2], view.shape[3], dtype_name(view), role)
+        return Signature(layer.rule, count, view.shape[2], view.shape[3], str(view.dtype).removeprefix("torch."), role)
 
     together = {signature(view, len(layer.planes), "all planes") for view in layer.planes}
     if len(together) == 1:
@@ -260,7 +251,8 @@ def declare(
                 dtype=signature.dtype,
                 planes=signature.planes,
                 axes=axes(rule),
-                strides=group.one_stride() if stable else (),
+                # A declaration holds one set.
+                strides=next(iter(group.strides)) if stable and len(group.strides) == 1 else (),
                 window=rule.window,
                 compress_ratio=rule.compress_ratio if isinstance(rule, PagedRule) and not rule.state else 1,
                 layer_names=tuple(group.names),

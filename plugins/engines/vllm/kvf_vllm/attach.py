@@ -8,7 +8,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvf_vllm.layouts import BlockForm, GroupFacts, group_of_each
+from kvf_vllm.canonical import BlockForm
+from kvf_vllm.layouts import GroupFacts, group_of_each
 from kvf_vllm.options import VllmOptions
 from kvf_vllm.step_messages import GroupBlocks, Served, TransferOp
 from kvframework.api.futures import Future, Promise

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvf_vllm.layouts import NULL_BLOCK, GroupFacts, block_tensors, group_rules
+from kvf_vllm.layouts import NULL_BLOCK, GroupFacts, OpaqueBlocks, block_tensors, group_rules
 from kvframework.api.layout import LayerTensors
 from kvframework.errors import BadLayout
 
@@ -117,6 +117,9 @@ class CanonicalBlocks:
                 raise _refused(f"its tensor has the shape {tuple(tensor.shape)}, not {shape}", name)
             found[name] = _EXACT[form.backend, form.isa].planes(tensor, form.head_size)
         return found
+
+
+BlockForm = OpaqueBlocks | CanonicalBlocks
 
 
 def _check(name: str, form: LayerForm) -> None:

@@ -36,7 +36,7 @@ except ImportError:  # vLLM before 0.32 does not ask for the source of hits
 
 from kvf_vllm.adapters import AdapterNames, LoadedAdapters
 from kvf_vllm.attach import AttachedInstance
-from kvf_vllm.canonical import CanonicalBlocks, prove_planes
+from kvf_vllm.canonical import BlockForm, CanonicalBlocks, prove_planes
 from kvf_vllm.events import BlocksRemoved, BlocksStored
 from kvf_vllm.facts import (
     check_parallel,
@@ -50,7 +50,7 @@ from kvf_vllm.facts import (
     why_unread,
 )
 from kvf_vllm.identity import Named, identify
-from kvf_vllm.layouts import BlockForm, GroupFacts, OpaqueBlocks, only_between_steps
+from kvf_vllm.layouts import GroupFacts, OpaqueBlocks, only_between_steps
 from kvf_vllm.lookups import ServerLookups
 from kvf_vllm.metrics import Counted, Shown
 from kvf_vllm.options import VllmOptions, caches_adapters_by_path, check_version, parse_options

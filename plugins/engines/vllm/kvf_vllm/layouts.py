@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from kvf_vllm.step_messages import GroupBlocks
 from kvframework.api.layout import NO_BLOCK, KVLayout, LayerTensors
@@ -38,27 +38,10 @@ class GroupFacts:
     state: bool = False
 
 
-class BlockForm(Protocol):
-    """The form of blocks as objects: the layout plugin's name, the packing in the namespace, and the plugin's input."""
-
-    @property
-    def layout(self) -> str: ...
-
-    @property
-    def packing(self) -> str: ...
-
-    def options(self, groups: Sequence[GroupFacts]) -> dict[str, object]:
-        """The layout plugin's options."""
-
-    def tensors(
-        self, groups: Sequence[GroupFacts], kv_caches: Mapping[str, torch.Tensor], num_blocks: int
-    ) -> dict[str, LayerTensors]:
-        """Views of vLLM's tensors as the layout plugin takes them. Raises `BadLayout`."""
-
-
 @dataclass(frozen=True)
 class OpaqueBlocks:
-    """Blocks in the form in which vLLM keeps them in memory."""
+    """Blocks in the form in which vLLM keeps them in memory. `packing` is part of the namespace, `layout` the name of
+    the layout plugin, `options` and `tensors` are its input."""
 
     packing: str
     layout: str = "opaque"

@@ -71,9 +71,7 @@ _STATUSES = {
 # What is looked for in a text without a status, first of all that fits: (words, fact, hint).
 _WORDS = (
     ("External AWS credential provider", "there are no credentials in the file", "see profile and credentials_file"),
-    ("169.254.", "there are no credentials, and the machine has no role", _KEYS),
     ("/latest/api/token", "there are no credentials, and the machine has no role", _KEYS),
-    ("metadata.google.internal", "there are no credentials, and the machine has no role", _KEYS),
     ("BadScheme", "endpoint is http://, and the library allows https only", ""),
     ("InvalidCertificate", "the certificate of the store is not trusted", "set tls_ca"),
     ("UnknownIssuer", "the certificate of the store is not trusted", "set tls_ca"),

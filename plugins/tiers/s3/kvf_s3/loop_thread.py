@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from kvf_s3.failures import CLOSED, LATE, Failure, understood
@@ -89,7 +89,10 @@ async def ask_each(
     """The answer of `ask` for each index of `keys`; for what has no answer by the deadline a `Failure`. Ends shortly
     after the deadline, when every request that was cancelled has ended."""
     answers: list[R | Failure] = [LATE] * len(keys)
-    waiting = _by_key(keys)
+    of_key: dict[PackedKey, list[int]] = {}
+    for index, key in enumerate(keys):
+        of_key.setdefault(key, []).append(index)
+    waiting = iter(of_key.values())
 
     async def work() -> None:
         for indices in waiting:
@@ -101,18 +104,13 @@ async def ask_each(
 
     workers = [asyncio.ensure_future(work()) for _ in range(min(at_once, len(keys)))]
     try:
-        await end_by(workers, deadline)
+        if workers:
+            await asyncio.wait(workers, timeout=max(deadline - asyncio.get_running_loop().time(), 0.0))
     finally:
         for worker in workers:
             worker.cancel()
         await asyncio.gather(*workers, return_exceptions=True)
     return answers
-
-
-async def end_by(tasks: Sequence[asyncio.Future[None]], deadline: float) -> None:
-    """Wait for the tasks, until the deadline at most."""
-    if tasks:
-        await asyncio.wait(tasks, timeout=max(deadline - asyncio.get_running_loop().time(), 0.0))
 
 
 def settled(answers: Sequence[R | Outcome | Failure], where: str) -> list[R | Outcome]:
@@ -122,11 +120,3 @@ def settled(answers: Sequence[R | Outcome | Failure], where: str) -> list[R | Ou
     if failures and len(failures) == len(answers) and not all(each.full for each in failures):
         raise next(each for each in failures if not each.full).error(where)
     return [Outcome.FAILED if isinstance(each, Failure) else each for each in answers]
-
-
-def _by_key(keys: Sequence[PackedKey]) -> Iterator[list[int]]:
-    """The indices of each key."""
-    indices: dict[PackedKey, list[int]] = {}
-    for index, key in enumerate(keys):
-        indices.setdefault(key, []).append(index)
-    return iter(indices.values())
