@@ -162,8 +162,10 @@ def make(server: ServerProcess) -> Iterator[Any]:
         engine.close()
 
 
-def test_a_steps_requests_go_to_the_server_as_batches(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two requests in one step, stored and then loaded by another engine."""
+def test_a_steps_requests_go_to_the_server_as_batches(
+    make: Any, server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two requests in one step, stored and then loaded by another engine byte by byte."""
     batches: list[tuple[str, int]] = []
     for name in ("batched_submit_store", "batched_submit_retrieve"):
         single = getattr(WorkerAdapter, name)
@@ -183,36 +185,18 @@ def test_a_steps_requests_go_to_the_server_as_batches(make: Any, monkeypatch: py
     for request in requests:
         assert other.match(request) == CHUNK
         other.scheduler.allocated(request, targets[request.request_id], CHUNK)
+    before = other.memory.clone()
     assert other.step(other.scheduler.plan_step({}, lambda _request_id: None)) == ({"a", "b"}, set())
     assert torch.equal(other.memory[:, 10:14], first.memory[:, [5, 4, 9, 8]])
-    assert batches == [("batched_submit_store", 2), ("batched_submit_retrieve", 2)]
-
-
-def test_the_server_shows_what_the_model_computes_in(make: Any, server: ServerProcess) -> None:
-    make()
-    (instance,) = server.status()["instances"]
-    assert (instance["dtype"], instance["model_dtype"]) == ("uint8", "bfloat16")
-
-
-def test_what_one_engine_stores_another_loads_byte_by_byte(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And without another question: what the lookup said is enough."""
-    first, other = make(), make()
-    tokens = list(range(3 * CHUNK))
-    request = FakeRequest("a", tokens)
-    assert first.match(request) == 0
-    first.compute(request, [[5, 4, 9, 8, 1, 2]])
-    again = FakeRequest("b", tokens)
-    begin = spied_on(other, monkeypatch)
-    assert other.match(again) == 3 * CHUNK
-    before = other.memory.clone()
-    assert other.load(again, [[10, 11, 12, 13, 14, 15]], 3 * CHUNK) == ({"b"}, set())
-    assert begin == []
-    assert torch.equal(other.memory[:, 10:16], first.memory[:, [5, 4, 9, 8, 1, 2]])
-    untouched = [block for block in range(BLOCKS) if not 10 <= block < 16]
+    untouched = [block for block in range(BLOCKS) if not 10 <= block < 14]
     assert torch.equal(other.memory[:, untouched], before[:, untouched])
-    assert other.worker.tally.counts["loaded_tokens"] == 3 * CHUNK
-    assert other.worker.tally.counts["loaded_bytes"] == first.worker.tally.counts["stored_bytes"]
-    assert other.worker.tally.counts["loaded_bytes"] == before[:, 10:16].numel() * 4
+    assert batches == [("batched_submit_store", 2), ("batched_submit_retrieve", 2)]
+    counts, nbytes = other.worker.tally.counts, before[:, 10:14].numel() * 4
+    assert (counts["loaded_tokens"], counts["loaded_bytes"]) == (2 * CHUNK, nbytes)
+    assert first.worker.tally.counts["stored_bytes"] == nbytes
+    assert [(each["dtype"], each["model_dtype"]) for each in server.status()["instances"]] == [
+        ("uint8", "bfloat16")
+    ] * 2
 
 
 def test_local_blocks_are_not_written(make: Any) -> None:

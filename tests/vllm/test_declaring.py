@@ -184,14 +184,6 @@ def test_a_draft_model_keeps_kv_beside_that_of_the_model(tmp_path: Path) -> None
     assert identify(model_of(vllm_config(tmp_path / "a"))) in variants
 
 
-def test_a_model_that_is_one_file_is_named_by_it_and_its_shards(tmp_path: Path) -> None:
-    for name in ("m-Q4-00001-of-00002.gguf", "m-Q4-00002-of-00002.gguf", "m-Q8.gguf"):
-        (tmp_path / name).write_bytes(name.encode())
-    assert [path.name for path in model_of(vllm_config(tmp_path / "m-Q8.gguf")).files] == ["m-Q8.gguf"]
-    sharded = model_of(vllm_config(tmp_path / "m-Q4-00001-of-00002.gguf")).files
-    assert [path.name for path in sharded] == ["m-Q4-00001-of-00002.gguf", "m-Q4-00002-of-00002.gguf"]
-
-
 # layer groups
 
 
@@ -210,16 +202,13 @@ def caches(*specs: Any, **fields: Any) -> Any:
 
 
 def test_groups_are_those_of_vllm() -> None:
-    config = caches(spec("FullAttentionSpec"), spec("SlidingWindowSpec", sliding_window=512, block_size=64))
-    assert groups_of(config) == (
+    full = spec("FullAttentionSpec", sliding_window=512)
+    assert groups_of(caches(full, spec("SlidingWindowSpec", sliding_window=512, block_size=64))) == (
+        # It computes a window and keeps all blocks.
         GroupFacts(("layers.0.attn",), 128),
         # vLLM counts the position itself.
         GroupFacts(("layers.1.attn",), 64, 511),
     )
-
-
-def test_full_attention_that_only_computes_a_window_keeps_all_blocks() -> None:
-    assert groups_of(caches(spec("FullAttentionSpec", sliding_window=512)))[0].window == 0
 
 
 @pytest.mark.parametrize("kind", ["CircularBufferSpec", "ChunkedLocalAttentionSpec", "CrossAttentionSpec", "RSWASpec"])
@@ -290,15 +279,13 @@ def test_states_of_another_release_have_another_packing(monkeypatch: pytest.Monk
         package = ModuleType("an_engine")
         package.__version__ = release  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "an_engine", package)
-        layer = type("Layer", (), {"__module__": "an_engine.layers", **vars(one_layer())})()
+        backend = SimpleNamespace(get_name=lambda: "B")
+        said = {"attn_backend": backend, "isa": "", "kv_cache_dtype": "auto"}
+        layer = type("Layer", (), {"__module__": "an_engine.layers", **said})()
         told = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={"layers.0.attn": layer}))
         names.append([packing_of(told, each, {}) for each in (config, plain)])
     assert names[0][0] != names[1][0]
     assert names[0][1] == names[1][1], "blocks of attention are shared between releases"
-
-
-def one_layer() -> SimpleNamespace:
-    return SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: "B"), isa="", kv_cache_dtype="auto")
 
 
 def test_a_recurrent_layer_names_its_backend_by_a_method() -> None:

@@ -248,27 +248,6 @@ def admit(data: st.DataObject, side: SchedulerSide, request: FakeRequest, blocks
         request.num_computed_tokens = min(load.end, request.num_tokens - 1)
 
 
-def test_a_prompt_is_stored_chunk_by_chunk_and_found_again() -> None:
-    server, side, request = scene(30)
-    assert side.matched_tokens(request, 0) == (0, False)
-    side.allocated(request, table(30), 0)
-    first = computed(side, request, 20)
-    assert [(op.start, op.end, op.block_ids) for op in first.stores] == [(0, 16, [[100, 101, 102, 103]])]
-    second = computed(side, request, 10)
-    assert [(op.start, op.end, op.block_ids) for op in second.stores] == [(16, 24, [[104, 105]])]
-    for op in (*first.stores, *second.stores):
-        server.stored(op)
-    again = FakeRequest("b", list(range(30)))
-    assert side.matched_tokens(again, 0) == (24, True)
-    side.allocated(again, table(24, 200), 24)
-    (load,) = side.plan_step({}, lambda _request_id: None).loads
-    assert (load.request_id, load.start, load.end, load.skip) == ("b", 0, 24, 0)
-    assert load.block_ids == [[200, 201, 202, 203, 204, 205]]
-    assert server.tickets
-    side.heard(StepReport(loaded={"b": 1}))
-    assert not server.tickets
-
-
 def test_what_was_generated_is_stored_as_chunks_fill() -> None:
     _, side, request = scene(6)
     side.matched_tokens(request, 0)

@@ -11,7 +11,7 @@ import pytest
 
 from kvf_vllm.requests import wish_of
 from kvf_vllm.scheduler import SchedulerSide
-from kvf_vllm.step_messages import Served, StepReport
+from kvf_vllm.step_messages import StepReport
 from kvframework.api.keys import MAX_RETAINS, Retain, retain_of
 from tests.vllm.stand_ins import (
     CHUNK,
@@ -65,16 +65,18 @@ def test_a_prompt_without_a_whole_chunk_is_not_looked_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "loads"),
+    ("asked", "role", "loads"),
     [
-        ({"kv_transfer_params": {"kvframework.store": False}}, True),
-        ({"kv_transfer_params": {"kvframework.load": False}}, False),
+        ({"kv_transfer_params": {"kvframework.store": False}}, {}, True),
+        ({"kv_transfer_params": {"kvframework.load": False}}, {}, False),
         # Log probabilities of the prompt need it computed.
-        ({"skip_reading_prefix_cache": True}, False),
+        ({"skip_reading_prefix_cache": True}, {}, False),
+        ({}, {"stores": False}, True),
+        ({}, {"loads": False}, False),
     ],
 )
-def test_a_request_of_one_direction_only(fields: dict[str, Any], loads: bool) -> None:
-    _, side, request = scene(16, held=16, asked=fields)
+def test_a_request_or_an_engine_of_one_direction(asked: dict[str, Any], role: dict[str, bool], loads: bool) -> None:
+    _, side, request = scene(16, held=16, asked=asked, **role)
     assert side.matched_tokens(request, 0) == ((16, True) if loads else (0, False))
     assert bool(computed(side, request, 16).stores) is not loads
 
@@ -188,21 +190,6 @@ def test_without_a_server_requests_are_computed_and_found_once_it_is_there() -> 
     assert side.matched_tokens(FakeRequest("c", list(range(16))), 0) == (None, False), "it may be connecting"
     clock.now += 10
     assert side.matched_tokens(FakeRequest("c", list(range(16))), 0) == (0, False)
-
-
-def test_workers_that_disagree_about_names_load_and_store_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    server = FakeServer()
-    side = SchedulerSide(server, WINDOWED[:1], scheduler(server)._options, workers=2)
-    side.heard(StepReport(served={0: SERVED, 1: Served("m", b"x" * 16, CHUNK, 1)}))
-    assert "differently" in caplog.text
-    assert side.matched_tokens(FakeRequest("a", list(range(16))), 0) == (0, False)
-
-
-@pytest.mark.parametrize(("role", "does"), [("loads", "stores"), ("stores", "loads")])
-def test_a_role_of_one_direction(role: str, does: str) -> None:
-    _, side, request = scene(16, held=16, **{role: False})
-    assert side.matched_tokens(request, 0) == ((16, True) if does == "loads" else (0, False))
-    assert bool(computed(side, request, 16).stores) is (does == "stores")
 
 
 HINTS = [{"end": 8, "priority": 90, "duration": 600}, {"start": 8, "retain": "done"}]

@@ -38,19 +38,6 @@ def begun(tokens: int) -> tuple[SchedulerSide, FakeRequest]:
     return side, request
 
 
-def test_a_store_ends_with_the_states_that_vllm_hands_over() -> None:
-    side, request = begun(3 * CHUNK + 1)
-    (store,) = step(side, request, 3 * CHUNK, [(1, 41, 3 * CHUNK), (2, 42, 3 * CHUNK)]).stores
-    assert (store.start, store.end) == (0, 3 * CHUNK)
-    assert store.block_ids == [[100, 101, 102], [NO_BLOCK, NO_BLOCK, 41], [NO_BLOCK, NO_BLOCK, 42]]
-
-
-def test_without_a_hand_over_only_kv_is_stored() -> None:
-    side, request = begun(2 * CHUNK + 1)
-    (store,) = step(side, request, 2 * CHUNK).stores
-    assert store.block_ids == [[100, 101], [NO_BLOCK, NO_BLOCK], [NO_BLOCK, NO_BLOCK]]
-
-
 def test_states_within_a_step_end_stores_of_their_own() -> None:
     side, request = begun(3 * CHUNK + 1)
     handed = [(group, 10 * group + at, at * CHUNK) for at in (1, 3) for group in (1, 2)]

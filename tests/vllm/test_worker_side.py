@@ -129,18 +129,6 @@ def test_a_store_is_ended_before_its_blocks_are_written() -> None:
     assert (worker.tally.counts["cancelled_stores"], worker.tally.counts["failed_stores"]) == (1, 1)
 
 
-def test_a_transfer_that_cannot_even_start_is_a_miss(caplog: pytest.LogCaptureFixture) -> None:
-    def refuse() -> Future[LoadOutcome]:
-        raise BadBlockIds("block 9 of 4")
-
-    worker = WorkerSide(FakeInstance(refuse), block_size=BLOCK)
-    worker.load(StepPlan(loads=[LOAD]))
-    worker.store(StepPlan(stores=[store()]))
-    assert worker.take_failed_blocks() == {2, 3, 4}
-    assert worker.tally.counts["errors"] == 2
-    assert "block 9 of 4" in caplog.text
-
-
 @pytest.mark.parametrize("what", ["load", "store"])
 def test_a_steps_transfers_are_one_batch_of_which_a_bad_one_fails_alone(
     what: str, caplog: pytest.LogCaptureFixture
