@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from kvf_sglang.cache import KV
-from kvf_sglang.options import KNOWN, check_linker_version
 from kvf_sglang.pools import device_form_of
 from kvf_sglang.waiting import HIT_HOLDS_S, MISS_HOLDS_S, MOST_REQUESTS, MOST_WAITING, Offloads, RecentLookups
-from kvframework.errors import BadLayout, VersionMismatch
+from kvframework.errors import BadLayout
 from tests.sglang.caches import MAMBA, Engine
 from tests.sglang.pools import (
     PAGE,
@@ -146,9 +145,3 @@ def test_what_was_found_lately_is_not_asked_again() -> None:
     for number in range(MOST_REQUESTS):
         recent.get(f"r{number}", ["a"], ask([1]))
     assert recent.get("r", ["a", "b", "c"], ask([1])) == [1]
-
-
-def test_linkers_follow_one_release() -> None:
-    check_linker_version(KNOWN[-1])
-    with pytest.raises(VersionMismatch, match="interface of linkers changes"):
-        check_linker_version("0.5.24")

@@ -15,7 +15,7 @@ import pytest
 from kvf_sglang.cache import Worker
 from kvf_sglang.facts import CHANGING, identify, model_facts
 from kvf_sglang.options import FINGERPRINT, KNOWN, SglangOptions, check_version, parse_options
-from kvframework.client import ModelFacts, changed_since, fingerprint, model_files, process_started
+from kvframework.client import ModelFacts, changed_since, fingerprint, model_files
 from kvframework.errors import ConfigFieldError, VersionMismatch
 
 
@@ -93,11 +93,6 @@ def test_a_link_to_other_files_is_a_change(model: Path, tmp_path: Path) -> None:
     assert changed_since([current / weights.name], later) == []
     os.utime(current, (later + 60, later + 60), follow_symlinks=False)
     assert changed_since([current / weights.name], later) == [current / weights.name]
-
-
-def test_the_start_of_this_process(model: Path) -> None:
-    weights = model / "model.safetensors"
-    assert 0 < process_started() < weights.stat().st_mtime + 1
 
 
 def test_all_that_changes_kv_is_in_the_name(facts: ModelFacts, model: Path) -> None:
