@@ -70,14 +70,21 @@ class BreaksOnce(FaultyCopier):
         super().copy(stream, batch, to_arena=to_arena)
 
 
-class LendsNothing(SimEngine):
+class FaultyEngine(SimEngine):
+    """Made as a provider's `create_engine` is called."""
+
+    def __init__(self, options: SimOptions) -> None:
+        super().__init__(runtime(options.node))
+
+
+class LendsNothing(FaultyEngine):
     """As long as `lends` is false. `open` are those that were not closed yet."""
 
     lends = False
     open: list[LendsNothing] = []  # noqa: RUF012  of the process, as the test asks
 
     def __init__(self, options: SimOptions) -> None:
-        super().__init__(runtime(options.node))
+        super().__init__(options)
         self.open.append(self)
 
     def export(self, address: int) -> Exported:
@@ -89,11 +96,8 @@ class LendsNothing(SimEngine):
         self.open.remove(self)
 
 
-class RefusesLate(SimEngine):
+class RefusesLate(FaultyEngine):
     """A driver to tell apart: a test makes its transport refuse what the server has registered."""
-
-    def __init__(self, options: SimOptions) -> None:
-        super().__init__(runtime(options.node))
 
 
 def is_broken(options: SimOptions, device: str, arena: Arena) -> SimCopier:
@@ -104,7 +108,7 @@ def needs_a_library(options: SimOptions, device: str, arena: Arena) -> SimCopier
     raise DeviceError("there is no library", where="acme", hint=HINT)
 
 
-def _provider(
+def provider(
     name: str, copier: Callable[..., Any] = create_copier, engine: Callable[[SimOptions], SimEngine] = create_engine
 ) -> DeviceTransportProvider[SimOptions]:
     return DeviceTransportProvider(
@@ -115,16 +119,16 @@ def _provider(
 @hookimpl
 def kvf_transports() -> list[DeviceTransportProvider[SimOptions]]:
     return [
-        _provider("sound"),
-        _provider("refuses_memory", RefusesMemory),
-        _provider("refuses_copies", RefusesCopies),
-        _provider("cannot_pin", CannotPin),
-        _provider("pins_slowly", PinsSlowly),
-        _provider("cannot_close_events", CannotCloseEvents),
-        _provider("is_lost_at_an_event", IsLostAtAnEvent),
-        _provider("breaks_once", BreaksOnce),
-        _provider("is_broken", is_broken),
-        _provider("needs_a_library", needs_a_library),
-        _provider("lends_nothing", RefusesMemory, LendsNothing),
-        _provider("refuses_late", engine=RefusesLate),
+        provider("sound"),
+        provider("refuses_memory", RefusesMemory),
+        provider("refuses_copies", RefusesCopies),
+        provider("cannot_pin", CannotPin),
+        provider("pins_slowly", PinsSlowly),
+        provider("cannot_close_events", CannotCloseEvents),
+        provider("is_lost_at_an_event", IsLostAtAnEvent),
+        provider("breaks_once", BreaksOnce),
+        provider("is_broken", is_broken),
+        provider("needs_a_library", needs_a_library),
+        provider("lends_nothing", RefusesMemory, LendsNothing),
+        provider("refuses_late", engine=RefusesLate),
     ]

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from kvf_simdev import SimCopier, SimEngine, SimOptions, create_copier, create_engine, runtime
+from kvf_simdev import SimCopier, SimEngine, SimOptions, runtime
 from msgspec import structs
 
 from kvf_dev.testing.accelerator import AcceleratorError, Event, Stream
-from kvf_devices import Allocation, Arena, DeviceTransportProvider, Exported
+from kvf_devices import Allocation, Exported
 from kvf_devices.endpoints import DeviceTransfer
 from kvframework.api.copy_plans import CopyBatch
 from kvframework.api.futures import Future, Promise
@@ -32,15 +32,13 @@ from kvframework.api.transport import (
     hookimpl,
 )
 from kvframework.errors import DeviceError, DeviceLost
+from tests.devices.faulty import FaultyCopier, FaultyEngine, provider
 
 # in the copier
 
 
-class PlantedCopier(SimCopier):
-    """Made as a provider's `create_copier` is called: the class is its own factory."""
-
-    def __init__(self, options: SimOptions, device: str, arena: Arena) -> None:
-        super().__init__(runtime(options.node), device, arena)
+class PlantedCopier(FaultyCopier):
+    pass
 
 
 class TakesAnyDevice(PlantedCopier):
@@ -189,11 +187,8 @@ def _copy(
 # in the engine
 
 
-class PlantedEngine(SimEngine):
-    """Made as a provider's `create_engine` is called."""
-
-    def __init__(self, options: SimOptions) -> None:
-        super().__init__(runtime(options.node))
+class PlantedEngine(FaultyEngine):
+    pass
 
 
 class KeepsStreams(PlantedEngine):
@@ -358,16 +353,8 @@ class _Hasty(ServerContext):
         self._real.close()
 
 
-def _provider(
-    name: str, *, engine: Callable[[SimOptions], Any] = create_engine, copier: Callable[..., Any] = create_copier
-) -> DeviceTransportProvider[SimOptions]:
-    return DeviceTransportProvider(
-        name=name, summary="has a bug", options=SimOptions, create_engine=engine, create_copier=copier
-    )
-
-
 def sound_server(options: SimOptions, arena_fd: int) -> ServerTransport:
-    made = _provider("sound").create_server
+    made = provider("sound").create_server
     assert made is not None
     return made(options, arena_fd)
 
@@ -395,8 +382,8 @@ def _name(bug: type) -> str:
 @hookimpl
 def kvf_transports() -> list[TransportProvider[SimOptions]]:
     return [
-        *(_provider(_name(bug), copier=bug) for bug in PlantedCopier.__subclasses__()),
-        *(_provider(_name(bug), engine=bug) for bug in PlantedEngine.__subclasses__()),
+        *(provider(_name(bug), copier=bug) for bug in PlantedCopier.__subclasses__()),
+        *(provider(_name(bug), engine=bug) for bug in PlantedEngine.__subclasses__()),
         _by_hand("ignores_skip", IgnoresSkip),
         _by_hand("waits_for_the_copy", WaitsForTheCopy),
         _by_hand("copies_after_cancel", server=AnswersCancelAtOnce),

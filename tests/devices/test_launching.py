@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvf_devices.copier import Job, Launcher, Pinning
-from kvf_devices.messages import Beat, Done, Failure, Frames, Start, framed, from_copier
+from kvf_devices.messages import Start
 from kvf_devices.supervisor import CopierSupervisor
 from kvframework.api.copy_plans import CopyBatch
 from kvframework.errors import DeviceError, DeviceLost
@@ -256,18 +256,6 @@ class Launching(RuleBasedStateMachine):
 
 TestLaunching = Launching.TestCase
 TestLaunching.settings = settings(max_examples=60, stateful_step_count=40)
-
-
-def test_frames_are_cut_wherever_the_stream_was() -> None:
-    messages = [Done(7, True), Beat(0.5), Done(8, False, Failure("device.error", "x" * 1000, hint="y"))]
-    stream = b"".join(framed(message) for message in messages)
-    for size in (1, 3, 7, len(stream)):
-        frames, found = Frames(), []
-        for at in range(0, len(stream), size):
-            found += [from_copier(payload) for payload in frames.feed(stream[at : at + size])]
-        assert found == messages
-    with pytest.raises(ValueError, match="a frame of"):
-        list(Frames().feed(b"\xff\xff\xff\xff"))
 
 
 class Unpinnable(Driver):
