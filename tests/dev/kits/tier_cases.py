@@ -323,14 +323,6 @@ def negative(right: Any, s: Any, keys: Any, *args: Any) -> Any:
     return [MISSING if key in s.more else answer for key, answer in zip(keys, answers, strict=True)]
 
 
-def dedup(right: Any, s: Any, keys: Any, *args: Any) -> Any:
-    return right(list(dict.fromkeys(keys)), *args)
-
-
-def nothing_for_none(right: Any, s: Any, keys: Any, *args: Any) -> Any:
-    return right(keys, *args) if keys else None
-
-
 def throw(error: BaseException) -> Any:
     raise error
 
@@ -451,10 +443,10 @@ BUGS: dict[str, Any] = {
     "AnswersTrueForWhatItRead": bug(get_one=lambda right, s, key, parts: True if isinstance(n := right(key, parts), int) else n),
     "AnswersAGenerator": bug(contains=lambda right, s, keys: (each for each in right(keys))),
     "AnswersADict": bug(delete=lambda right, s, keys: dict(zip(keys, right(keys), strict=True))),
-    "AnswersNoneForNoKeys": bug(put=nothing_for_none if False else lambda right, s, keys, parts: right(keys, parts) if keys else None),
+    "AnswersNoneForNoKeys": bug(put=lambda right, s, keys, parts: right(keys, parts) if keys else None),
     "AnswersTheNumberOfKeysFound": bug(contains=lambda right, s, keys: right(keys).count(FOUND)),
     "AnswersAStoredValueByFound": bug(put_one=lambda right, s, key, parts: (right(key, parts), FOUND)[1]),
-    "AnswersOneForEachDifferentKey": bug(contains=dedup),
+    "AnswersOneForEachDifferentKey": bug(contains=lambda right, s, keys: right(list(dict.fromkeys(keys)))),
     "AnswersFloats": bug(get_one=lambda right, s, key, parts: float(n) if isinstance(n := right(key, parts), int) else n),
     "AnswersTheRoom": bug(get_one=lambda right, s, key, parts: sum(p.nbytes for p in parts) if isinstance(right(key, parts), int) else MISSING),
     # values

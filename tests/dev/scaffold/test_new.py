@@ -160,17 +160,6 @@ def test_a_class_would_have_the_name_of_its_base() -> None:
             render(PluginNames(kind, name))
 
 
-def test_a_distribution_of_that_name_is_not_replaced(tmp_path: Path) -> None:
-    site, work = tmp_path / "site", tmp_path / "work"
-    site.mkdir()
-    work.mkdir()
-    install(site, "kvf-mine", {"eviction.other": "acme"})
-    done = new(work, "tier", "mine", site=site)
-    assert done.returncode == 2
-    assert "there is a distribution kvf-mine already" in done.stderr
-    assert os.listdir(work) == []
-
-
 @pytest.mark.parametrize(
     ("kind", "name", "fact"),
     [
@@ -185,16 +174,24 @@ def test_what_would_not_work_is_refused(kind: str, name: str, fact: str) -> None
     assert fact in refused.value.fact
 
 
-def test_a_name_that_an_installed_plugin_has_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("there", "offers", "kind", "fact"),
+    [
+        ("kvf-mine", "eviction.other", "tier", "there is a distribution kvf-mine already"),
+        ("acme-kvf", "eviction.mine", "eviction", "[scaffold.name] NAME: acme-kvf 1.0 offers eviction.mine already"),
+    ],
+)
+def test_what_is_installed_is_not_replaced(tmp_path: Path, there: str, offers: str, kind: str, fact: str) -> None:
     site, work = tmp_path / "site", tmp_path / "work"
     site.mkdir()
     work.mkdir()
-    install(site, "acme-kvf", {"eviction.mine": "acme"})
-    done = new(work, "eviction", "mine", site=site)
+    install(site, there, {offers: "acme"})
+    done = new(work, kind, "mine", site=site)
     assert done.returncode == 2
-    assert "[scaffold.name] NAME: acme-kvf 1.0 offers eviction.mine already" in done.stderr
+    assert fact in done.stderr
     assert os.listdir(work) == []
-    assert new(work, "codec", "mine", site=site).returncode == 0, "another kind may have this name"
+    # Another kind may have the name of a plugin, but no distribution that of another.
+    assert (new(work, "codec", "mine", site=site).returncode == 0) is (there != "kvf-mine")
 
 
 @pytest.mark.parametrize("there", ["folder", "file", "link"])
