@@ -175,11 +175,7 @@ def test_documents_with_one_beginning_are_told_apart() -> None:
     head = list(range(16))
     known = [[*head, *(number * 7 + at for at in range(20 + number % 50))] for number in range(500)]
     prompt = [*known[3], 5, *known[250], *known[499]]
-    assert sorted(found(index(known), prompt)) == everywhere_sorted(prompt, [known[3], known[250], known[499]])
-
-
-def everywhere_sorted(prompt: Sequence[int], known: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    return sorted(everywhere(prompt, known))
+    assert sorted(found(index(known), prompt)) == sorted(everywhere(prompt, [known[3], known[250], known[499]]))
 
 
 def test_a_question_keeps_to_its_bound() -> None:

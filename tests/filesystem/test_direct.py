@@ -44,10 +44,6 @@ def bypasses_cache(folder: Path) -> bool:
         os.close(fd)
 
 
-def has_a_disk(folder: Path) -> bool:
-    return os.major(folder.stat().st_dev) != 0
-
-
 def is_cached(path: Path) -> bool:
     """Whether the page cache holds what lies in the middle of a file. mincore(2) reads nothing: a read that may not
     wait (RWF_NOWAIT) starts to read ahead, and finds on a fast disk what it brought itself."""
@@ -86,7 +82,7 @@ def arena() -> Iterator[memoryview]:
 def test_which_values_bypass_the_page_cache(
     tmp_path: Path, arena: memoryview, table: dict[str, object], cached_by_put: bool, cached_by_get: bool
 ) -> None:
-    if not (bypasses_cache(tmp_path) and has_a_disk(tmp_path)):
+    if not (bypasses_cache(tmp_path) and os.major(tmp_path.stat().st_dev)):
         pytest.skip("the file system of the temporary folder knows no O_DIRECT, or is a page cache itself")
     tier, key, other, nbytes = open_tier(tmp_path, **table), fresh_key(), fresh_key(), 4 << 20
     header, found, value = os.urandom(HEADER_BYTES), bytearray(HEADER_BYTES), bytes(arena[:nbytes])

@@ -38,10 +38,6 @@ def restarting(minute: int) -> Observed:
     return answered(document(server__started_at=f"2026-11-22T10:{starts:02}:00+00:00"))
 
 
-def handler_failing(minute: int) -> Observed:
-    return answered(document(messaging__counters={"errors.run.handler": int(minute >= END - 5)}))
-
-
 def forgetting(minute: int) -> Observed:
     """A hit rate of 80 % for a day, and of 10 % in the last hours."""
     asked, late = minute * 100, max(minute - (HOURS - 2) * 60, 0) * 100
@@ -69,7 +65,9 @@ FAULTS: dict[str, Callable[[int], Observed | None]] = {
     "KvframeworkClientsLose": lasting(answered(document(losses__recent=[LOST]))),
     "KvframeworkLogNotWritten": lasting(*ROWS["log-not-written"]),
     "KvframeworkObserveEnds": lambda minute: ROWS["observe-ended"][0] if minute == END - 5 else answered(),
-    "KvframeworkHandlerFails": handler_failing,
+    "KvframeworkHandlerFails": lambda minute: answered(
+        document(messaging__counters={"errors.run.handler": int(minute >= END - 5)})
+    ),
     "KvframeworkTierBug": growing("l2__1__bugs"),
     "KvframeworkTierFull": growing("l2__1__store_failed"),
     "KvframeworkStoresDropped": growing("l1__counters__dropped"),
