@@ -8,7 +8,7 @@ from kvframework.status import COUNTERS
 
 def table() -> str:
     """The counters as they are declared."""
-    rows = [f"| `{place}` | {_meaning(counter)} | {_metric(counter)} |" for place, counter in COUNTERS.items()]
+    rows = [f"| `{place}` | {_meaning(each)} | `kvframework_{each.metric}` |" for place, each in COUNTERS.items()]
     rows.append("| `messaging.counters.errors.CODE` | answers with this error | `kvframework_refused_total` |")
     return "\n".join(["| counter | counts | metric |", "|---|---|---|", *rows, ""])
 
@@ -16,7 +16,3 @@ def table() -> str:
 def _meaning(counter: Counter) -> str:
     words = f"{counter.unit} that {counter.meaning}" if counter.meaning else counter.unit
     return f"{words} (trouble)" if counter.trouble else words
-
-
-def _metric(counter: Counter) -> str:
-    return f"`kvframework_{counter.metric}`"

@@ -36,11 +36,6 @@ def blocks(guide: str, language: str) -> list[str]:
     return shown.blocks((PLUGINS / guide).read_text(), language)
 
 
-def saved_as(guide: str) -> list[str]:
-    """The names of the modules that it says to save."""
-    return re.findall(r"[Ss]ave\s+(?:it|this)\s+as\s+`(\w+)\.py`", (PLUGINS / guide).read_text())
-
-
 @pytest.mark.parametrize(
     "guide", [pytest.param(guide, marks=pytest.mark.torch if guide in OF_TORCH else ()) for guide in GUIDES]
 )
@@ -48,7 +43,7 @@ def test_its_plugin_package_and_proof_work_together(guide: str, tmp_path: Path) 
     if guide in OF_TORCH:
         pytest.importorskip("torch")
     plugin, proof, *_ = blocks(guide, "python")
-    module, test, *_ = saved_as(guide)
+    module, test, *_ = re.findall(r"[Ss]ave\s+(?:it|this)\s+as\s+`(\w+)\.py`", (PLUGINS / guide).read_text())
     install(tmp_path, "guide", shown.entry_points(blocks(guide, "toml")[0]), {module: plugin})
     (tmp_path / f"{test}.py").write_text(proof)
     assert shown.prove(tmp_path) >= GUIDES[guide]
