@@ -12,7 +12,7 @@ from kvframework.api.keys import ChunkContent, Extra
 from kvframework.errors import BadRange
 from kvframework.status import places
 from kvframework.wire import messages as m
-from tests.events.node import BLOCK, CHUNK, OBJECT, Engine, beginnings, found, packed, prompt, router, settings
+from tests.events.node import BLOCK, CHUNK, OBJECT, Engine, beginnings, packed, prompt, router, settings
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 from tests.support.wire_client import key_for
@@ -82,19 +82,6 @@ def test_a_content_of_another_length_is_refused_and_the_lease_stays(
         with pytest.raises(BadRange):
             client.call("COMMIT_STORE", m.Commit(plan.lease, content))
         assert client.call("COMMIT_STORE", m.Commit(plan.lease)).outcome.stored == 2
-
-
-def test_a_late_reader_gets_what_is_held_and_numbers_without_a_gap(server: ServerProcess) -> None:
-    with server.client() as client, router(server) as first:
-        engine = Engine(client)
-        prompts = [prompt(number, 3) for number in range(20, 30)]
-        for tokens in prompts:
-            engine.store(tokens)
-        held = found(engine, prompts)
-        assert len(held) > 3 * CHUNK // BLOCK
-        first.until(held)
-        with router(server) as late:
-            late.until(held)
 
 
 @pytest.mark.parametrize("is_last", [False, True], ids=["another follows", "nothing else happens"])
