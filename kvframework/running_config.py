@@ -153,7 +153,7 @@ def secrets_of_plugins(config: Config, registry: PluginRegistry) -> set[str]:
 
 
 def shown_config(config: Config, registry: PluginRegistry) -> dict[str, object]:
-    """Return every value by its key, defaults too, secrets masked. Blocking; raises as `check_config`."""
+    """Return every value by its key, defaults too, secrets masked. Blocking; raises as `complete_config`."""
     return {key: shown(value) for key, value in flat(complete_config(config, registry, shown_options)).items()}
 
 

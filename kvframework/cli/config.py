@@ -112,7 +112,7 @@ def view_config(layers: Layers, config: Config, registry: PluginRegistry) -> dic
     """The document of `config show`: `empty` lists the tables and arrays of tables that are not there; each table has a
     title such as "[[l2]] #1", its plugin, and its values with their origins. Blocking: imports the plugins that the
     configuration names, and creates no object of theirs. Raises `PluginError` and `ConfigFieldError` like
-    `check_config`: of a plugin that is not here the secret options are not known."""
+    `complete_config`: of a plugin that is not here the secret options are not known."""
     plugins = {table.where: f"{descriptor.kind}.{table.use}" for table, descriptor in named_tables(config)}
     tables: dict[str, dict[str, Any]] = {}
     empty = []

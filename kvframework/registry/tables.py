@@ -146,7 +146,7 @@ def complete_config(
     config: Config, registry: PluginRegistry, form: Callable[[Options], dict[str, object]] = msgspec.structs.asdict
 ) -> Config:
     """The configuration with every option of every plugin, defaults too, in the given form, and the endpoint: two that
-    mean the same are equal then. Blocking. Raises like `check_config`."""
+    mean the same are equal then. Blocking. Raises `PluginError`, `ConfigFieldError`."""
 
     def complete(table: PluginTable, descriptor: type[Provider[Any]]) -> PluginTable:
         return replace(table, options=form(resolve_table(registry, table, descriptor)[1]))
@@ -183,13 +183,6 @@ def server_terms(config: Config) -> ServerTerms:
     return ServerTerms(server.chunk_size, endpoints, server.curve is not None)
 
 
-def check_config(config: Config, registry: PluginRegistry) -> None:
-    """Check every configured plugin and its options. Blocking. Raises `PluginError`, `ConfigFieldError`."""
-    codec_tables(config)
-    for table, descriptor in named_tables(config):
-        resolve_table(registry, table, descriptor)
-
-
 def check_table(
     registry: PluginRegistry,
     table: PluginTable,
@@ -219,13 +212,6 @@ _BASIC: dict[type[types.Type], str] = {
     types.StructType: "table",
     types.TypedDictType: "table",
 }
-_ARRAYS = (
-    types.ListType,
-    types.SetType,
-    types.FrozenSetType,
-    types.VarTupleType,
-    types.CollectionType,
-)
 
 
 class OptionInfo(msgspec.Struct, frozen=True):
@@ -273,7 +259,7 @@ def type_text(kind: Any) -> str:
         return " or ".join(f'"{member.value}"' for member in kind.cls)
     if isinstance(kind, types.UnionType):
         return " or ".join(type_text(each) for each in kind.types if not isinstance(each, types.NoneType))
-    if isinstance(kind, _ARRAYS):
+    if isinstance(kind, types.CollectionType):
         return f"array of {type_text(kind.item_type)}"
     if isinstance(kind, types.TupleType):
         return f"array of {', '.join(type_text(each) for each in kind.item_types)}"

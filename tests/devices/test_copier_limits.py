@@ -13,7 +13,7 @@ from kvframework.api.plugin import ByteSize
 from kvframework.config.load import load_config
 from kvframework.errors import ConfigFieldError
 from kvframework.registry.registry import PluginRegistry
-from kvframework.registry.tables import check_config
+from kvframework.registry.tables import complete_config
 from tests.devices import rigs  # noqa: F401 - makes the example importable
 
 from tests.devices import faulty  # isort: skip  it imports the example
@@ -55,4 +55,4 @@ def test_sizes_that_no_number_of_a_message_holds_are_refused(option: str) -> Non
     for size in (1 << 63, 1 << 64, "99999999 TiB"):
         config = load_config(None, ("transport.0.use=sound", f'transport.0.{option}="{size}"'))
         with pytest.raises(ConfigFieldError, match=rf"{option} is \d+: less than 2\*\*63 bytes"):
-            check_config(config, registry)
+            complete_config(config, registry)

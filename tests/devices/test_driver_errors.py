@@ -18,7 +18,7 @@ from kvframework.api.transport import StoreOutcome
 from kvframework.config.load import load_config
 from kvframework.errors import ConfigFieldError, DeviceError, DeviceLost
 from kvframework.registry.registry import PluginRegistry
-from kvframework.registry.tables import check_config
+from kvframework.registry.tables import complete_config
 from tests.core.registry.fake_distributions import install
 from tests.devices.conftest import Start
 from tests.devices.rigs import EXAMPLE, kvf_simdev, simdev
@@ -166,4 +166,4 @@ def test_options_that_no_copier_could_work_with_are_refused(option: str) -> None
     registry.register(faulty, distribution="tests")
     config = load_config(None, ("transport.0.use=sound", f"transport.0.{option}"))
     with pytest.raises(ConfigFieldError, match=option.partition("=")[0]):
-        check_config(config, registry)
+        complete_config(config, registry)

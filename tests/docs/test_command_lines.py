@@ -17,7 +17,7 @@ import typer
 from kvframework.config.load import load_config
 from kvframework.errors import KVFrameworkError, PluginNotFound, PluginUnavailable
 from kvframework.registry.registry import PluginRegistry
-from kvframework.registry.tables import check_config
+from kvframework.registry.tables import complete_config
 from tests.docs.prose import PAGES, ROOT
 from tests.docs.shown import blocks
 from tests.support.whole_cli import whole_cli
@@ -117,7 +117,7 @@ def test_its_toml_is_accepted(page: Path, toml: str, tmp_path: Path) -> None:
     file = tmp_path / "kvf.toml"
     file.write_text(toml)
     try:
-        check_config(load_config(file, environ={}), PluginRegistry())
+        complete_config(load_config(file, environ={}), PluginRegistry())
     except (PluginUnavailable, PluginNotFound):
         # Of a driver that is not here, or of an example that is not installed: its own tests check it.
         return

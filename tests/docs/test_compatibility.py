@@ -14,7 +14,7 @@ from kvframework.config.load import load_config
 from kvframework.errors import PluginWrongApi
 from kvframework.registry import plugin_check
 from kvframework.registry.registry import PluginRegistry
-from kvframework.registry.tables import check_config
+from kvframework.registry.tables import complete_config
 from tests.core.registry.fake_distributions import info, install
 from tests.docs.shown import blocks
 
@@ -44,7 +44,7 @@ def test_a_plugin_of_1_1_under_a_server_of_1_0_is_refused_as_it_says(site: Path,
     (tmp_path / "kvf.toml").write_text('[[l2]]\nuse = "mystore"\n')
     registry = PluginRegistry()
     with pytest.raises(PluginWrongApi) as caught:
-        check_config(load_config(tmp_path / "kvf.toml"), registry)
+        complete_config(load_config(tmp_path / "kvf.toml"), registry)
     assert str(caught.value).replace(f"{tmp_path / 'kvf.toml'}: ", "") == blocks(PAGE, "text")[0].strip()
     assert info(registry, "tier", "mystore").status == "wrong-api"
 

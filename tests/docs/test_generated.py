@@ -11,7 +11,7 @@ from kvframework.config.load import load_config
 from kvframework.errors import ConfigFieldError
 from kvframework.registry.discovery import KINDS
 from kvframework.registry.registry import PluginRegistry
-from kvframework.registry.tables import check_config
+from kvframework.registry.tables import complete_config
 from tests.docs import api_reference, error_codes, option_tables
 from tests.docs.generate import RENEW, generated
 
@@ -76,5 +76,5 @@ def test_every_error_has_docs_and_a_test_and_is_raised(tests: str) -> None:
 def test_the_example_of_an_error_is_real(tmp_path: Path) -> None:
     (tmp_path / "kvf.toml").write_text("[l1]\ncapacty = 1\n")
     with pytest.raises(ConfigFieldError) as caught:
-        check_config(load_config(tmp_path / "kvf.toml"), PluginRegistry())
+        complete_config(load_config(tmp_path / "kvf.toml"), PluginRegistry())
     assert str(caught.value).replace(f"{tmp_path}/", "") in error_codes.HEAD

@@ -13,7 +13,7 @@ import pytest
 from kvframework.api.plugin import Finding
 from kvframework.config.load import load_config
 from kvframework.registry.registry import PluginRegistry
-from kvframework.registry.tables import check_config
+from kvframework.registry.tables import complete_config
 from tests.core.cli.command import run
 from tests.core.registry.fake_distributions import install
 from tests.docs import shown
@@ -56,7 +56,7 @@ def test_the_layout_its_package_and_its_toml_fit_together(site: Path, tmp_path: 
     package, toml = blocks("layouts.md", "toml")
     install(site, "kvf-pair", shown.entry_points(package), {"kvf_pair": blocks("layouts.md", "python")[0]})
     (tmp_path / "kvf.toml").write_text(toml)
-    check_config(load_config(tmp_path / "kvf.toml"), PluginRegistry())
+    complete_config(load_config(tmp_path / "kvf.toml"), PluginRegistry())
 
 
 # tiers

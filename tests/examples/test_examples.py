@@ -11,7 +11,7 @@ import pytest
 
 from kvframework.config.load import load_config
 from kvframework.registry.registry import PluginRegistry
-from kvframework.registry.tables import check_config
+from kvframework.registry.tables import complete_config
 from kvframework.wire import messages as m
 from tests.core.registry.fake_distributions import install
 from tests.core.server.in_process import serving
@@ -23,7 +23,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.toml")), ids=lambda file: file.name)
 def test_every_toml_is_accepted(file: Path) -> None:
-    check_config(load_config(file), PluginRegistry())
+    complete_config(load_config(file), PluginRegistry())
 
 
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.toml")), ids=lambda file: file.name)
@@ -33,7 +33,7 @@ def test_what_a_toml_leaves_out_is_accepted_too(file: Path, tmp_path: Path) -> N
     full.write_text(re.sub(r"^# (\w+ = )", r"\1", file.read_text(), flags=re.MULTILINE))
     if "zstd" in full.read_text():
         pytest.importorskip("zstandard")
-    check_config(load_config(full), PluginRegistry())
+    complete_config(load_config(full), PluginRegistry())
 
 
 def test_the_node_with_a_disk_outlives_a_restart(tmp_path: Path) -> None:

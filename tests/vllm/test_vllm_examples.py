@@ -13,7 +13,7 @@ import pytest
 
 from kvframework.config.load import load_config
 from kvframework.registry.registry import PluginRegistry
-from kvframework.registry.tables import check_config
+from kvframework.registry.tables import complete_config
 from tests.support.ports import free_port
 from tests.support.redis_server import RedisServer
 from tests.vllm.model import cached
@@ -37,7 +37,7 @@ def model() -> str:
 
 
 def test_the_servers_configuration_is_accepted() -> None:
-    check_config(load_config(EXAMPLES / "redis.toml"), PluginRegistry())
+    complete_config(load_config(EXAMPLES / "redis.toml"), PluginRegistry())
 
 
 @pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)

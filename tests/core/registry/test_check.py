@@ -17,7 +17,7 @@ from kvframework.api.transport import TransportProvider
 from kvframework.config.load import load_config
 from kvframework.errors import ConfigFieldError, PluginNotFound, PluginWrongKind
 from kvframework.registry.registry import PluginRegistry
-from kvframework.registry.tables import check_config, resolve_table
+from kvframework.registry.tables import complete_config, resolve_table
 
 
 class Memory(Options, frozen=True):
@@ -72,7 +72,7 @@ def registry() -> PluginRegistry:
 
 
 def test_the_embedded_default_passes(registry: PluginRegistry) -> None:
-    check_config(load_config(environ={}), registry)
+    complete_config(load_config(environ={}), registry)
 
 
 def test_the_options_of_a_table_come_back_validated(registry: PluginRegistry) -> None:
@@ -100,18 +100,18 @@ def test_what_does_not_fit_is_told_with_its_place(
 ) -> None:
     config = load_config(overrides=overrides, environ={})
     with pytest.raises(error) as caught:
-        check_config(config, registry)
+        complete_config(config, registry)
     assert caught.value.where == f"embedded default with --set: {where}"
 
 
 def test_a_codec_is_checked_like_any_plugin(registry: PluginRegistry) -> None:
     overrides = ["l2.0.use=store", "l2.0.url=x", "l2.0.codec=zlib"]
-    check_config(load_config(overrides=overrides, environ={}), registry)
+    complete_config(load_config(overrides=overrides, environ={}), registry)
 
 
 def test_a_misspelt_core_key_is_told_among_the_options(registry: PluginRegistry, tmp_path: Path) -> None:
     path = tmp_path / "kvf.toml"
     path.write_text('[l1]\ncapacity = "1MiB"\nhigh_watermrk = 0.5\n')
     with pytest.raises(ConfigFieldError) as caught:
-        check_config(load_config(path, environ={}), registry)
+        complete_config(load_config(path, environ={}), registry)
     assert caught.value.hint == "did you mean 'high_watermark'?"

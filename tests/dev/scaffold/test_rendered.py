@@ -20,7 +20,7 @@ from kvframework.api.toml import toml_value
 from kvframework.config.load import load_config
 from kvframework.registry.discovery import KINDS
 from kvframework.registry.registry import PluginRegistry
-from kvframework.registry.tables import check_config, describe_options
+from kvframework.registry.tables import complete_config, describe_options
 from tests.support.wheels import environment_with, install_wheels, run_own_tests
 
 # Of the kit for transports, which takes longest, what needs all of the plugin: `examples/kvf-simdev` is run with more.
@@ -102,5 +102,5 @@ def test_its_readmes_toml_is_a_configuration(
     file = tmp_path / "kvf.toml"
     file.write_text(toml)
     config = load_config(file)
-    check_config(config, PluginRegistry())
+    complete_config(config, PluginRegistry())
     assert rendered.names[kind].name in toml

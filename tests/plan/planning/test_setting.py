@@ -13,7 +13,7 @@ from kvf_plan.planning.plan import EVICTIONS, WRITE_POLICIES
 from kvframework.config.load import load_config
 from kvframework.errors import PluginUnavailable
 from kvframework.registry.registry import PluginRegistry
-from kvframework.registry.tables import check_config
+from kvframework.registry.tables import complete_config
 
 GIB = 1 << 30
 SETTINGS = [
@@ -40,7 +40,7 @@ def test_what_is_written_is_what_is_simulated(setting: Setting, tmp_path: Path) 
         assert loaded.l2[0].tier.use == setting.tier.kind.plugin
         assert loaded.l2[0].keys.write_policy == setting.write_policy
     try:
-        check_config(loaded, PluginRegistry())
+        complete_config(loaded, PluginRegistry())
     except PluginUnavailable:
         pytest.skip("the tier's client is not installed")
 
