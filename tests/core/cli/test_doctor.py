@@ -24,8 +24,6 @@ def test_a_machine_that_is_well_is_status_0(tmp_path: Path) -> None:
         "config",
         "python",
         "kvframework",
-        "torch",
-        "cuda",
         "memory",
         "limits",
         "numa",
