@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kvframework.client import KVClient
 from kvframework.wire import messages as m
 from tests.support.processes import send
@@ -149,3 +151,14 @@ class ServerProcess:
 def _alone(client: WireClient) -> bool:
     status = client.status()
     return len(status["messaging"]["sessions"]) == 1 and not status["l1"]["write_leases"]
+
+
+def server_fixture(*settings: str, scope: str = "function", **options: Any) -> Any:
+    """Make a fixture: a server process with these settings, named as the attribute that it is assigned to."""
+
+    @pytest.fixture(scope=scope)
+    def server() -> Iterator[ServerProcess]:
+        with ServerProcess(*settings, **options) as process:
+            yield process
+
+    return server

@@ -84,25 +84,3 @@ def test_a_right_configuration_is_ok(site: Path, toml: Path) -> None:
     ]
     by_environment = run("config", "check", site=site, config=str(toml))
     assert by_environment.stdout == done.stdout
-
-
-@pytest.mark.parametrize(
-    ("overrides", "text"),
-    [
-        (["l1.size=lots"], "[config.field] {toml} with --set: [l1] size: expected a size such as"),
-        (["l2.0.ulr=x"], "hint: did you mean 'url'?"),
-        (["l2.0.use=stone"], "[plugin.not_found] {toml} with --set: [[l2]] #1: no installed distribution offers"),
-        (["l1.use=store"], "[plugin.wrong_kind]"),
-        (["server.chunk_size=0"], "[config.field] {toml} with --set: [server] chunk_size"),
-        (["server.endpoint=tcp://[red]x:1"], "[config.endpoint]"),
-        (["nonsense"], "[config.field] --set nonsense: the override is not of the form table.key=value"),
-    ],
-)
-def test_a_wrong_configuration_is_one_clean_error(site: Path, toml: Path, overrides: list[str], text: str) -> None:
-    install_config_plugins(site)
-    flags = [part for override in overrides for part in ("--set", override)]
-    done = run("config", "check", str(toml), *flags, site=site)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: [")
-    assert text.format(toml=toml) in done.stderr
-    assert "Traceback" not in done.stderr

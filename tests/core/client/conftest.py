@@ -8,13 +8,9 @@ import pytest
 
 from kvframework.client import KVClient
 from tests.support.engines import PagedEngine
-from tests.support.server_process import ServerProcess
+from tests.support.server_process import ServerProcess, server_fixture
 
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[ServerProcess]:
-    with ServerProcess() as running:
-        yield running
+process = server_fixture(scope="module")
 
 
 @pytest.fixture

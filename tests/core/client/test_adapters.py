@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,30 +24,6 @@ def test_the_server_shows_what_the_model_computes_in(server: ServerProcess, clie
     PagedEngine(client, model_dtype="bfloat16")
     (instance,) = server.status()["instances"]
     assert (instance["dtype"], instance["model_dtype"]) == ("float32", "bfloat16")
-
-
-def test_what_one_engine_stores_another_loads(server: ServerProcess, client: KVClient) -> None:
-    first = PagedEngine(client)
-    tokens = list(range(700))
-    request = first.request(tokens)
-    assert request.hashed_tokens == 512
-    blocks = [list(range(5, 37))]
-    assert first.worker.submit_store(request, 0, 512, blocks).result(30).ok
-    assert first.worker.get_finished() == ({"r"}, set())
-    with server.engine_client() as another:
-        second = PagedEngine(another, instance_id=2)
-        result = second.scheduler.lookup(second.request(tokens, "q"))
-        assert (result.hit_tokens, result.pending) == (512, False)
-        target = [list(range(63, 31, -1))]
-        loaded = second.worker.submit_retrieve(second.request(tokens, "q"), 0, 512, target, skip_first_n_tokens=20)
-        assert loaded.result(30).ok
-        second.scheduler.free(result)
-        assert second.worker.get_finished() == (set(), {"q"})
-        for name, kv in first.kv.items():
-            stored = kv[:, blocks[0]].flatten(1, 2)
-            found = second.kv[name][:, target[0]].flatten(1, 2)
-            assert torch.equal(found[:, 20:], stored[:, 20:])
-            assert not torch.equal(found[:, :20], stored[:, :20])
 
 
 def test_the_trace_of_a_request_rides_in_each_of_its_requests(server: ServerProcess, client: KVClient) -> None:
@@ -91,46 +66,6 @@ def test_a_miss_in_l2_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         engine.worker.close()
 
 
-def test_a_restarted_server_is_noticed_and_registered_with_again(server: ServerProcess, client: KVClient) -> None:
-    engine = PagedEngine(client)
-    boot = client.boot_id
-    request = engine.request(list(range(256)))
-    blocks = [list(range(16))]
-    assert engine.worker.submit_store(request, 0, 256, blocks).result(30)
-    server.kill9()
-    wait_until(lambda: not client.usable, what="the client to notice")
-    started = time.monotonic()
-    assert not engine.worker.submit_store(request, 0, 256, blocks).result(30).ok
-    assert engine.scheduler.lookup(request).hit_tokens == 0
-    assert time.monotonic() - started < 2.0, "a miss at once, not a wait"
-    server.start()
-    wait_until(lambda: client.usable, what="the client to come back")
-    assert client.boot_id != boot
-    with server.client() as watcher:
-        assert watcher.status()["non_gpu_instance_ids"] == [1]
-    assert engine.scheduler.lookup(request).hit_tokens == 0
-    assert engine.worker.submit_store(request, 0, 256, blocks).result(30).ok
-    assert engine.scheduler.lookup(request).hit_tokens == 256
-
-
-def test_a_silent_server_costs_one_deadline_of_a_lookup(server: ServerProcess) -> None:
-    with KVClient(server.endpoint, deadline_scale=2.0) as client:
-        assert client.wait_up(20)
-        scheduler = SchedulerAdapter(client, model_name="m", namespace=b"n" * 16, chunk_tokens=CHUNK)
-        request = RequestHashes(client.hasher, CHUNK, request_id="r")
-        request.extend([1] * 256)
-        server.sigstop()
-        try:
-            started = time.monotonic()
-            for _ in range(50):
-                assert scheduler.lookup(request).hit_tokens == 0
-            assert time.monotonic() - started < 5.0, "one wait, then misses at once"
-            assert not client.usable
-        finally:
-            server.sigcont()
-        wait_until(lambda: client.usable, what="the client to heal")
-
-
 def test_without_a_server_everything_is_a_miss() -> None:
     with KVClient("ipc:///tmp/kvf-no-such-directory/s.sock", connect_timeout_s=0.2) as client:
         scheduler = SchedulerAdapter(client, model_name="m", namespace=b"n" * 16, chunk_tokens=CHUNK)
@@ -142,14 +77,6 @@ def test_without_a_server_everything_is_a_miss() -> None:
         request.extend([1] * 256)
         assert scheduler.lookup(request).hit_tokens == 0
         assert scheduler.failures == 1
-
-
-def test_other_revisions_never_meet(client: KVClient) -> None:
-    one, two = PagedEngine(client, 1, revision="a"), PagedEngine(client, 2, revision="b")
-    request = one.request([1] * 256)
-    assert one.worker.submit_store(request, 0, 256, [list(range(16))]).result(30)
-    assert one.scheduler.lookup(request).hit_tokens == 256
-    assert two.scheduler.lookup(request).hit_tokens == 0
 
 
 def test_an_unknown_transport_or_layout_is_a_clear_error(client: KVClient) -> None:

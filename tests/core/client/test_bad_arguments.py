@@ -135,22 +135,15 @@ def test_a_transport_that_returns_something_else_is_a_miss(
     assert lost == ["stores", "loads"]
 
 
-def test_a_failed_load_names_the_blocks_of_its_submit(engine: PagedEngine) -> None:
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_failed_load_names_the_blocks_of_its_submit(engine: PagedEngine, closed: bool) -> None:
+    if closed:
+        engine.worker.close()
     ids = list(IDS)
     future = engine.worker.submit_retrieve(engine.request([1, *range(TOKENS)]), 0, TOKENS, [ids])
     ids.clear()  # the engine's own list, which it uses again
-    assert not future.result(PATIENCE_S).ok
+    assert not future.result(0 if closed else PATIENCE_S).ok
     assert engine.worker.get_finished() == (set(), {"r"})
-    assert engine.worker.take_failed_blocks() == [set(IDS)]
-
-
-def test_after_close_a_failed_load_names_the_blocks_of_its_submit(engine: PagedEngine) -> None:
-    engine.worker.close()
-    ids = list(IDS)
-    future = engine.worker.submit_retrieve(engine.request([1, *range(TOKENS)]), 0, TOKENS, [ids])
-    ids.clear()
-    assert not future.result(0).ok
-    engine.worker.get_finished()
     assert engine.worker.take_failed_blocks() == [set(IDS)]
 
 

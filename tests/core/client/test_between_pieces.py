@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import pytest
 
@@ -12,7 +11,7 @@ from kvframework.api.transport import LoadOutcome
 from kvframework.client import KVClient
 from kvframework.errors import ServerGone
 from tests.support.engines import PagedEngine
-from tests.support.server_process import ServerProcess
+from tests.support.server_process import ServerProcess, server_fixture
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.torch
@@ -21,10 +20,7 @@ TOKENS = list(range(1024))
 BLOCKS = [list(range(64))]
 
 
-@pytest.fixture
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess() as server:
-        yield server
+server = server_fixture()
 
 
 def connected(server: ServerProcess) -> KVClient:

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 
-from tests.support.server_process import ServerProcess
+from tests.support.server_process import ServerProcess, server_fixture
 
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess(capacity="1MiB") as process:
-        yield process
+server = server_fixture(capacity="1MiB", scope="module")
 
 
 def engine(deed: str, server: ServerProcess, *free: int) -> subprocess.Popen[str]:

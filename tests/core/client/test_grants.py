@@ -25,7 +25,7 @@ from kvframework.wire import messages as m
 from kvframework.wire.transfer_blocks import unpack_offsets
 from tests.core.client.load_engine import TOKENS, Engine
 from tests.support.lazy import torch
-from tests.support.server_process import ServerProcess
+from tests.support.server_process import ServerProcess, server_fixture
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for, register_tiny
 
@@ -33,10 +33,7 @@ BLOCKS = list(range(32))
 AXES = ["plane", "block", "token", "head", "dim"]
 
 
-@pytest.fixture
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess("server.ticket_s=30") as server:
-        yield server
+server = server_fixture("server.ticket_s=30")
 
 
 @pytest.fixture
@@ -237,6 +234,7 @@ def test_an_instance_that_does_not_say_of_which_rank_it_is_gets_none(server: Ser
 
 
 def test_each_rank_is_granted_its_own_objects(server: ServerProcess) -> None:
+    """By the lookup of all ranks to each instance, by that of one rank to no other."""
     group = LayerGroup(1, 16, 1, 8, "float32")
     with ExitStack() as stack:
         workers = [stack.enter_context(server.client()) for _ in range(3)]
@@ -248,13 +246,17 @@ def test_each_rank_is_granted_its_own_objects(server: ServerProcess) -> None:
         keys = [key_for(registered, TOKENS, worker_id=rank, world_size=2) for rank in range(2)]
         for rank, key in enumerate(keys):
             workers[rank].store(key, bytes([65 + rank]), rank)
-        grants = asking(stack.enter_context(server.client()), keys[0], 2, 1, 0).grants
-        assert [each.instance_id for each in grants] == [2, 1, 0]
-        for grant in grants:
-            worker, rank = workers[grant.instance_id], grant.instance_id % 2
-            ranges = worker.prepare_retrieve(keys[rank], grant.instance_id).ranges
-            assert unpack_offsets(grant.offsets, where="offsets") == [place.offset for place in ranges]
-            assert worker.call("COMMIT_RETRIEVE", m.Commit(grant.lease)).held
+        scheduler = stack.enter_context(server.client())
+        of_all = msgspec.structs.replace(keys[0], worker_id=None)
+        for key, granted in ((of_all, [2, 1, 0]), (keys[0], [2, 0]), (keys[1], [1])):
+            found = scheduler.call("LOOKUP", m.Lookup(key, grant=(2, 1, 0)))
+            assert found.hit_tokens == 512
+            assert [each.instance_id for each in found.grants] == granted
+            for grant in found.grants:
+                worker, rank = workers[grant.instance_id], grant.instance_id % 2
+                ranges = worker.prepare_retrieve(keys[rank], grant.instance_id).ranges
+                assert unpack_offsets(grant.offsets, where="offsets") == [place.offset for place in ranges]
+                assert worker.call("COMMIT_RETRIEVE", m.Commit(grant.lease)).held
 
 
 def test_grants_leave_leases_for_other_transfers(server: ServerProcess) -> None:
@@ -395,24 +397,6 @@ def test_a_grant_of_a_server_means_nothing_in_the_memory_of_another(
     monkeypatch.setattr(engine.worker._connection, "__class__", Reconnecting)
     assert before is not None
     assert not engine.worker._is_good(grant, engine.transfer(), before)
-
-
-def test_a_lookup_of_one_rank_grants_another_nothing(server: ServerProcess) -> None:
-    group = LayerGroup(1, 16, 1, 8, "float32")
-    with ExitStack() as stack:
-        workers = [stack.enter_context(server.client()) for _ in range(2)]
-        for rank, worker in enumerate(workers):
-            shape = m.RegisterKvCache(rank, "tiny", 2, rank, b"n" * 16, "cpu_gather", KVLayout("paged", (group,), 4))
-            registered = worker.call("REGISTER_KV_CACHE", shape)
-        for rank, worker in enumerate(workers):
-            worker.store(key_for(registered, TOKENS, worker_id=rank, world_size=2), b"x", rank)
-        for rank in range(2):
-            key = key_for(registered, TOKENS, worker_id=rank, world_size=2)
-            found = workers[0].call("LOOKUP", m.Lookup(key, grant=(0, 1)))
-            assert found.hit_tokens == 512
-            assert [each.instance_id for each in found.grants] == [rank]
-            ranges = workers[rank].prepare_retrieve(key, rank).ranges
-            assert unpack_offsets(found.grants[0].offsets, where="offsets") == [place.offset for place in ranges]
 
 
 def test_no_load_has_begun_before_its_grant(server: ServerProcess) -> None:

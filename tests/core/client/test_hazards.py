@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ torch = pytest.importorskip("torch")
 from kvframework.client import KVClient, WorkerAdapter  # noqa: E402
 from kvframework.errors import AlreadyRegistered  # noqa: E402
 from tests.support.engines import AXES, BLOCK, BLOCKS, DIM, HEADS, PagedEngine  # noqa: E402
-from tests.support.server_process import ServerProcess  # noqa: E402
+from tests.support.server_process import ServerProcess, server_fixture  # noqa: E402
 from tests.support.waiting import wait_until  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -24,10 +23,7 @@ TOKENS = list(range(1024))
 ALL = [list(range(64))]
 
 
-@pytest.fixture
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess() as process:
-        yield process
+server = server_fixture()
 
 
 class Gate:

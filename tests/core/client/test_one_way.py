@@ -13,14 +13,10 @@ from kvframework.wire import messages as m
 from kvframework.wire.frames import NO_ANSWER, join
 from kvframework.wire.protocol import ONE_WAY_REQUESTS, REQUESTS, SINCE_0_3
 from tests.core.client.load_engine import TOKENS, Engine
-from tests.support.server_process import ServerProcess
+from tests.support.server_process import ServerProcess, server_fixture
 from tests.support.wire_client import WireClient, key_for
 
-
-@pytest.fixture
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess() as server:
-        yield server
+server = server_fixture()
 
 
 @pytest.fixture

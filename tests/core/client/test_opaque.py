@@ -19,7 +19,7 @@ from kvframework.client.opaque import (
     granted_objects,
     map_arena,
 )
-from kvframework.errors import KVFrameworkError, ServerGone
+from kvframework.errors import ServerGone
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 
@@ -105,20 +105,6 @@ def test_what_is_stored_again_is_present_and_another_salt_finds_nothing(instance
     assert (again.ranges, again.outcome.present) == ((), 14)
     other = instance.lookup(Prompt("other", 0, 64, cache_salt="pepper"), groups("e", 64)).result(20)
     assert other.hit_tokens == 0
-
-
-def test_keys_that_do_not_fit_are_refused(instance: OpaqueInstance) -> None:
-    keys, digest_bytes = groups("f", 64), bytes(DIGEST_BYTES)
-    odd = [KeyGroup(digest_bytes, 12), KeyGroup(b"", 8), KeyGroup(b"", 32)]
-    for prompt, refused, expected in (
-        (Prompt("few", 0, 64), keys[:2], "2 groups"),
-        (Prompt("odd", 0, 64), odd, "12 tokens"),
-        (Prompt("end", 0, 60), keys, "end 60"),
-    ):
-        with pytest.raises(KVFrameworkError, match=expected):
-            instance.lookup(prompt, refused).result(20)
-        with pytest.raises(KVFrameworkError, match=expected):
-            instance.prepare_store(prompt, refused).result(20)
 
 
 def test_the_registration_is_renewed_after_a_restart(process: ServerProcess, instance: OpaqueInstance) -> None:

@@ -12,15 +12,12 @@ from kvframework.api.keys import tenant_digest
 from kvframework.client import EngineSpeed, KVClient, OpaqueInstance, OpaqueObjects, Prompt
 from kvframework.wire import messages as m
 from tests.core.client.test_opaque import SIZES, found, groups, instance, store
-from tests.support.ports import free_port
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient
 
 __all__ = ["instance"]
 PARENT = f"00-{'ab' * 16}-{'cd' * 8}-01"
-# What 64 tokens take.
-PROMPT_BYTES = 4 * 4096 + 8 * 8192 + 2 * 12288
 
 
 @pytest.fixture(scope="module")
@@ -100,54 +97,6 @@ def test_both_tiers_of_a_hit_and_its_load_are_told(
     wait_until(lambda: teller.call("RECENT", m.Recent(0)).records[-1].request == "RETRIEVE", 20, "the load")
     load = teller.call("RECENT", m.Recent(0)).records[-1]
     assert (load.outcome, load.objects, load.nbytes) == ("hit", 8, 4 * 4096 + 3 * 8192 + 12000)
-
-
-def test_a_damaged_value_is_told_and_not_loaded(
-    teller: WireClient, client: KVClient, instance: OpaqueInstance, folder: Path
-) -> None:
-    def values() -> set[Path]:
-        return {file for file in folder.rglob("*") if file.is_file() and file.stat().st_size > 4096}
-
-    written(teller)
-    before = values()
-    store(instance, "damaged", 32)
-    written(teller)
-    teller.call("CLEAR", m.Clear())
-    for file in values() - before:
-        value = bytearray(file.read_bytes())
-        value[-1] ^= 1
-        file.write_bytes(value)
-    assert asked(teller, instance, "damaged", 32).reason == "damaged"
-
-
-def test_an_eviction_is_told(teller: WireClient, instance: OpaqueInstance) -> None:
-    with ServerProcess(capacity="1MiB") as small, small.client() as told, small.engine_client() as client:
-        made = OpaqueInstance(client, OpaqueObjects(5, "tiny", SIZES, 8, "test-blocks"))
-        wait_until(lambda: made.is_ready, 20, "the registration")
-        for number in range((1 << 20) // PROMPT_BYTES + 2):
-            store(made, str(number), 64)
-        assert asked(told, made, "0").reason == "evicted"
-
-
-def test_a_load_that_is_not_waited_for_is_told(teller: WireClient, instance: OpaqueInstance) -> None:
-    store(instance, "left", 64)
-    written(teller)
-    teller.call("CLEAR", m.Clear())
-    reply = instance.lookup(Prompt("left", 0, 64), groups("left", 64)).result(20)
-    if reply.pending:
-        teller.call("PING", m.Ping())
-        instance.release(reply.ticket)
-        instance.lookup(Prompt("flush", 0, 64), groups("flush", 64)).result(20)
-        records = [each for each in teller.call("RECENT", m.Recent(0)).records if each.request_id == "left"]
-        assert records[-1].reason == "timed_out"
-
-
-def test_a_tier_that_does_not_answer_is_told() -> None:
-    nowhere = ("l2.0.use=redis", f"l2.0.url=redis://127.0.0.1:{free_port()}", "l2.0.timeout_s=0.5")
-    with ServerProcess(*nowhere) as server, server.client() as teller, server.engine_client() as client:
-        made = OpaqueInstance(client, OpaqueObjects(5, "tiny", SIZES, 8, "test-blocks"))
-        wait_until(lambda: made.is_ready, 20, "the registration")
-        assert asked(teller, made, "down").reason == "tier_down"
 
 
 def test_a_hit_is_cut_where_the_engine_is_quicker(tmp_path: Path) -> None:

@@ -6,8 +6,6 @@ import datetime
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvframework.config.layers import apply_override, parse_value
 from kvframework.config.load import load_config
@@ -34,11 +32,6 @@ from kvframework.errors import ConfigFieldError
 def test_a_value_is_toml_or_else_itself(text: str, value: object) -> None:
     assert parse_value(text) == value
     assert type(parse_value(text)) is type(value)
-
-
-@given(st.text())
-def test_any_text_is_a_value(text: str) -> None:
-    parse_value(text)
 
 
 def test_overrides_apply_in_order_over_the_file(tmp_path: Path) -> None:

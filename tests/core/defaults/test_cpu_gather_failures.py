@@ -11,37 +11,16 @@ from kvframework.api.futures import Future
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.api.transport import ArenaRange, LoadPlan, Registration
 from kvframework.errors import (
-    BadBlockIds,
     BadLayout,
     DeadlineExceeded,
     LeaseUnknown,
     NotRegistered,
     ServerGone,
 )
-from tests.core.defaults.gather_engine import BLOCKS, CHUNK, Engine, both_ways
+from tests.core.defaults.gather_engine import CHUNK, Engine, both_ways
 
 __all__ = ["both_ways"]
 pytestmark = pytest.mark.torch
-
-
-BAD_IDS = {
-    "too high": [[5, 2, 7, BLOCKS]],
-    "negative": [[5, 2, -1, 8]],
-    "too few": [[5, 2, 7]],
-    "too many": [[5, 2, 7, 8, 9]],
-    "no list for the group": [],
-    "a list too many": [[5, 2, 7, 8], [1]],
-    "no integers": [["a", "b", "c", "d"]],
-}
-
-
-@pytest.mark.parametrize("ids", BAD_IDS.values(), ids=BAD_IDS)
-def test_bad_block_ids_are_refused_before_anything_is_reserved(ids):
-    engine = Engine()
-    for submit in (engine.store, engine.load):
-        with pytest.raises(BadBlockIds):
-            submit(ids)
-    assert engine.link.calls == []
 
 
 def test_a_transport_without_a_registration_refuses_transfers():

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from kvf_layouts import PagedOptions
 from kvf_layouts import kvf_layouts as hook
 from kvf_layouts.dynamic_cache import DynamicCacheLayout
 from kvf_layouts.paged import PagedLayout
@@ -246,14 +245,6 @@ def test_the_objects_of_a_declaration():
     desc = layout.object_desc(layout.describe({"a": pair, "b": pair}, block_size=BLOCK), 10)
     assert desc.chunk_tokens == chunk_tokens_for([BLOCK], 10) == 12
     assert desc.groups[0].shape == (2, 2, 12, HEADS * DIM)
-
-
-def test_the_hook_offers_all_layouts():
-    providers = {provider.name: provider for provider in hook()}
-    assert list(providers) == ["paged", "opaque", "dynamic_cache"]
-    for name, provider in providers.items():
-        assert provider.create(provider.options()).name == name
-    assert providers["paged"].create(PagedOptions(axes=SINGLE[0])).name == "paged"
 
 
 def test_the_default_configuration_has_all_layouts():

@@ -16,10 +16,10 @@ import msgspec
 import pytest
 
 from kvf_dev.testing import MemoryConformance
-from kvf_pinned import kvf_memories, memory
+from kvf_pinned import memory
 from kvf_pinned.memory import MemfdArena
 from kvf_pinned.options import PinnedOptions
-from kvframework.api.memory import MemoryContext, MemoryProvider, available_memory
+from kvframework.api.memory import available_memory
 from kvframework.api.plugin import ByteSize
 from kvframework.errors import ArenaError
 from tests.support.waiting import wait_until
@@ -52,15 +52,6 @@ def open_fds() -> set[str]:
 
 class TestArena(MemoryConformance):
     use = "pinned"
-
-
-def test_the_provider_makes_an_arena_of_the_configured_size() -> None:
-    (provider,) = kvf_memories()
-    assert isinstance(provider, MemoryProvider)
-    assert provider.name == "pinned"
-    arena = provider.create(options({"capacity": "3MiB", "huge_pages": "off"}), MemoryContext(where="[l1]"))
-    assert arena.capacity == 3 * MIB == os.fstat(arena.fd).st_size
-    arena.close()
 
 
 def test_options() -> None:
@@ -126,14 +117,6 @@ def test_no_client_can_change_the_size_or_the_seals(arena: MemfdArena) -> None:
     with pytest.raises(PermissionError):
         fcntl.fcntl(arena.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
     assert not os.get_inheritable(arena.fd)
-
-
-def test_a_kernel_without_populate_gets_the_same_memory(monkeypatch: pytest.MonkeyPatch, arena: MemfdArena) -> None:
-    monkeypatch.setattr(memory, "_MADV_POPULATE_WRITE", 9999)
-    ready: list[int] = []
-    arena.start(ready.append)
-    wait_until(lambda: ready and ready[-1] == arena.capacity)
-    assert resident_bytes(arena.fd) >= arena.capacity
 
 
 def test_memory_that_runs_out_on_the_way_is_told_and_what_is_ready_stays(

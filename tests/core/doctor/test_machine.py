@@ -69,15 +69,6 @@ def test_a_path_that_is_too_long_fails(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert "[server] endpoint" in refused.advice
 
 
-@pytest.mark.usefixtures("patient")
-def test_a_configured_path_that_is_too_long_fails_too() -> None:
-    checkup = examine(overrides=[f"server.endpoint=ipc:///tmp/{'x' * 100}"])
-    (finding,) = (each for each in checkup.findings if each.level == "fail")
-    assert (finding.id, checkup.fail) == ("config.endpoint", 1)
-    assert "105 bytes" in finding.fact
-    assert any(each.id == "python.version" for each in checkup.findings), "the rest is checked all the same"
-
-
 def test_the_directory_is_private_or_told(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     endpoint = f"ipc://{folder}/server.sock"

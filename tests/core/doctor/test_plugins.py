@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import sys
 from pathlib import Path
@@ -59,20 +60,7 @@ def kvf_tiers():
 def kvf_memories():
     return [MemoryProvider(name="memory", summary="m", create=print, diagnose=seen)]
 """
-NAMES = (
-    "seen",
-    "raises",
-    "breaks",
-    "dies",
-    "hangs",
-    "lingers",
-    "nonsense",
-    "quiet",
-    "absent",
-    "text",
-    "nothing",
-    "single",
-)
+NAMES = re.findall(r'tier\("(\w+)"', SOURCE)
 
 
 @pytest.fixture(autouse=True)

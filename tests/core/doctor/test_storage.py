@@ -98,11 +98,3 @@ def test_the_check_of_a_folder_takes_no_lock(tmp_path: Path) -> None:
     open_tier(tmp_path / "kv", capacity="1MiB").close()
     with mock.patch("fcntl.flock", side_effect=AssertionError):
         check_root(options(tmp_path / "kv", capacity="1MiB"), where="[[l2]] #1")
-
-
-def test_an_arena_that_does_not_fit_fails() -> None:
-    assert ask("pinned", kind="memory", capacity="1MiB")["pinned.capacity"].level == "ok"
-    found = ask("pinned", kind="memory", capacity="900TiB")["storage.arena"]
-    assert found.level == "fail"
-    assert "lower [l1] capacity" in found.advice
-    assert levels(ask("pinned", kind="memory", replaces=os.getpid(), capacity="900TiB")) == {"plugin.usable": "ok"}

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvframework.doctor.checkup import kept
 from tests.core.keeper.held import HELD_UP, TIMEOUT, Held
 from tests.core.keeper.stand_in import token_of
 from tests.support.processes import descriptors, has_ended
@@ -131,35 +130,6 @@ def test_a_refused_start_ends_the_keeper_that_keeps_nothing(held: Held) -> None:
     assert server != held.ready(2)["pid"]
 
 
-def test_status_names_what_is_kept(held: Held) -> None:
-    server = held.ready(1)["pid"]
-    status = held.ask("status")
-    assert status["server"]["pid"] == server
-    assert status["server"]["ready"]
-    assert status["starts"] == 1
-    assert {row["name"]: (row["size"], row["bytes"]) for row in status["held"]} == {
-        "kvf-arena": (1 << 20, 1 << 20),
-        "kvf-journal": (1 << 20, 1 << 20),
-    }
-
-
-def test_the_doctor_names_what_is_kept(held: Held) -> None:
-    assert list(kept(f"ipc://{held.folder}/none.sock")) == []
-    held.ready(1)
-    (finding,) = kept(f"ipc://{held.base}")
-    assert (finding.level, "keeps 2.0 MiB, charged to" in finding.fact) == ("ok", True)
-    held.fail("at start")
-    os.kill(held.ready(1)["pid"], signal.SIGKILL)
-    wait_until(lambda: next(kept(f"ipc://{held.base}")).level == "warn", TIMEOUT, "the warning")
-
-
-def test_drop_with_a_restart_starts_the_server_cold(held: Held) -> None:
-    server = held.first_is_heard()["pid"]
-    assert held.ask("drop", restart=True)["freed"] == 2 << 20
-    assert held.ready(2)["found"] == {}
-    assert has_ended(server)
-
-
 @pytest.fixture
 def arena(held: Held) -> Iterator[int]:
     """The kept arena, opened as nobody else has it."""
@@ -185,14 +155,6 @@ def test_drop_frees_nothing_that_another_server_uses(held: Held, arena: int) -> 
     assert "another process uses" in reply["text"]
     assert token_of("kvf-arena", arena).isalnum()
     assert held.ready(2)["found"] == {}
-
-
-def test_a_second_keeper_is_refused_and_the_first_goes_on(held: Held) -> None:
-    server = held.ready(1)["pid"]
-    assert held.begin().wait(TIMEOUT) == 2
-    assert f"process {held.process.pid}, keeps the server at this endpoint" in held.log
-    os.kill(server, signal.SIGKILL)
-    assert len(held.ready(2)["found"]) == 2
 
 
 def test_log_lines_can_be_json() -> None:
@@ -221,14 +183,6 @@ class TestReload:
             new = held.ready(2)
             assert reply == {"done": True, "text": f"process {new['pid']} has taken over"}
             assert len(held.ask("status")["held"]) == 2
-
-    def test_an_upgraded_server_is_restarted_as_any_other(self, held: Held) -> None:
-        held.ready(1)
-        held.ask("reload")
-        os.kill(held.ready(2)["pid"], signal.SIGKILL)
-        third = held.ready(3)
-        assert not third["takeover"]
-        assert len(third["found"]) == 2
 
     def test_a_server_that_is_not_ready_is_not_replaced(self, held: Held) -> None:
         """Both would make an arena, and the keeper would have that of the wrong one."""

@@ -107,19 +107,7 @@ def test_equal_content_is_one_object_and_comes_back(pairs, seed, skip, data):
 
 
 def test_a_state_is_left_alone_where_all_is_skipped() -> None:
-    group = Group(
-        axes=("block", "dim"),
-        layers=1,
-        planes=1,
-        heads=1,
-        dim=2,
-        dtype="float64",
-        block_size=12,
-        compress_ratio=1,
-        window=0,
-        state=True,
-        how="own",
-    )
+    group = Group(("block", "dim"), layers=1, planes=1, heads=1, dim=2, dtype="float64", block_size=12, state=True)
     source = Engine([group], [group.content(8, 1)], CHUNK)
     tokens = source.desc.chunk_tokens * CHUNKS
     ids = [list(range(tokens // group.block_size))]

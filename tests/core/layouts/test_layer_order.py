@@ -12,7 +12,7 @@ from kvframework.errors import NamespaceMismatch
 from tests.core.tiers.nodes import await_written
 from tests.support.engines import PagedEngine
 from tests.support.lazy import torch
-from tests.support.server_process import ServerProcess
+from tests.support.server_process import ServerProcess, server_fixture
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.torch
@@ -61,10 +61,7 @@ def layers(*numbers: int, form: str = "layers.{}") -> list[str]:
     return [form.format(number) for number in numbers]
 
 
-@pytest.fixture(scope="module")
-def process() -> Iterator[ServerProcess]:
-    with ServerProcess(capacity="8MiB") as running:
-        yield running
+process = server_fixture(capacity="8MiB", scope="module")
 
 
 @pytest.fixture

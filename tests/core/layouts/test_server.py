@@ -6,15 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 
-from kvf_layouts.paged import PagedLayout
 from kvframework.api.layout import NO_BLOCK, EngineView
-from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
+from kvframework.client import KVClient, WorkerAdapter
 from kvframework.errors import BadLayout, BadRange
 from kvframework.wire.messages import Clear, Prepare, StorePlan
 from tests.core.layouts.engines import Group, as_bytes, hold
 from tests.support.engines import PagedEngine
 from tests.support.lazy import torch
-from tests.support.server_process import ServerProcess
+from tests.support.server_process import ServerProcess, server_fixture
 
 pytestmark = pytest.mark.torch
 
@@ -27,10 +26,7 @@ INDEX = Group(("block", "token", "dim"), layers=1, planes=1, heads=1, dim=6, blo
 HYBRID = (FULL, WINDOW, STATE, INDEX)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess(capacity="8MiB") as process:
-        yield process
+server = server_fixture(capacity="8MiB", scope="module")
 
 
 @pytest.fixture
@@ -93,31 +89,6 @@ def _content(group: Group, kv: Mapping[str, object], prefix: str) -> torch.Tenso
                     names.insert(0, axis)
             layers.append(tensor.permute([names.index(axis) for axis in ("plane", "block", "token", "head", "dim")]))
     return torch.stack(layers)
-
-
-def test_engines_of_other_layouts_share_objects(server: ServerProcess, client: KVClient) -> None:
-    forms = [
-        FULL,
-        Group(("plane", "block", "head", "token", "dim"), heads=2, dim=4, block_size=32),
-        Group(("block", "plane", "token", "head", "dim"), heads=2, dim=4, block_size=16, how="interleaved"),
-        Group(("block", "layer", "head", "plane", "token", "dim"), heads=2, dim=4, block_size=64),
-        Group(("token", "head", "dim"), heads=2, dim=4, block_size=8, how="offsets"),
-    ]
-    first = Engine(client, 1, [forms[0]], 512, seed=5)
-    tokens = list(range(512))
-    assert first.worker.submit_store(first.request(tokens), 0, 512, first.ids(512)).result(30)
-    before = first.blocks(0).flatten(2, 3)[:, :, :512]
-    for number, form in enumerate(forms[1:], start=2):
-        with server.engine_client() as another:
-            other = Engine(another, number, [form], 512)
-            assert other.registration.namespace == first.registration.namespace
-            assert other.hit(other.request(tokens)) == 512
-            assert other.worker.submit_retrieve(other.request(tokens), 0, 512, other.ids(512)).result(30)
-            views = PagedLayout(rules=[form.rule("*")]).block_views(other.registration.layout, other.kv)[0]
-            found = torch.stack([torch.stack(list(plane)) for plane in views]).contiguous().view(torch.uint8)
-            assert torch.equal(found.flatten(2, 3)[:, :, :512], before), form.axes
-            stored = other.worker.submit_store(other.request(tokens), 0, 512, other.ids(512))
-            assert stored.result().present == 2, "nothing new: it is the same object"
 
 
 @pytest.mark.parametrize("path", ["arena", "wire"])
@@ -227,32 +198,3 @@ def test_the_canary_proves_opaque_blocks_too(client: KVClient) -> None:
     with pytest.raises(BadLayout, match="not the engine's"):
         worker.register_kv_caches(kv, block_size=16, view=PackedView(kv, shift=4))
     worker.register_kv_caches(kv, block_size=16, view=PackedView(kv))
-
-
-def test_opaque_blocks_of_two_engines_meet_only_with_the_same_packing(client: KVClient) -> None:
-    kv = {name: {f"l{i}": torch.randn(33, 2, 16, 8) for i in range(2)} for name in ("a", "b", "c")}
-
-    def register(name: str, instance_id: int, packing: str) -> tuple[WorkerAdapter, SchedulerAdapter]:
-        worker = WorkerAdapter(
-            client,
-            instance_id=instance_id,
-            model_name="m",
-            layout="opaque",
-            layout_options={"packing": packing, "block_axis": 0},
-        )
-        registration = worker.register_kv_caches(kv[name], block_size=16)
-        scheduler = SchedulerAdapter(client, model_name="m", namespace=registration.namespace, chunk_tokens=CHUNK)
-        return worker, scheduler
-
-    (one, _), (two, same), (_, foreign) = register("a", 1, "amx"), register("b", 2, "amx"), register("c", 3, "vec")
-    request = RequestHashes(client.hasher, CHUNK, request_id="r")
-    request.extend(range(512))
-    assert one.submit_store(request, 0, 512, [list(range(32))]).result(30)
-    assert same.lookup(request).hit_tokens == 512
-    assert foreign.lookup(request).hit_tokens == 0
-    assert two.submit_retrieve(request, 0, 512, [list(range(32, 0, -1))], skip_first_n_tokens=48).result(30)
-    for name, tensor in kv["a"].items():
-        assert torch.equal(kv["b"][name][1:30].flip(0), tensor[3:32])
-        assert not torch.equal(kv["b"][name][30:33].flip(0), tensor[:3])
-    with pytest.raises(BadRange, match="opaque"):
-        two.submit_retrieve(request, 0, 512, [list(range(32))], skip_first_n_tokens=50)

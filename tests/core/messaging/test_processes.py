@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.errors import DeadlineExceeded, EndpointError, ServerGone
+from kvframework.errors import ServerGone
 from kvframework.messaging.server import sessions
 from kvframework.wire.messages import HelloReply
 from tests.core.messaging.lab import Lab, ask, connected
-from tests.support.processes import descriptors, send
+from tests.support.processes import descriptors
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
@@ -68,18 +68,6 @@ def test_a_clean_end_ends_the_session_once(lab: Lab) -> None:
         session = lab.server.sessions[0]
     wait_until(lambda: lab.work.ended == [session])
     assert not lab.server.sessions
-
-
-def test_the_arena_is_mapped_by_the_client(endpoint: str, start: Start) -> None:
-    arena = os.memfd_create("arena")
-    os.ftruncate(arena, 4096)
-    lab = Lab(endpoint, arena_for=lambda _: os.dup(arena))
-    try:
-        said(start("client_program", "write"))
-        assert os.pread(arena, 5, 100) == b"hello"
-    finally:
-        lab.stop()
-        os.close(arena)
 
 
 def test_a_fork_of_a_dead_client_keeps_nothing_alive(lab: Lab, start: Start) -> None:
@@ -171,32 +159,3 @@ def test_a_server_that_dies_and_comes_back(endpoint: str, start: Start, how: sig
         assert connection.boot_id == second != first
         assert ask(connection, "ECHO", "on").result(20).payload.text == "on"
     assert watcher.told[3:] == [None]
-
-
-def test_a_second_server_at_the_same_endpoint_is_refused(lab: Lab, start: Start) -> None:
-    with pytest.raises(EndpointError, match=f"process {os.getpid()}"):
-        Lab(lab.endpoint)
-    other = start("server_program")
-    assert other.wait(60) != 0
-    with connected(lab.endpoint) as connection:
-        assert ask(connection, "ECHO", "on").result(20).payload.text == "on"
-
-
-def test_a_stopped_server_makes_the_connection_suspect_and_heals(endpoint: str, start: Start) -> None:
-    server = start("server_program")
-    said(server)
-    watcher = Watcher()
-    with connected(endpoint, on_up=watcher.up, on_down=watcher.down, silent_s=1.0) as connection:
-        send(server.pid, signal.SIGSTOP)
-        with pytest.raises(DeadlineExceeded):
-            ask(connection, "ECHO", timeout=0.05).result(20)
-        assert connection.state == "suspect"
-        assert isinstance(ask(connection, "ECHO").exception(), ServerGone)
-        server.send_signal(signal.SIGCONT)
-        assert connection.wait_up(20)
-        assert ask(connection, "ECHO", "on").result(20).payload.text == "on"
-        send(server.pid, signal.SIGSTOP)
-        wait_until(lambda: connection.state == "suspect", what="PING alone finds out, too")
-        server.send_signal(signal.SIGCONT)
-        assert connection.wait_up(20)
-        assert len(watcher.told) == 1

@@ -27,15 +27,6 @@ from tests.core.messaging.lab import Lab, Text, ask, connected
 from tests.support.waiting import wait_until
 
 
-def test_a_round_trip(lab: Lab) -> None:
-    with connected(lab.endpoint) as connection:
-        assert connection.state == "up"
-        assert connection.boot_id == lab.work.boot_id
-        futures = [ask(connection, "ECHO", str(n)) for n in range(200)]
-        assert [future.result(20).payload.text for future in futures] == [str(n) for n in range(200)]
-        assert ask(connection, "ECHO", "x" * 200_000).result(20).payload.text == "x" * 200_000
-
-
 def test_buffers_travel_both_ways_and_come_as_views(lab: Lab) -> None:
     big = bytearray(b"ab") * 500_000
     with connected(lab.endpoint) as connection:

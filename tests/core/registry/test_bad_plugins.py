@@ -10,6 +10,13 @@ from kvframework.errors import PluginBroken, PluginWrongApi, PluginWrongKind
 from kvframework.registry.registry import PluginRegistry
 from tests.core.registry.fake_distributions import HOOKS, codec_module, info, install, marking
 
+
+def with_field(field: str, before: str = "") -> str:
+    """A module whose provider has this field, of names that `before` defines."""
+    provider = f"CodecProvider(name='bad', summary='', create=print, {field})"
+    return f"{HOOKS}{before}@hookimpl\ndef kvf_codecs():\n    return [{provider}]"
+
+
 BROKEN = {
     "import error": (
         "import no_such_module_anywhere",
@@ -29,43 +36,20 @@ BROKEN = {
     "another name": (codec_module("good"), "returned 0 providers named 'bad'"),
     "twice the name": (codec_module("bad", "bad"), "returned 2 providers named 'bad'"),
     "class instead of provider": (f"{HOOKS}@hookimpl\ndef kvf_codecs(): return [CodecProvider]", "a list with type"),
-    "options that are none": (
-        (
-            f"{HOOKS}@hookimpl\ndef kvf_codecs():\n"
-            "    return [CodecProvider(name='bad', summary='', create=print, options=dict)]"
-        ),
-        "options",
-    ),
+    "options that are none": (with_field("options=dict"), "options"),
     "options that name nothing": (
-        (
-            f"{HOOKS}from kvframework.api.plugin import Options\n"
-            "class Mine(Options, frozen=True):\n    size: 'Nowhere'\n"
-            "@hookimpl\ndef kvf_codecs():\n"
-            "    return [CodecProvider(name='bad', summary='', create=print, options=Mine)]"
+        with_field(
+            "options=Mine",
+            "from kvframework.api.plugin import Options\nclass Mine(Options, frozen=True):\n    size: 'Nowhere'\n",
         ),
         "name 'Nowhere' is not defined",
     ),
-    "nonsense requires_api": (
-        (
-            f"{HOOKS}@hookimpl\ndef kvf_codecs():\n"
-            "    return [CodecProvider(name='bad', summary='', create=print, requires_api='new')]"
-        ),
-        "requires_api is 'new'",
-    ),
+    "nonsense requires_api": (with_field("requires_api='new'"), "requires_api is 'new'"),
     "raising probe": (
-        (
-            f"{HOOKS}def probe(): raise ValueError('oops')\n@hookimpl\ndef kvf_codecs():\n"
-            "    return [CodecProvider(name='bad', summary='', create=print, probe=probe)]"
-        ),
+        with_field("probe=probe", "def probe(): raise ValueError('oops')\n"),
         "its probe failed with ValueError: oops",
     ),
-    "probe of another type": (
-        (
-            f"{HOOKS}@hookimpl\ndef kvf_codecs():\n"
-            "    return [CodecProvider(name='bad', summary='', create=print, probe=lambda: True)]"
-        ),
-        "found bool",
-    ),
+    "probe of another type": (with_field("probe=lambda: True"), "found bool"),
 }
 
 

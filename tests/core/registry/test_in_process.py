@@ -7,16 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvframework.api.codec import CodecProvider, hookimpl
-from kvframework.api.plugin import ByteSize, Options
-from kvframework.errors import ConfigFieldError, PluginBroken, PluginConflict, PluginError
+from kvframework.errors import PluginBroken, PluginConflict, PluginError
 from kvframework.registry.registry import PluginInfo, PluginRegistry
 from tests.core.registry.fake_distributions import codec_module, install
-
-
-class Sized(Options, frozen=True):
-    url: str
-    limit: ByteSize = ByteSize(1)
-    ratio: float = 1.0
 
 
 class InProcess:
@@ -67,23 +60,3 @@ def test_an_object_is_registered_once() -> None:
     with pytest.raises(PluginBroken, match="already"):
         registry.register(plugin)
     assert registry.resolve("codec", "mine").name == "mine"
-
-
-def test_options_are_validated_with_their_place() -> None:
-    registry = PluginRegistry([])
-    provider = CodecProvider(name="mine", summary="", create=print, options=Sized)
-    options = registry.options(provider, {"url": "x", "limit": "2KiB", "ratio": 3})
-    assert options == Sized("x", ByteSize(2048), 3.0)
-
-    def refused(raw: dict[str, object]) -> ConfigFieldError:
-        with pytest.raises(ConfigFieldError) as caught:
-            registry.options(provider, raw, where="kvf.toml: [[l2]] #1", core_keys=("use", "codec"))
-        return caught.value
-
-    unknown = refused({"url": "x", "limt": 1})
-    assert unknown.fact == "unknown key 'limt'"
-    assert unknown.available == "codec, limit, ratio, url, use"
-    assert unknown.hint == "did you mean 'limit'?"
-    assert refused({"url": "x", "limit": "9 parsecs"}).where == "kvf.toml: [[l2]] #1 limit"
-    assert "expected `str`, got `int`" in refused({"url": 5}).fact
-    assert "missing required field `url`" in refused({}).fact

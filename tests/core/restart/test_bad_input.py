@@ -12,21 +12,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from resource import RLIM_INFINITY, RLIMIT_FSIZE, prlimit
 
-import msgspec
 import pytest
 
 from kvframework.storage.l1.journal import (
     HEADS_AT,
     IDENTITY_AT,
-    IDENTITY_BYTES,
-    MAGIC,
     PREFIX,
     RECORDS_AT,
     SLOT_BYTES,
     SLOTS_AT,
     STARTS_AT,
-    pack_blob,
-    read_identity,
 )
 from tests.core.restart.planted_server import FILE_TEXT, NAMES, PLANT, STRANGERS
 from tests.core.restart.prompts import CAPACITY, OBJECTS, hits, overwrite_all, store
@@ -133,31 +128,6 @@ def test_a_journal_cut_off(server: HeldServer, size: int) -> None:
         os.close(fd)
     # A whole number of slots is a journal; what is cut off holds nothing.
     assert why_cold(server).startswith("damaged") == ((size - SLOTS_AT) % SLOT_BYTES != 0 or size < SLOTS_AT)
-
-
-def test_a_journal_of_a_newer_release(server: HeldServer) -> None:
-    with between(server) as journal:
-        journal[: PREFIX.size] = PREFIX.pack(MAGIC, 1000)
-    assert why_cold(server).startswith("other_release")
-
-
-@pytest.mark.parametrize(
-    ("changed", "why"),
-    [
-        ({"machine": "another"}, "other_machine"),
-        ({"chunk_size": 17}, "other_configuration"),
-        ({"hasher": "another"}, "other_configuration"),
-        ({"slot": "other"}, "other_configuration"),
-        ({"arena": (1, 2)}, "damaged"),
-    ],
-)
-def test_a_journal_of_elsewhere(server: HeldServer, changed: dict[str, object], why: str) -> None:
-    with between(server) as journal:
-        with memoryview(journal) as view, view[:SLOTS_AT] as head:
-            identity = read_identity(memoryview(bytes(head) + bytes(SLOT_BYTES)))
-        blob = pack_blob(msgspec.structs.replace(identity, **changed), IDENTITY_BYTES)
-        journal[IDENTITY_AT : IDENTITY_AT + len(blob)] = blob
-    assert why_cold(server).startswith(why)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -18,16 +18,13 @@ from kvframework.wire import messages as m
 from kvframework.wire.frames import join
 from tests.core.cli.command import run
 from tests.core.security.another_user import NOBODY, as_another_user, needs_root
-from tests.support.server_process import ServerProcess
+from tests.support.server_process import ServerProcess, server_fixture
 from tests.support.waiting import wait_until
 
 HUNG_UP = ("closed", "ConnectionResetError", "BrokenPipeError")
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess() as running:
-        yield running
+server = server_fixture(scope="module")
 
 
 def socket_path(server: ServerProcess) -> str:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import resource
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from kvframework.wire.frames import join, split
 from tests.core.messaging.lab import HASHER, connected
 from tests.core.wire_path.remote import Keys, RemoteServer, remote_server
 from tests.support.processes import descriptors
-from tests.support.tcp_peer import TcpPeer
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for
 
@@ -183,15 +181,6 @@ def test_a_server_elsewhere_names_no_socket_of_this_machine(tmp_path: Path) -> N
             assert connection.wait_up(20)
             with pytest.raises(BlockingIOError):
                 trap.accept()
-
-
-class Mute(TcpPeer):
-    """Accepts and says nothing, as a server with CURVE does to one without keys."""
-
-    def serve(self, sock: socket.socket) -> None:
-        with sock:
-            while not self.stopping:
-                time.sleep(0.01)
 
 
 def test_keys_are_made_for_their_owner(tmp_path: Path) -> None:

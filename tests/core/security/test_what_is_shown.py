@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,16 +13,13 @@ from kvframework import errors
 from kvframework.api.layout import KVLayout, LayerGroup, MemoryLayoutDesc, canonical_desc
 from kvframework.wire import messages as m
 from tests.core.cli.command import run
-from tests.support.server_process import ServerProcess
+from tests.support.server_process import ServerProcess, server_fixture
 from tests.support.waiting import wait_until
 
 FORGED = "engine\n2026-01-01 00:00:00 ERROR kvframework: all is lost \x1b]0;owned\x07\x9b31m\u202e"
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess("server.session_timeout_s=0.5") as running:
-        yield running
+server = server_fixture("server.session_timeout_s=0.5", scope="module")
 
 
 def assert_harmless(text: str) -> None:

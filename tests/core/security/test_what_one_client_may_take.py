@@ -18,7 +18,7 @@ from kvframework.wire import messages as m
 from kvframework.wire.frames import MAX_ERROR_TEXT
 from tests.core.server.in_process import serving
 from tests.support.redis_server import RedisServer
-from tests.support.server_process import ServerProcess
+from tests.support.server_process import ServerProcess, server_fixture
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for
 
@@ -26,10 +26,7 @@ TOKENS = list(range(1024))
 NBYTES = 2 * 2 * 256 * 8 * 4  # of one object of WireClient's model
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess(capacity="1MiB") as running:
-        yield running
+server = server_fixture(capacity="1MiB", scope="module")
 
 
 @pytest.fixture

@@ -16,19 +16,15 @@ from kvframework.errors import InvalidPayload
 from kvframework.wire import messages as m
 from tests.core.server.in_process import serving
 from tests.support.engines import CHUNK, PagedEngine
-from tests.support.server_process import ServerProcess
+from tests.support.server_process import ServerProcess, server_fixture
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for
 
-OBJECTS = 32  # in 1 MiB, of the tiny model
 OBJECT_BYTES = 1 << 15
 DONE = (Retain("done"),)
 
 
-@pytest.fixture(scope="module")
-def small() -> Iterator[ServerProcess]:
-    with ServerProcess(capacity="1MiB") as server:
-        yield server
+small = server_fixture(capacity="1MiB", scope="module")
 
 
 @pytest.fixture

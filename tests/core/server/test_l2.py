@@ -39,23 +39,6 @@ def store(server: ServerProcess) -> m.Registered:
     return registered
 
 
-def test_a_restarted_server_answers_from_redis_before_any_registration(server: ServerProcess) -> None:
-    registered = store(server)
-    server.kill9()
-    server.start()
-    with server.client() as client:
-        key = key_for(registered, TOKENS)
-        reply = client.settled(client.lookup(key))
-        assert reply.hit_tokens == len(TOKENS), "the namespace's record came from Redis too"
-        client.register()
-        found = client.retrieve(key)
-        assert found is not None
-        assert found == (b"kept on restart!" * len(found))[: len(found)]
-        assert client.call("FREE_LOOKUP_LOCKS", m.TicketRef(reply.ticket)).pins == 8
-        l1 = client.status()["l1"]
-        assert (l1["pins"], l1["write_leases"]) == (0, 0)
-
-
 def test_a_hole_in_redis_ends_the_hit_there(server: ServerProcess, redis: RedisServer) -> None:
     registered = store(server)
     keys = command(redis, "KEYS", "*")
@@ -104,48 +87,11 @@ def test_an_idle_server_knows_that_its_tier_has_gone(server: ServerProcess, redi
         wait_until(lambda: client.status()["l2"][0].get("errors", 0) >= 1, what="a check that fails")
 
 
-def test_zstd_packs_what_redis_holds(redis: RedisServer) -> None:
-    pytest.importorskip("zstandard")
-    table = ("l2.0.use=redis", f"l2.0.url={redis.url}", "l2.0.codec=zstd")
-    with ServerProcess(*table, "codecs.zstd.level=3") as server:
-        registered = store(server)
-        keys = command(redis, "KEYS", "*")
-        assert isinstance(keys, list)
-        key = key_for(registered, TOKENS)
-        sizes = [command(redis, "STRLEN", _redis_key_of(keys, key, chunk)) for chunk in range(8)]
-        assert max(sizes) < 1000, "16 bytes again and again"
-        with server.client() as client:
-            assert client.status()["l2"][0]["codec"] == "zstd"
-            client.call("CLEAR", m.Clear())
-            client.register()
-            assert client.hit(key) == len(TOKENS)
-            found = client.retrieve(key)
-            assert found is not None
-            assert found == (b"kept on restart!" * len(found))[: len(found)]
-
-
 def test_clear_with_l2_forgets_everywhere(server: ServerProcess, redis: RedisServer) -> None:
     registered = store(server)
     with server.client() as client:
         assert client.call("CLEAR", m.Clear(l2=True)).objects == 8
         assert client.hit(key_for(registered, TOKENS)) == 0
-
-
-def test_redis_may_go_and_come_back(server: ServerProcess, redis: RedisServer) -> None:
-    with server.client() as client:
-        registered = client.register()
-        redis.kill9()
-        key = key_for(registered, TOKENS)
-        committed = client.store(key, b"down")
-        assert committed is not None
-        assert committed.outcome.stored == 8, "a dead tier fails no store"
-        assert client.lookup(key).hit_tokens == len(TOKENS)
-        assert client.hit(key_for(registered, [1] * 256)) == 0
-        wait_until(lambda: client.status()["l2"][0]["state"] != "closed", what="the circuit to open")
-        redis.restart()
-        wait_until(lambda: written(client), what="the write to L2 to go on")
-        client.call("CLEAR", m.Clear())
-        assert client.hit(key) == len(TOKENS)
 
 
 def _redis_key_of(keys: list[object], key: object, chunk: int) -> bytes:

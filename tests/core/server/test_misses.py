@@ -17,7 +17,7 @@ from kvframework.client import KVClient, RequestHashes, SchedulerAdapter
 from kvframework.wire import messages as m
 from tests.support.held_server import HeldServer
 from tests.support.ports import free_port
-from tests.support.server_process import ServerProcess
+from tests.support.server_process import ServerProcess, server_fixture
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for
 
@@ -28,11 +28,8 @@ OBJECT_BYTES = 1 << 15  # of the tiny model
 OBJECTS = 32  # in 1 MiB
 
 
-@pytest.fixture(scope="module")
-def small() -> Iterator[ServerProcess]:
-    """L1 holds `OBJECTS` chunks, and there is no tier."""
-    with ServerProcess("server.store_share=0.25", capacity="1MiB") as server:
-        yield server
+# L1 holds `OBJECTS` chunks, and there is no tier.
+small = server_fixture("server.store_share=0.25", capacity="1MiB", scope="module")
 
 
 @pytest.fixture

@@ -154,6 +154,28 @@ def test_a_clients_end_frees_all_that_it_holds(server: ServerProcess, client: Wi
     assert_nothing_is_held(client)
 
 
+def test_who_ends_a_request_id_ends_only_its_own_and_each_ticket_is_for_itself(
+    server: ServerProcess, client: WireClient
+) -> None:
+    registered = client.register()
+    key = key_for(registered, TOKENS)
+    client.store(key, b"x")
+    first, second = client.lookup(key).ticket, client.lookup(key_for(registered, TOKENS[:512])).ticket
+    plan = client.prepare_store(key_for(registered, [5] * 256))
+    with server.client() as other:
+        theirs = other.lookup(key).ticket
+        with pytest.raises(errors.LeaseUnknown):
+            other.call("FREE_LOOKUP_LOCKS", m.TicketRef(first))
+        ended = other.call("END_SESSION", m.EndSession(key.request_id))
+        assert (ended.leases, ended.tickets) == (0, 1)
+        with pytest.raises(errors.LeaseUnknown):
+            other.call("FREE_LOOKUP_LOCKS", m.TicketRef(theirs))
+    assert client.call("FREE_LOOKUP_LOCKS", m.TicketRef(first)).pins == 4
+    assert client.call("FREE_LOOKUP_LOCKS", m.TicketRef(second)).pins == 2
+    assert client.call("COMMIT_STORE", m.LeaseRef(plan.lease)).outcome.stored == 1
+    assert_nothing_is_held(client)
+
+
 def bad_keys(registered: m.Registered) -> dict[str, tuple[Any, type[errors.KVFrameworkError]]]:
     key = key_for(registered, TOKENS)
     change = msgspec.structs.replace
@@ -170,6 +192,12 @@ def bad_keys(registered: m.Registered) -> dict[str, tuple[Any, type[errors.KVFra
         "another model": (change(key, model_name="other"), errors.NamespaceMismatch),
         "another world size": (change(key, world_size=2), errors.NamespaceMismatch),
         "no rank": (change(key, worker_id=None), errors.NamespaceMismatch),
+        "a rank beyond the world": (change(key, worker_id=1), errors.NamespaceMismatch),
+        "no world": (change(key, world_size=0), errors.NamespaceMismatch),
+        "a token too few": (change(key, tokens=key.tokens[:-4]), errors.BadRange),
+        "part of a digest": (change(key, tokens=b"", digests=b"d" * 31), errors.BadRange),
+        "too many objects": (change(key, end=1 << 30), errors.MessageTooLarge),
+        "a long salt": (change(key, cache_salt="x" * 5000), errors.MessageTooLarge),
     }
 
 
@@ -291,20 +319,6 @@ def test_strange_leases_are_refused(server: ServerProcess, client: WireClient, n
         for lease in ("feedbeef-1", mine):
             with pytest.raises(errors.LeaseUnknown):
                 other.call(name, m.LeaseRef(lease))
-
-
-def test_a_request_before_hello_is_refused(server: ServerProcess) -> None:
-    with server.client(hello=False) as stranger, pytest.raises(errors.HelloRequired):
-        stranger.call("REPORT_STATUS", m.Empty())
-
-
-def test_a_client_with_another_hasher_is_refused(server: ServerProcess) -> None:
-    with server.client(hello=False) as other, pytest.raises(errors.VersionMismatch, match="md5"):
-        other.call("HELLO", m.Hello("odd", 1, hasher="md5/1"))
-
-
-def test_cancel_of_nothing(client: WireClient) -> None:
-    assert client.call("CANCEL", m.Cancel(12345)).found is False
 
 
 def test_the_server_has_not_loaded_torch(server: ServerProcess) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.api.keys import DIGEST_BYTES, CacheKey
+from kvframework.api.keys import DIGEST_BYTES
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
-from kvframework.errors import KVFrameworkError
-from kvframework.service.key_sets import KeySet, check_groups
+from kvframework.service.key_sets import KeySet
 from kvframework.wire.messages import KeyGroup
 
 UNIT = 8
@@ -90,21 +88,3 @@ def test_places_and_sizes_are_those_of_the_rows(drawn: tuple[KeySet, list[bool]]
     places = [(chunk, row) for row, digests in enumerate(keys.rows) for chunk in range(len(digests))]
     assert [keys.place(index) for index in range(len(keys.flat))] == places
     assert keys.sized() == [(key, 4096 + row) for key, (_, row) in zip(keys.flat, places, strict=True)]
-
-
-DESC = MemoryLayoutDesc(8, (GroupDesc((4096,), "uint8"), GroupDesc((4096,), "uint8")))
-
-
-@pytest.mark.parametrize(
-    ("groups", "start", "end", "expected"),
-    [
-        ([KeyGroup(bytes(32), 8)], 0, 8, "1 groups"),
-        ([KeyGroup(bytes(31), 8), KeyGroup(b"", 8)], 0, 8, "0 keys"),
-        ([KeyGroup(bytes(33), 8), KeyGroup(b"", 8)], 0, 8, "33 bytes"),
-        ([KeyGroup(bytes(32), 12), KeyGroup(b"", 8)], 0, 8, "12 tokens"),
-        ([KeyGroup(bytes(32), 8), KeyGroup(b"", 8)], 0, 12, "end 12"),
-    ],
-)
-def test_keys_that_do_not_fit_are_refused(groups: list[KeyGroup], start: int, end: int, expected: str) -> None:
-    with pytest.raises(KVFrameworkError, match=expected):
-        check_groups(CacheKey("m", 1, None, bytes(16), start, end, "r"), DESC, groups)

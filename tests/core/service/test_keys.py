@@ -9,8 +9,7 @@ import pytest
 from kvf_hashers.sha256 import Sha256
 from kvframework.api.keys import CacheKey, ObjectKey, salt_digest
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
-from kvframework.errors import BadRange, MessageTooLarge, NamespaceMismatch
-from kvframework.service.keys import KeyResolver, check_key, prompt_part
+from kvframework.service.keys import KeyResolver, prompt_part
 from kvframework.storage.l1.leases import PromptPart
 
 DESC = MemoryLayoutDesc(4, (GroupDesc((2, 1, 4, 8), "float32"), GroupDesc((1, 3, 4, 8), "uint8")))
@@ -76,36 +75,6 @@ def test_an_order_of_layers_separates_its_rank_only() -> None:
 
 def test_sizes_follow_the_layer_groups(resolver: KeyResolver) -> None:
     assert [size for _, size in resolver.resolve(key(), DESC).sized()[:3]] == [256, 96, 256]
-
-
-@pytest.mark.parametrize(
-    ("fields", "error", "word"),
-    [
-        ({"start": 3}, BadRange, "chunk boundaries"),
-        ({"end": 15}, BadRange, "chunk boundaries"),
-        ({"start": 16}, BadRange, "start 16"),
-        ({"start": -4}, BadRange, "start -4"),
-        ({"end": 1 << 40}, MessageTooLarge, "ends at token"),
-        ({"end": 1 << 30}, MessageTooLarge, "objects"),
-        ({"tokens": b""}, BadRange, "empty"),
-        ({"digests": b"d" * 32}, BadRange, "both"),
-        ({"tokens": TOKENS[:-4]}, BadRange, "60 bytes"),
-        ({"tokens": b"", "digests": b"d" * 31}, BadRange, "31 bytes"),
-        ({"namespace": b"short"}, NamespaceMismatch, "5 bytes"),
-        ({"world_size": 0}, NamespaceMismatch, "world size"),
-        ({"worker_id": 2}, NamespaceMismatch, "worker id 2"),
-        ({"cache_salt": "x" * 5000}, MessageTooLarge, "cache_salt"),
-    ],
-)
-def test_what_does_not_fit_is_refused(
-    resolver: KeyResolver, fields: dict[str, object], error: type[Exception], word: str
-) -> None:
-    def resolve() -> None:
-        check_key(key(**fields))
-        resolver.resolve(key(**fields), DESC)
-
-    with pytest.raises(error, match=word):
-        resolve()
 
 
 def test_the_place_in_the_prompt_counts_chunks_from_its_beginning(resolver: KeyResolver) -> None:

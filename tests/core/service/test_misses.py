@@ -51,10 +51,6 @@ def test_the_facts_decide(facts: dict[str, Any], reason: str) -> None:
     assert decide(**facts).reason == reason
 
 
-def test_an_eviction_is_told_with_its_facts() -> None:
-    assert decide(ghost=EVICTED) == MissReason("evicted", "", 50.0, 40.0, "other")
-
-
 @pytest.mark.parametrize("cause", Cause)
 def test_every_cause_of_a_ghost_has_a_reason(cause: Cause) -> None:
     assert decide(ghost=Ghost(cause, 1.0)).reason in REASONS
@@ -126,13 +122,6 @@ def test_a_namespace_that_is_known_elsewhere_only() -> None:
     assert found is not None
     assert found.reason == "other_namespace"
     assert elsewhere(key(), None, "another", [row(namespace=THERE)]) is None
-
-
-def test_no_reason_tells_a_salt() -> None:
-    for mine, theirs in (("", "secret"), ("secret", ""), ("secret", "hidden")):
-        found = elsewhere(key(salt=mine), RECORD, "m", [row(salt=theirs)])
-        assert "secret" not in str(found)
-        assert "hidden" not in str(found)
 
 
 # the ring

@@ -18,7 +18,7 @@ from kvf_vllm.options import VllmOptions
 from kvf_vllm.step_messages import TransferOp
 from kvframework.client import KVClient, KvIdentity, RequestHashes, WorkerAdapter
 from tests.support.lazy import torch
-from tests.support.server_process import ServerProcess
+from tests.support.server_process import ServerProcess, server_fixture
 
 pytestmark = pytest.mark.torch
 
@@ -29,10 +29,7 @@ PROMPT = list(range(TOKENS))
 MODEL = SimpleNamespace(get_total_num_kv_heads=lambda: HEADS, get_total_num_hidden_layers=lambda: LAYERS)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess(f"server.chunk_size={CHUNK}", "server.tp_lcm=8", "server.pp_lcm=2") as process:
-        yield process
+server = server_fixture(f"server.chunk_size={CHUNK}", "server.tp_lcm=8", "server.pp_lcm=2", scope="module")
 
 
 @pytest.fixture

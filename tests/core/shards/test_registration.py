@@ -11,7 +11,7 @@ from kvframework import errors
 from kvframework.api.keys import CacheKey
 from kvframework.api.layout import KVLayout, LayerGroup
 from kvframework.wire import messages as m
-from tests.support.server_process import ServerProcess
+from tests.support.server_process import ServerProcess, server_fixture
 from tests.support.wire_client import WireClient
 
 GROUP = LayerGroup(2, 16, 1, 8, "float16", layer_names=("l.0", "l.1"))
@@ -20,10 +20,7 @@ CHUNK = 32
 GOOD = m.RegisterKvCache(3, "m", 4, 2, NAMESPACE, "cpu_gather", KVLayout("paged", (GROUP, GROUP), 8), ranks=(2, 3))
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess(f"server.chunk_size={CHUNK}", "server.tp_lcm=4") as process:
-        yield process
+server = server_fixture(f"server.chunk_size={CHUNK}", "server.tp_lcm=4", scope="module")
 
 
 @pytest.fixture

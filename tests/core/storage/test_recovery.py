@@ -153,15 +153,6 @@ def test_a_damaged_journal(filled: DictKeeper) -> None:
     assert cold(filled) == "damaged: slot 0 of the journal"
 
 
-def test_a_stranger_in_place_of_the_journal(filled: DictKeeper) -> None:
-    filled.remove(JOURNAL)
-    reading, writing = os.pipe()
-    filled.store(JOURNAL, reading)
-    os.close(reading)
-    os.close(writing)
-    assert cold(filled).startswith("damaged")
-
-
 def test_the_journal_of_another_arena(filled: DictKeeper) -> None:
     filled.remove(ARENA)
     other = MemfdArena(CAPACITY)
@@ -193,14 +184,6 @@ def test_more_names_of_tenants_than_the_journal_has_room_for(keeper: DictKeeper)
         end(memory, kept)
     assert {why.partition(":")[0] for why in whys[1:]} == {"", "other_configuration"}
     assert "the names of all tenants since L1 began empty" in max(whys[1:])
-
-
-def test_three_starts_in_a_row_that_did_not_serve(filled: DictKeeper) -> None:
-    for _ in range(3):
-        memory, kept = start(filled)
-        assert kept.found is not None
-        end(memory, kept)
-    assert cold(filled) == "failed_starts: 3 in a row ended before they had served for a second"
 
 
 def test_the_memory_of_an_arena_that_is_not_used_is_freed_also_for_those_that_map_it(filled: DictKeeper) -> None:

@@ -13,7 +13,7 @@
   `test_readers.py`; also `wire_path/test_under_way.py`.
 * The same request id with other tokens; two engines with the same request id: keys follow the content, pins follow the
   ticket.
-  `test_request_ids.py`.
+  `server/test_requests.py`.
 * Two workers of one model name with other dtype, layout, block size, LoRA or quantisation: they never see each other's
   objects; status shows both namespaces.
   `test_namespaces.py`.
@@ -27,14 +27,14 @@
   register again and go on; no future hangs; nothing is left behind; with an L2 tier hits are back as soon as the server
   is.
   `test_server_killed.py`; in mid-copy `client/test_hazards.py`, `devices/test_conformance_simdev.py`,
-  `devices/test_copier_deaths.py`; from Redis `server/test_l2.py`.
+  `devices/test_copier_deaths.py`; from Redis `tiers/test_two_tiers.py`.
 * An engine is killed -9 while the server copies; CANCEL while it copies: the server goes on; mappings and pins are
   released; the blocks are quiet before the answer.
   `test_engine_killed_in_mid_copy.py`, `devices/test_conformance_simdev.py`; the server's half alone in
   `server/test_server_driven.py`.
 * The server is stopped under a live engine: its threads lose at most 50 ms per control call, once, then every answer is
   a miss until it is back.
-  `test_server_stopped.py`; with 50 ms `client/test_adapters.py`.
+  `test_server_stopped.py`; with other waits `client/test_deadlines.py`.
 * Redis stalls, dies, returns, answers garbage, holds corrupt values, under 8 clients' load.
   `test_redis_under_eight_clients.py`; on two nodes, and each kind of damage, `redis/test_faults_at_work.py`.
 * 10,000 registrations, sessions, forks and aborted requests later: resident memory, descriptors, arena ranges are flat.

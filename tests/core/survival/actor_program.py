@@ -6,13 +6,10 @@ Arguments: the endpoint and the instance id. It ends with its standard input.
 
 from __future__ import annotations
 
-import hashlib
 import sys
-from typing import Any
 
 import msgspec
 
-from kvframework.api.keys import CacheKey
 from kvframework.errors import KVFrameworkError
 from kvframework.wire import messages as m
 from kvframework.wire.messages import StorePlan
@@ -30,12 +27,10 @@ class Program:
         self.registered = self.client.register(instance_id)
         self.plan: StorePlan | None = None
 
-    def key(self, token: int, chunks: int, request_id: str) -> CacheKey:
-        return key_for(self.registered, [token] * CHUNK * chunks, request_id=request_id)
-
-    def prepare_store(self, token: int, chunks: int, request_id: str = "r") -> list[int]:
+    def prepare_store(self, token: int, chunks: int) -> list[int]:
         """Objects placed, present, in flight elsewhere, dropped."""
-        self.plan = self.client.prepare_store(self.key(token, chunks, request_id), self.instance_id)
+        key = key_for(self.registered, [token] * CHUNK * chunks)
+        self.plan = self.client.prepare_store(key, self.instance_id)
         outcome = self.plan.outcome
         return [len(self.plan.ranges), outcome.present, outcome.in_flight, outcome.dropped]
 
@@ -55,31 +50,8 @@ class Program:
         aborted: m.Aborted = self.client.call("ABORT", m.LeaseRef(self.plan.lease))
         return aborted.freed
 
-    def lookup(self, token: int, chunks: int, request_id: str = "r") -> list[Any]:
-        """Hit in tokens, and the ticket."""
-        reply = self.client.lookup(self.key(token, chunks, request_id))
-        return [reply.hit_tokens, reply.ticket]
 
-    def free(self, ticket: str) -> int:
-        freed: m.Freed = self.client.call("FREE_LOOKUP_LOCKS", m.TicketRef(ticket))
-        return freed.pins
-
-    def end_session(self, request_id: str) -> list[int]:
-        """Leases and tickets ended."""
-        ended: m.SessionEnded = self.client.call("END_SESSION", m.EndSession(request_id))
-        return [ended.leases, ended.tickets]
-
-    def retrieve(self, token: int, chunks: int, request_id: str = "r") -> str | None:
-        """What all the bytes repeat, "" if they do not, None for a miss or a lost pin."""
-        found = self.client.retrieve(self.key(token, chunks, request_id), self.instance_id)
-        if found is None:
-            return None
-        fill = found[:4]
-        whole = hashlib.sha256(found).digest() == hashlib.sha256(fill * (len(found) // 4)).digest()
-        return fill.decode() if whole else ""
-
-
-COMMANDS = ("prepare_store", "write", "commit", "abort", "lookup", "free", "end_session", "retrieve")
+COMMANDS = ("prepare_store", "write", "commit", "abort")
 
 
 def main(endpoint: str, instance_id: str) -> None:

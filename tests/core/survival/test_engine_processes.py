@@ -18,7 +18,7 @@ from tests.core.survival import offload_program
 from tests.core.survival.offload_program import OBJECT, TOKENS, about, keys, objects
 from tests.support.held_server import HeldServer
 from tests.support.line_process import JsonProcess
-from tests.support.server_process import ServerProcess
+from tests.support.server_process import ServerProcess, server_fixture
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(300)
@@ -81,10 +81,7 @@ def _content(prompt: int) -> bytes:
     return b"%08d" % prompt * (OBJECT // 8)
 
 
-@pytest.fixture(scope="module")
-def process() -> Iterator[ServerProcess]:
-    with ServerProcess("server.store_lease_s=0.5", capacity="1MiB") as running:
-        yield running
+process = server_fixture("server.store_lease_s=0.5", capacity="1MiB", scope="module")
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 from kvframework import errors
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter
 from kvframework.wire import messages as m
-from tests.core.survival.faulty_plugin import SHORT_S, begun
+from tests.core.survival.faulty_plugin import begun
 from tests.core.survival.faulty_server import answer, faulty_server, send
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
@@ -95,27 +95,6 @@ def test_what_cannot_be_understood_is_a_typed_error_in_milliseconds(client: Wire
     for code, count in (("unknown_request", 10), ("payload", 15)):
         name = f"errors.protocol.{code}"
         assert after[name] - before.get(name, 0) == count
-
-
-def test_what_takes_too_long_is_answered_at_its_deadline(
-    server: ServerProcess, client: WireClient, tmp_path: Path
-) -> None:
-    """By the server, while others are served; also when every worker thread is busy with it."""
-    gate = tmp_path / "gate"
-    with server.client(timeout=PATIENCE_S) as other:
-        slow = [send(client, name, str(gate)) for name in ("NEVER", *["SLOW"] * 10)]
-        began = time.monotonic()
-        for _ in range(20):
-            assert answer(other, send(other, "FINE")) == "fine"
-        told = set()
-        for _ in slow:
-            request_id, _, error = client.receive()
-            assert isinstance(error, errors.DeadlineExceeded)
-            told.add(request_id)
-        assert told == set(slow)
-        assert time.monotonic() - began >= SHORT_S
-        gate.touch()
-        wait_until(lambda: other.status()["messaging"]["counters"]["late"] == 2, PATIENCE_S, "both worker threads")
 
 
 def test_no_caller_waits_longer_than_its_own_deadline(

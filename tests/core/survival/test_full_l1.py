@@ -6,15 +6,13 @@ Bursts of several clients, drawn at random, against one server that has room for
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 
-from kvframework.api.transport import StoreOutcome
 from kvframework.wire import messages as m
 from tests.core.tiers.engine import Engine
 from tests.core.tiers.prompts import CHUNK_TOKENS, Prompt, prompt
-from tests.support.server_process import ServerProcess
+from tests.support.server_process import ServerProcess, server_fixture
 
 # Objects of 32 KiB for one model and of 80 KiB for the other: 51 or 20 of them, and holes between them.
 CAPACITY = "1664KiB"
@@ -22,10 +20,7 @@ HIDDEN = (8, 20)
 PATIENCE_S = 20.0
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess(capacity=CAPACITY) as process:
-        yield process
+server = server_fixture(capacity=CAPACITY, scope="module")
 
 
 @pytest.fixture
@@ -102,36 +97,3 @@ def test_bursts_beyond_the_capacity(server: ServerProcess, chance: random.Random
         after = one.client.status()["l1"]
         assert (after["pins"], after["write_leases"], after["pin_leases"]) == (0, 0, 0)
         assert after["used_bytes"] + after["free_bytes"] == after["capacity_bytes"]
-
-
-def test_a_store_under_way_keeps_the_beginning_that_it_found(server: ServerProcess) -> None:
-    """Another's burst between PREPARE and COMMIT may not take away what makes the store a hit."""
-    with Holder(server.endpoint, 1, HIDDEN[0]) as engine, Holder(server.endpoint, 2, HIDDEN[0]) as other:
-        engine.clear()
-        ten = prompt(range(10))
-        assert engine.store(prompt(range(6))).stored == 6
-        plan = engine.client.prepare_store(engine.key(ten), 1)
-        assert (plan.outcome.present, len(plan.ranges)) == (6, 4)
-        for number in range(60):
-            assert other.store(prompt([5000 + number])).stored == 1
-        assert engine.finish(ten, plan) == StoreOutcome(stored=4, present=6)
-        assert engine.load(ten) == 10
-        engine.free_all_but(0)
-
-
-def test_what_is_pinned_is_in_nobodys_way_for_longer_than_that(server: ServerProcess) -> None:
-    """All of L1 under tickets: a STORE says that it dropped everything, and stores it once they are freed."""
-    with Holder(server.endpoint, 1, HIDDEN[0]) as engine:
-        engine.clear()
-        room, three = 0, prompt([1, 2, 3])
-        while engine.store(prompt([7000 + room])).stored:
-            assert engine.load(prompt([7000 + room])) == 1
-            room += 1
-        assert room == 52
-        assert engine.store(three) == StoreOutcome(dropped=3)
-        assert engine.load(three) == 0
-        assert all(engine.load(prompt([7000 + number])) == 1 for number in range(room)), "nothing pinned has gone"
-        engine.free_all_but(0)
-        assert engine.store(three) == StoreOutcome(stored=3)
-        assert engine.load(three) == 3
-        engine.free_all_but(0)

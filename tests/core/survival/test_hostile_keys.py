@@ -16,7 +16,7 @@ from kvframework.errors import KVFrameworkError
 from kvframework.service.keys import MAX_OBJECTS, MAX_TOKENS
 from kvframework.wire import messages as m
 from kvframework.wire.messages import KeyGroup
-from tests.support.server_process import ServerProcess
+from tests.support.server_process import ServerProcess, server_fixture
 from tests.support.wire_client import WireClient
 
 UNIT, NAMESPACE = 16, b"hostile-keys----"
@@ -36,10 +36,7 @@ def registration(groups: Any, **fields: Any) -> m.RegisterKvCache:
     return replace(payload, **fields)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess(capacity="4MiB") as process:
-        yield process
+server = server_fixture(capacity="4MiB", scope="module")
 
 
 @pytest.fixture(scope="module")

@@ -21,17 +21,12 @@ torch = pytest.importorskip("torch")
 from kvframework.client import KVClient, RequestHashes  # noqa: E402
 from kvframework.wire import messages as m  # noqa: E402
 from tests.support.engines import AXES, PagedEngine  # noqa: E402
-from tests.support.server_process import ServerProcess  # noqa: E402
+from tests.support.server_process import ServerProcess, server_fixture  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
-PATIENCE_S = 20.0
 
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess(capacity="192MiB") as process:
-        yield process
+server = server_fixture(capacity="192MiB", scope="module")
 
 
 @pytest.fixture

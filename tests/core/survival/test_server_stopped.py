@@ -22,7 +22,7 @@ from kvframework.client.scheduler import LookupResult  # noqa: E402
 from tests.core.client.test_hazards import Gate  # noqa: E402
 from tests.core.survival.holdings import held  # noqa: E402
 from tests.support.engines import PagedEngine  # noqa: E402
-from tests.support.server_process import ServerProcess  # noqa: E402
+from tests.support.server_process import ServerProcess, server_fixture  # noqa: E402
 from tests.support.waiting import wait_until  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
@@ -36,10 +36,7 @@ REVISIONS = itertools.count()
 CALLS = ["lookup", "store", "load", "free", "end_request", "poll", "finished"]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess() as process:
-        yield process
+server = server_fixture(scope="module")
 
 
 @pytest.fixture

@@ -4,13 +4,12 @@ or is dead, and then they are everybody's."""
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 
 import pytest
 
 from kvframework.wire import messages as m
 from tests.core.survival.actor import Actor
-from tests.support.server_process import ServerProcess
+from tests.support.server_process import ServerProcess, server_fixture
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for
 
@@ -19,10 +18,7 @@ CHUNKS = 4
 PATIENCE_S = 20.0
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess("server.store_lease_s=0.5", capacity="1MiB") as process:
-        yield process
+server = server_fixture("server.store_lease_s=0.5", capacity="1MiB", scope="module")
 
 
 def l1(watcher: WireClient) -> dict[str, int]:
@@ -90,23 +86,3 @@ def test_kill_9_between_prepare_and_commit_publishes_nothing(server: ServerProce
     assert mine is not None
     assert mine.outcome.stored == CHUNKS, "its ranges are free again"
     assert l1(watcher)["quarantined_bytes"] == 0
-
-
-def test_a_stopped_writer_in_time_is_a_writer_like_others(server: ServerProcess, watcher: WireClient) -> None:
-    """Of many that are stopped and go on, none publishes what it has not written."""
-    registered = watcher.register()
-    with Actor(server.endpoint, 50) as writer:
-        for token in range(20):
-            key = key_for(registered, [token] * 256)
-            writer.ask("prepare_store", token, 1)
-            writer.tell("write", f"{token:04d}")
-            writer.tell("commit")
-            writer.signal(signal.SIGSTOP)
-            before = watcher.retrieve(key)
-            assert before is None or before == (b"%04d" % token) * (len(before) // 4)
-            writer.signal(signal.SIGCONT)
-            assert writer.hear() is None
-            published = writer.hear()
-            found = watcher.retrieve(key)
-            assert (found is not None) == (published == 1)
-            assert found is None or found == (b"%04d" % token) * (len(found) // 4)

@@ -24,7 +24,6 @@ pytestmark = pytest.mark.redis
 CHUNK, CHUNKS = 256, 8
 TOKENS = list(range(CHUNKS * CHUNK))
 TIMEOUT_S = 1.0
-Get = Callable[..., Any]
 
 
 class Node:
@@ -86,31 +85,6 @@ def node(redis: RedisServer, monkeypatch: pytest.MonkeyPatch, request: pytest.Fi
 def redis(tmp_path: Path) -> Iterator[RedisServer]:
     with RedisServer(tmp_path, unix=True) as server:
         yield server
-
-
-@pytest.mark.parametrize("fault", ["kill9", "sigstop"])
-def test_a_redis_that_dies_on_the_way_leaves_a_prefix(node: Node, redis: RedisServer, fault: str) -> None:
-    first_is_here = threading.Event()
-
-    def get(number: int, honest: Callable[[], Any]) -> Any:
-        if number > 1:
-            assert first_is_here.wait(20.0)
-        return honest()
-
-    node.get = get
-    hits = []
-    for found in node.arrivals():
-        hits.append(found.hit_tokens)
-        if found.hit_tokens and not first_is_here.is_set():
-            getattr(redis, fault)()
-            first_is_here.set()
-    assert hits == sorted(hits)
-    assert hits[-1] == 2 * CHUNK, "what came before is a hit"
-    assert not found.pending
-    if fault == "sigstop":
-        redis.sigcont()
-    node.scheduler.free(found)
-    node.await_rest()
 
 
 def test_batches_that_overtake_each_other_are_taken_in_prefix_order(node: Node) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.core.tiers.engine import Engine
-from tests.core.tiers.nodes import await_count, await_rest, await_written, count, tier
+from tests.core.tiers.nodes import await_rest, await_written, tier
 from tests.core.tiers.prompts import object_key, prompt
 from tests.support.redis_server import RedisServer
 from tests.support.server_process import ServerProcess
-from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.redis
 
@@ -42,29 +41,3 @@ def test_write_through_selective_writes_what_is_asked_for_again(redis: RedisServ
         await_written(engine.client)
         assert in_redis() == [8, 8, 8]
         await_rest(engine.client)
-
-
-def test_write_back_writes_what_l1_has_no_room_for_and_loses_nothing(redis: RedisServer) -> None:
-    settings = ("l2.0.use=redis", f"l2.0.url={redis.url}", "l2.0.write_policy=write_back")
-    watermarks = ("l1.high_watermark=0.5", "l1.low_watermark=0.25")  # 64 and 32 objects
-    prompts = [prompt(range(100 * number, 100 * number + 8)) for number in range(40)]
-    with ServerProcess(*settings, *watermarks, capacity="4MiB") as server, Engine(server.endpoint) as engine:
-        for each in prompts[:8]:
-            engine.store(each)
-        assert (tier(engine.client)["write_pending"], count(engine.client, "stored")) == (0, 0), "there is room"
-        engine.store(prompts[8])
-        await_count(engine.client, "stored", 72 - 32 + 1)  # and the namespace's record
-
-        def has_room() -> bool:
-            """What comes faster than L1 is emptied pushes out what is not written."""
-            return bool(engine.client.status()["l1"]["objects"] <= 64)
-
-        for each in prompts[9:]:
-            engine.store(each)
-            wait_until(has_room, 30, "L1 to come below its watermark")
-        for each in prompts:
-            assert engine.load(each) == len(each), "L1 or Redis has it"
-            wait_until(has_room, 30, "L1 to come below its watermark")
-        await_rest(engine.client)
-        assert count(engine.client, "write_lost") == 0
-        assert 320 - 64 <= count(engine.client, "stored") - 1 <= 320

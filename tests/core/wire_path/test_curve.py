@@ -163,14 +163,6 @@ def test_config_show_names_the_key_files(tmp_path: Path) -> None:
     assert f'clients = "{keys.clients}"' in shown.stdout
 
 
-def test_a_taken_port_is_told(server: RemoteServer, tmp_path: Path) -> None:
-    settings = (f"server.tcp={server.tcp}", f"server.endpoint=ipc://{tmp_path}/s", "server.insecure=true")
-    done = run_process("serve", *(argument for setting in settings for argument in ("--set", setting)))
-    assert done.returncode == 2
-    assert "cannot listen" in done.stderr
-    assert server.tcp in done.stderr
-
-
 def test_keys_new_makes_what_server_and_client_need(tmp_path: Path) -> None:
     directory = tmp_path / "keys"
     done = run("keys", "new", str(directory))
