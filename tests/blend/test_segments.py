@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvf_blend.errors import BadSegments
 from kvf_blend.messages import MAX_SEGMENTS
 from kvf_blend.server.digests import final_digests, prompt_digests, segment_digests
-from kvf_blend.server.segments import marked, split, unpack_ranges
+from kvf_blend.server.segments import marked, split
 from kvf_hashers.sha256 import Sha256
 from kvframework.api.keys import DIGEST_BYTES
 from tests.blend.blend_client import packed, pairs
@@ -51,16 +51,6 @@ def test_segments_lie_between_separators(tokens: list[int], separator: list[int]
 )
 def test_a_separator_is_whole_tokens(tokens: list[int], separator: list[int], expected: list[tuple[int, int]]) -> None:
     assert split(packed(tokens), packed(separator)) == expected
-
-
-@given(TOKENS)
-def test_ranges_come_back_as_they_are(tokens: list[int]) -> None:
-    cuts = [(at, at + 2) for at in range(0, len(tokens) - 1, 3)]
-    assert unpack_ranges(pairs(*cuts), len(tokens)) == cuts
-
-
-def test_without_marks_there_are_no_segments() -> None:
-    assert marked(packed([1, 2, 3]), b"", b"") == []
 
 
 @dataclass(frozen=True)
