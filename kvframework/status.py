@@ -19,22 +19,22 @@ from kvframework.api.listener import Finished
 from kvframework.api.plugin import Message
 
 # Why a lookup missed, the keys of `lookups.misses`; in the order of docs/operations.md.
-REASONS = (
-    "never_stored",
-    "dropped_full",
-    "dropped_share",
-    "refused",
-    "evicted",
-    "other_namespace",
-    "other_salt",
-    "priced",
-    "tier_down",
-    "timed_out",
-    "damaged",
-    "cleared",
-    "server_started",
-    "unknown_namespace",
-)
+REASONS = {
+    "never_stored": "no engine had stored these tokens before: new prompts, or stores that fail",
+    "dropped_full": "L1 was full of objects in use when they were stored: raise [l1] capacity",
+    "dropped_share": "the share of one client or tenant was in use: raise store_share, pin_share or the tenant's max",
+    "refused": "the eviction policy refused to store them",
+    "evicted": "L1 evicted them before they were asked for again: raise [l1] capacity, or attach a tier",
+    "other_namespace": "another engine has them under another model, weights or layout",
+    "other_salt": "they are stored under another salt",
+    "priced": "engines compute them sooner than a tier loads them",
+    "tier_down": "a tier did not answer: `kvframework status` names it",
+    "timed_out": "a tier answered after the lookup's deadline",
+    "damaged": "their value in a tier was damaged",
+    "cleared": "an operator cleared the cache",
+    "server_started": "the server started with an empty L1",
+    "unknown_namespace": "the engine's worker is not registered",
+}
 
 # Why a server began with an empty L1, the first word of `l1.recovered.why_cold`; in the order of docs/restart.md.
 COLD_REASONS = (

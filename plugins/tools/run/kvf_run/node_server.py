@@ -125,13 +125,9 @@ def _version_of(endpoint: str) -> str | None:
     parsed = parse_endpoint(endpoint)
     if parsed.kind == "ipc" and not Path(parsed.path).exists():
         return None
-    source = StatusSource(endpoint, _LOOK_S, name="run")
-    try:
+    with contextlib.closing(StatusSource(endpoint, _LOOK_S, name="run")) as source, contextlib.suppress(ServerGone):
         return msgspec.json.decode(source.ask(), type=Status).server.version
-    except ServerGone:
-        return None
-    finally:
-        source.close()
+    return None
 
 
 def _found(wanted: Wanted, version: str) -> Found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Annotated, Any
 
 import msgspec
@@ -11,26 +12,9 @@ from kvframework.api.command import AsJson, Endpoint, EndpointConfig, examples
 from kvframework.api.console import print_document, print_text, short_count, short_duration
 from kvframework.api.plugin import ByteSize
 from kvframework.client import StatusSource, quiet_connection, server_endpoint
-from kvframework.status import Lookups, Status
+from kvframework.status import REASONS, Lookups, Status
 
 app = typer.Typer()
-# Of the reasons of a miss, what each says of the cache in a sentence; docs/operations.md says more.
-_SENTENCES = {
-    "never_stored": "no engine had stored these tokens before: new prompts, or stores that fail",
-    "dropped_full": "L1 was full of objects in use when they were stored: raise [l1] capacity",
-    "dropped_share": "the share of one client or tenant was in use: raise store_share, pin_share or the tenant's max",
-    "refused": "the eviction policy refused to store them",
-    "evicted": "L1 evicted them before they were asked for again: raise [l1] capacity, or attach a tier",
-    "other_namespace": "another engine has them under another model, weights or layout",
-    "other_salt": "they are stored under another salt",
-    "priced": "engines compute them sooner than a tier loads them",
-    "tier_down": "a tier did not answer: `kvframework status` names it",
-    "timed_out": "a tier answered after the lookup's deadline",
-    "damaged": "their value in a tier was damaged",
-    "cleared": "an operator cleared the cache",
-    "server_started": "the server started with an empty L1",
-    "unknown_namespace": "the engine's worker is not registered",
-}
 
 
 class Stats(msgspec.Struct, frozen=True):
@@ -71,7 +55,7 @@ def stats_of(status: Status) -> Stats:
         status.l1.capacity_bytes,
         len({each.pid for each in status.instances}),
         misses,
-        f"{most}: {_SENTENCES[most]}" if most in _SENTENCES else most,
+        f"{most}: {REASONS[most]}" if most in REASONS else most,
     )
 
 
@@ -89,11 +73,8 @@ def summary(stats: Stats) -> list[str]:
 def read_stats(endpoint: str, timeout_s: float = 3.0) -> Stats:
     """Ask the server. Blocks for `timeout_s` at most. Raises `KVFrameworkError`."""
     quiet_connection()
-    source = StatusSource(endpoint, timeout_s, name="stats")
-    try:
+    with closing(StatusSource(endpoint, timeout_s, name="stats")) as source:
         return stats_of(msgspec.json.decode(source.ask(), type=Status))
-    finally:
-        source.close()
 
 
 @app.command("stats", epilog=examples("kvframework stats", "kvframework stats --json | jq .prefill_saved_s"))
