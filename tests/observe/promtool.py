@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kvf_observe.app import family
+from kvf_observe.http.exposition import family
 from kvf_observe.metrics import METRICS, OWN, own_document
 from kvf_observe.poller import Observed
 from tests.observe.documents import NOW

@@ -10,7 +10,6 @@ import pytest
 from kvf_observe import settings
 from kvf_observe.http import settings as http_settings
 from kvframework.api.endpoint import ObserveConfig, parse_listen
-from kvframework.api.installing import install_command
 from kvframework.config.load import load_config
 from kvframework.errors import ConfigFieldError, EndpointError
 from tests.core.cli.command import run
@@ -71,12 +70,6 @@ def test_a_taken_port_is_refused_unless_a_server_runs_that_has_it() -> None:
         assert done.returncode == 2
         assert "cannot listen: Address already in use" in done.stderr
         assert run("observe", "--listen", config.listen).returncode == 2
-
-
-def test_a_missing_extra_is_refused_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_settings, "find_spec", lambda _name: None)
-    (refusal,) = settings.refusals(ObserveConfig("127.0.0.1:0"), "[observe]")
-    assert install_command(distribution="kvframework-observe") in str(refusal)
 
 
 def test_an_endpoint_that_is_none_is_refused() -> None:

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvf_route import settings
 from kvf_route.settings import Node, RouteConfig, configured, read_nodes
-from kvframework.api.installing import install_command
-from kvframework.errors import ConfigError, PluginUnavailable
+from kvframework.errors import ConfigError
 from tests.core.cli.command import run
 
 
@@ -81,9 +79,3 @@ def test_the_command_refuses_what_cannot_work(tmp_path: Path) -> None:
     assert run("route", "--node", "a=tcp://a:1", "--tls-cert", "c.pem").returncode == 2
     done = run("route", "--node", "a=tcp://a:1", "--token-file", str(tmp_path / "none"))
     assert (done.returncode, "the token cannot be read" in done.stderr) == (2, True)
-
-
-def test_a_missing_extra_is_refused_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "find_spec", lambda _name: None)
-    with pytest.raises(PluginUnavailable, match=install_command(distribution="kvframework-route")):
-        settings.check_extra()

@@ -11,10 +11,16 @@ import msgspec
 
 from kvf_observe import health, page
 from kvf_observe.history import History
-from kvf_observe.http.exposition import OPEN_METRICS, TEXT, family, wants_open_metrics
+from kvf_observe.http import exposition as http_exposition
+from kvf_observe.http.exposition import OPEN_METRICS, TEXT, wants_open_metrics
 from kvf_observe.http.messages import CHALLENGE, JSON, PLAIN, Reply, Request, Rights, refused
 from kvf_observe.metrics import METRICS, NOTHING_TRACED, OWN, own_document
 from kvf_observe.poller import Observed
+
+# Without a token, a caller may ask a probe only whether it passes.
+PROBES = ("/livez", "/readyz")
+_MOST_FIELDS = 32
+Query = Mapping[str, list[str]]
 
 
 def exposition(
@@ -24,21 +30,9 @@ def exposition(
 
     A counter of a server that could not be asked would otherwise seem to fall to 0 and to grow by all it had."""
     own = own_document(observed, now, traced)
-    lines: list[str] = []
-    for metric in OWN if observed.document is None else METRICS:
-        document = own if metric in OWN else observed.document
-        lines += family(metric, document or {}, open_metrics=open_metrics)
-    if open_metrics:
-        lines.append("# EOF")
-    return ("\n".join(lines) + "\n").encode("utf-8", "replace")
-
-
-# Without a token, a caller may ask a probe only whether it passes.
-PROBES = ("/livez", "/readyz")
-_MOST_FIELDS = 32
-
-
-Query = Mapping[str, list[str]]
+    metrics = OWN if observed.document is None else METRICS
+    documents = (own if metric in OWN else observed.document or {} for metric in metrics)
+    return http_exposition.exposition(zip(metrics, documents, strict=True), open_metrics=open_metrics)
 
 
 class App:

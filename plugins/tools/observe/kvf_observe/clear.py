@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 from typing import Annotated
 
 import msgspec
@@ -40,8 +41,7 @@ def clear(
     values is cleared of what L1 holds too.
     """
     quiet_connection()
-    source = StatusSource(server_endpoint(endpoint, config), 5.0, name="clear")
-    try:
+    with closing(StatusSource(server_endpoint(endpoint, config), 5.0, name="clear")) as source:
         if not yes:
             status = msgspec.json.decode(source.ask(), type=Status)
             used = f"all {status.l1.objects} objects, {ByteSize(status.l1.used_bytes)},"
@@ -49,8 +49,6 @@ def clear(
             what = f"the objects of {model!r}" if model else used
             _confirm(f"Drop {what} of {places} at {status.server.endpoint}?")
         cleared = source.clear(l2=l2, model=model, timeout=timeout)
-    finally:
-        source.close()
     if as_json:
         print_document(msgspec.structs.asdict(cleared))
         return

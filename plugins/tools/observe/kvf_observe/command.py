@@ -17,14 +17,12 @@ _EPILOG = examples(
     "curl -s 127.0.0.1:9309/metrics",
     "curl -s '127.0.0.1:9309/readyz?verbose'",
 )
+app = typer.Typer()
 
 
 class Format(str, enum.Enum):
     human = "human"
     json = "json"
-
-
-app = typer.Typer()
 
 
 @app.command("observe", epilog=_EPILOG)
@@ -51,18 +49,11 @@ def observe(
     """
     if (tls_cert is None) != (tls_key is None):
         raise typer.BadParameter("it needs --tls-key, and --tls-key needs it", param_hint="--tls-cert")
+    from kvf_observe import process
     from kvframework.api.endpoint import ObserveConfig
-    from kvframework.api.installing import install_command
     from kvframework.api.process import configure_logging, end_logging
     from kvframework.client import server_endpoint
-    from kvframework.errors import PluginUnavailable
 
-    try:
-        from kvf_observe import process
-    except ModuleNotFoundError as error:
-        raise PluginUnavailable(
-            f"it needs {error.name}", hint=install_command(distribution="kvframework-observe")
-        ) from None
     given = {"tls_cert": tls_cert, "tls_key": tls_key, "token_file": token_file, "traces": traces or None}
     settings = ObserveConfig(listen, **{name: str(value) for name, value in given.items() if value is not None})
     address = server_endpoint(endpoint, config)

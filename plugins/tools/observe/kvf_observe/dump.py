@@ -11,6 +11,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Annotated, Any
@@ -153,11 +154,8 @@ def collect(
 
 def _asked(endpoint: str, timeout_s: float) -> Mapping[str, Any]:
     quiet_connection()
-    source = StatusSource(endpoint, timeout_s, name="dump")
-    try:
+    with closing(StatusSource(endpoint, timeout_s, name="dump")) as source:
         document: Mapping[str, Any] = json.loads(source.dump())
-    finally:
-        source.close()
     return document
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -114,17 +115,15 @@ def explain(
         raise typer.BadParameter("name a request, or give --last and --all", param_hint="REQUEST_ID")
     where = server_endpoint(endpoint, config)
     quiet_connection()
-    source = StatusSource(where, timeout, name="explain")
     try:
-        reply = source.finished(request_id=request)
+        with closing(StatusSource(where, timeout, name="explain")) as source:
+            reply = source.finished(request_id=request)
     except UnknownRequest:
         raise VersionMismatch(
             "this server is older: it does not remember requests",
             where=where,
             hint="install this release beside the server",
         ) from None
-    finally:
-        source.close()
     remembered = counted(reply.last - reply.forgotten, "requests")
     if request and not reply.records:
         raise RequestError(

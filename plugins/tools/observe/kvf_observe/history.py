@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from kvf_observe.poller import Document, Observed
-from kvf_observe.readings import found, found_tokens, tiers
+from kvf_observe.readings import found, tiers, tokens_by_place
 
 SECONDS, MINUTES = 900, 1440
 # The call of a tier that loads values.
@@ -82,9 +82,7 @@ class History:
 
 def _point(document: Document, time: float, boot: int) -> Point:
     l1 = found(document, "l1") or {}
-    tokens = {"l1": 0, "l2": 0, "missed": 0}
-    for (_, where), amount in found_tokens(document):
-        tokens[where] += amount
+    tokens = tokens_by_place(document)
     quarantined = l1.get("quarantined_bytes", 0)
     return [
         round(time, 1),

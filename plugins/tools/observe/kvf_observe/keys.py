@@ -26,6 +26,7 @@ _EPILOG = examples(
     "kvframework keys new /etc/kvframework/keys",
     "kvframework keys add /etc/kvframework/keys gpu-7",
 )
+_MAX_SALT = 1024
 
 
 @keys_app.command("new", epilog=_EPILOG)
@@ -80,9 +81,6 @@ def _add(directory: Path, client: str) -> None:
     if not client.replace("-", "").replace("_", "").replace(".", "").isalnum() or client == SERVER:
         raise ConfigFieldError(f"{client!r} is no name for a client", available="letters, digits, '-', '_' and '.'")
     write_curve_pair(directory / f"{client}{SECRET_SUFFIX}", directory / CLIENTS / f"{client}{PUBLIC_SUFFIX}")
-
-
-_MAX_SALT = 1024
 
 
 @tenants_app.callback()

@@ -6,7 +6,7 @@ What a server of another release does not have reads as 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -15,6 +15,16 @@ from kvframework import errors
 from kvframework.status import own_counters
 
 _EMPTY = {"first": 1.0, "counts": (0,), "sum": 0.0}
+# The codes with which a server of this release may answer.
+CODES = tuple(
+    sorted(
+        error.code
+        for error in vars(errors).values()
+        if isinstance(error, type)
+        and issubclass(error, errors.KVFrameworkError)
+        and error.code.startswith(("protocol.", "request.", "run.", "storage."))
+    )
+)
 
 
 def found(node: Any, path: str) -> Any:
@@ -34,7 +44,7 @@ def each(paths: Mapping[str, str]) -> Reader:
     return lambda document: iter([((label,), found(document, path) or 0) for label, path in paths.items()])
 
 
-def counts(path: str, always: Sequence[str] = ()) -> Reader:
+def counts(path: str, always: Iterable[str] = ()) -> Reader:
     """The numbers, or histograms, of a map by its keys, and 0 for `always`."""
 
     def read(document: Document) -> Iterator[tuple[Labels, Value]]:
@@ -132,18 +142,6 @@ def _map(node: Any, path: str) -> dict[str, Any]:
     return dict(value) if isinstance(value, Mapping) else {}
 
 
-# The codes with which a server of this release may answer.
-CODES = tuple(
-    sorted(
-        error.code
-        for error in vars(errors).values()
-        if isinstance(error, type)
-        and issubclass(error, errors.KVFrameworkError)
-        and error.code.startswith(("protocol.", "request.", "run.", "storage."))
-    )
-)
-
-
 def found_tokens(document: Document) -> Iterator[tuple[Labels, Value]]:
     """Tokens of lookups by model and by where they were found; the rest is missed."""
     for model, row in ({"other": {}} | (found(document, "lookups.by_model") or {})).items():
@@ -151,6 +149,14 @@ def found_tokens(document: Document) -> Iterator[tuple[Labels, Value]]:
         yield (model, "l1"), l1
         yield (model, "l2"), l2
         yield (model, "missed"), asked - l1 - l2
+
+
+def tokens_by_place(document: Document) -> dict[str, float]:
+    """Tokens of all models' lookups by where they were found."""
+    sums: dict[str, float] = {"l1": 0, "l2": 0, "missed": 0}
+    for (_, where), amount in found_tokens(document):
+        sums[where] += amount
+    return sums
 
 
 def l1_bytes(document: Document) -> Iterator[tuple[Labels, Value]]:

@@ -17,15 +17,10 @@ def refusals(config: ObserveConfig, where: str, *, running: bool = False) -> Ite
     """Yield every error with which the process would refuse to start; with `running`, its port may be that of one that
     runs. Creates nothing. Blocking: reads files, binds the port for a moment."""
     try:
-        settings.check_extra("observe", where)
-    except KVFrameworkError as error:
-        yield error
-    found = list(settings.refusals(config, where, running=running))
-    try:
         _check_traces(config, where)
     except KVFrameworkError as error:
-        found.insert(0, error)
-    yield from found
+        yield error
+    yield from settings.refusals(config, where, running=running)
 
 
 def _check_traces(config: ObserveConfig, where: str) -> None:

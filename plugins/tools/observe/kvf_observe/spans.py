@@ -39,6 +39,11 @@ from kvframework.errors import KVFrameworkError
 
 _NS = 1_000_000_000
 Attributes = Mapping[str, str | int]
+log = logging.getLogger(__name__)
+EVERY_S = 1.0
+# For one batch, with what the exporter tries again; a wait in vain costs what the server forgets meanwhile.
+EXPORT_S = 5.0
+STOP_S = 2.0
 
 
 class SpanMaker:
@@ -132,13 +137,6 @@ def _end(span: Span, at: float, error: str) -> None:
 def _context_of(traceparent: str) -> SpanContext:
     _, trace, span, flags = traceparent.split("-")
     return SpanContext(int(trace, 16), int(span, 16), is_remote=True, trace_flags=TraceFlags(int(flags, 16)))
-
-
-log = logging.getLogger(__name__)
-EVERY_S = 1.0
-# For one batch, with what the exporter tries again; a wait in vain costs what the server forgets meanwhile.
-EXPORT_S = 5.0
-STOP_S = 2.0
 
 
 class SpanExport:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Annotated
 
 import msgspec
@@ -47,11 +48,8 @@ def status(
     if check and as_json:
         raise typer.BadParameter("it goes with no --json", param_hint="--check")
     quiet_connection()
-    source = StatusSource(server_endpoint(endpoint, config), timeout)
-    try:
+    with closing(StatusSource(server_endpoint(endpoint, config), timeout)) as source:
         document = source.ask()
-    finally:
-        source.close()
     if as_json:
         stdout.print_json(document.decode())
     elif not check:

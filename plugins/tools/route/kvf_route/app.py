@@ -26,7 +26,7 @@ from kvf_observe.http.exposition import (
     Metric,
     Reader,
     Type,
-    family,
+    exposition,
     wants_open_metrics,
 )
 from kvf_observe.http.listener import Listener, listen_until_signal
@@ -43,12 +43,11 @@ log = logging.getLogger(__name__)
 
 WHERE = "kvframework route"
 _NODE = ("publisher",)
-
-
-def exposition(document: Document, *, open_metrics: bool) -> bytes:
-    """The text of /metrics."""
-    lines = [line for metric in METRICS for line in family(metric, document, open_metrics=open_metrics)]
-    return ("\n".join([*lines, *(["# EOF"] if open_metrics else [])]) + "\n").encode("utf-8", "replace")
+# A million tokens.
+MOST_BODY = 8 << 20
+# Of an error, which may repeat what was sent.
+MOST_SAID = 300
+PROBES = ("/livez", "/readyz")
 
 
 def _each(read: Callable[[Any], Any]) -> Reader:
@@ -106,11 +105,6 @@ METRICS = (
     _metric("refused_requests_total", "counter", "requests that were none", _whole("refused_requests"), ()),
     _metric("score_seconds", "histogram", "time to compute a score", _whole("score_s"), ()),
 )
-# A million tokens.
-MOST_BODY = 8 << 20
-# Of an error, which may repeat what was sent.
-MOST_SAID = 300
-PROBES = ("/livez", "/readyz")
 
 
 class App:
@@ -178,7 +172,8 @@ class App:
             "refused_requests": self._refused,
             "score_s": self._durations.octaves(),
         }
-        text = exposition(self._router.document() | own, open_metrics=open_metrics)
+        document = self._router.document() | own
+        text = exposition(((metric, document) for metric in METRICS), open_metrics=open_metrics)
         return Reply(HTTPStatus.OK, OPEN_METRICS if open_metrics else TEXT, text)
 
 

@@ -51,12 +51,10 @@ def route(
     The nodes' events are followed, those of kvframework's servers and of vLLM's own publishers. A node need not run: it
     is found when it does. SIGINT (Ctrl-C) or SIGTERM ends this process.
     """
-    from kvf_route.settings import check_extra, configured
-    from kvframework.api.process import configure_logging, end_logging
-
-    check_extra()
     from kvf_route.app import check
     from kvf_route.app import route as serve
+    from kvf_route.settings import configured
+    from kvframework.api.process import configure_logging, end_logging
 
     files = {"client_key": client_key, "tls_cert": tls_cert, "tls_key": tls_key, "token_file": token_file}
     asked = {"listen": listen, "blocks": blocks, **{name: str(file) for name, file in files.items() if file}}

@@ -34,6 +34,10 @@ _WHOLE_PREFIX = frozenset({None, "full_attention", "mla_attention", "sink_full_a
 _TIERS = {"GPU": "gpu", "CPU": "cpu", "CPU_PINNED": "cpu"}
 
 TIERS = ("gpu", "cpu", "storage")  # the fastest first
+_Keys = Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MOST_KEYS)]
+_ANY = msgspec.msgpack.Decoder()
+_KINDS = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
+_MISTAKES = (msgspec.MsgspecError, ValueError, OverflowError, TypeError, RecursionError)
 
 
 class Stored(NamedTuple):
@@ -92,9 +96,6 @@ class _Batch(msgspec.Struct, array_like=True, gc=False):
     rank: int | None = None
 
 
-_Keys = Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MOST_KEYS)]
-
-
 class _Stored(msgspec.Struct, tag="BlockStored", gc=False):
     block_hashes: Annotated[list[int | bytes], msgspec.Meta(max_length=MOST_BLOCKS)]
     parent_block_hash: int | bytes | None
@@ -144,9 +145,6 @@ _BATCH = msgspec.msgpack.Decoder(_Batch)
 _MAP = msgspec.msgpack.Decoder(_Stored | _Removed | _Cleared)
 _ARRAY = msgspec.msgpack.Decoder(_StoredArray | _RemovedArray | _ClearedArray)
 _KIND = msgspec.msgpack.Decoder(_Kind)
-_ANY = msgspec.msgpack.Decoder()
-_KINDS = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
-_MISTAKES = (msgspec.MsgspecError, ValueError, OverflowError, TypeError, RecursionError)
 
 
 def _event(raw: msgspec.Raw) -> Event:

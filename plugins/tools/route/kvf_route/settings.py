@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
 from kvframework.api.endpoint import parse_endpoint
-from kvframework.api.installing import install_command
 from kvframework.api.toml import convert, read_toml
-from kvframework.errors import ConfigFieldError, EndpointError, PluginUnavailable
+from kvframework.errors import ConfigFieldError, EndpointError
 
 _FORM = "NAME=EVENTS or NAME=EVENTS,REPLAY, each tcp://HOST:PORT or ipc://PATH"
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -66,15 +64,6 @@ class RouteConfig(RouteOptions, frozen=True):
 
     nodes: tuple[str, ...] = ()
     nodes_file: str = ""
-
-
-def check_extra(where: str = "kvframework route") -> None:
-    """Raise `PluginUnavailable` without what the command needs."""
-    for module in ("h11", "numpy"):
-        if find_spec(module) is None:
-            raise PluginUnavailable(
-                f"it needs {module}", where=where, hint=install_command(distribution="kvframework-route")
-            )
 
 
 def configured(nodes: Sequence[str], nodes_file: str, given: Mapping[str, object]) -> RouteConfig:

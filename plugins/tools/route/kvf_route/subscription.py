@@ -26,36 +26,6 @@ from kvf_route.follower import Follower
 from kvf_route.settings import Publisher
 from kvframework.client import LoadedKeys
 
-
-class Intake:
-    """Where a `Follower` puts batches; `advance` does the work. `busy`: some is left."""
-
-    def __init__(self, contents: Contents, clock: Callable[[], float] = time.monotonic) -> None:
-        self.busy = False
-        self._contents = contents
-        self._clock = clock
-        self._steps: Iterator[None] = iter(())
-
-    def apply(self, topic: bytes, payload: bytes) -> None:
-        """Take a batch in after those before."""
-        self._steps = chain(self._steps, self._contents.steps(topic, payload))
-        self.busy = True
-
-    def clear(self) -> None:
-        """Forget everything, with what is left."""
-        self._steps, self.busy = iter(()), False
-        self._contents.clear()
-
-    def advance(self, until: float) -> bool:
-        """Work until that time of the clock, for one step at least. True if nothing is left."""
-        while self.busy:
-            if next(self._steps, self) is self:
-                self.busy = False
-            elif self._clock() >= until:
-                break
-        return not self.busy
-
-
 log = logging.getLogger(__name__)
 SLICE_S = 0.002
 ANSWER_S = 10.0  # between two messages of a replay
@@ -84,6 +54,35 @@ _TROUBLES: dict[int, str] = {
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: _STRANGE,
     zmq.EVENT_DISCONNECTED: _STRANGE,
 }
+
+
+class Intake:
+    """Where a `Follower` puts batches; `advance` does the work. `busy`: some is left."""
+
+    def __init__(self, contents: Contents, clock: Callable[[], float] = time.monotonic) -> None:
+        self.busy = False
+        self._contents = contents
+        self._clock = clock
+        self._steps: Iterator[None] = iter(())
+
+    def apply(self, topic: bytes, payload: bytes) -> None:
+        """Take a batch in after those before."""
+        self._steps = chain(self._steps, self._contents.steps(topic, payload))
+        self.busy = True
+
+    def clear(self) -> None:
+        """Forget everything, with what is left."""
+        self._steps, self.busy = iter(()), False
+        self._contents.clear()
+
+    def advance(self, until: float) -> bool:
+        """Work until that time of the clock, for one step at least. True if nothing is left."""
+        while self.busy:
+            if next(self._steps, self) is self:
+                self.busy = False
+            elif self._clock() >= until:
+                break
+        return not self.busy
 
 
 class Subscription:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 PREFIX = "kvframework_"
@@ -41,6 +41,12 @@ class Metric(NamedTuple):
 def wants_open_metrics(accept: str) -> bool:
     """Whether a scraper with this header `accept` takes OpenMetrics."""
     return "application/openmetrics-text" in accept
+
+
+def exposition(metrics: Iterable[tuple[Metric, Document]], *, open_metrics: bool) -> bytes:
+    """The text of families, each read from its document."""
+    lines = [line for metric, document in metrics for line in family(metric, document, open_metrics=open_metrics)]
+    return "\n".join([*lines, "# EOF\n" if open_metrics else ""]).encode("utf-8", "replace")
 
 
 def family(metric: Metric, document: Mapping[str, Any], *, open_metrics: bool = False) -> Iterator[str]:

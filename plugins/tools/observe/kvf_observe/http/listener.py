@@ -39,6 +39,9 @@ _EVENTS_AT_ONCE = 64  # a body may come in chunks of a byte
 DISCARD_S = 1.0
 PAUSE_S = 0.1
 _MOST_DISCARDED = 1 << 20  # of a request without an admitted body
+_LARGE = 1 << 20
+# Of glibc's mallopt.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 class Listener:
@@ -311,11 +314,6 @@ def _has_body(request: h11.Request) -> bool:
     return any(
         name == b"transfer-encoding" or (name == b"content-length" and value != b"0") for name, value in request.headers
     )
-
-
-# Of glibc's mallopt.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_LARGE = 1 << 20
 
 
 async def listen_until_signal(listener: Listener, config: Listening, where: str, what: str) -> None:

@@ -26,6 +26,8 @@ HEADERS = (
     ("referrer-policy", "no-referrer"),
     ("cache-control", "no-store"),
 )
+Answer: TypeAlias = "Reply | WantsBody | Awaitable[Reply]"
+CHALLENGE = ("www-authenticate", 'Basic realm="kvframework", Bearer')
 
 
 class Request(NamedTuple):
@@ -52,15 +54,9 @@ class WantsBody(NamedTuple):
     answer: Callable[[bytearray], Reply | Awaitable[Reply]]
 
 
-Answer: TypeAlias = "Reply | WantsBody | Awaitable[Reply]"
-
-
 def refused(status: HTTPStatus, *headers: tuple[str, str]) -> Reply:
     """An answer that says its status and nothing else."""
     return Reply(status, PLAIN, f"{status.phrase}\n".encode(), headers)
-
-
-CHALLENGE = ("www-authenticate", 'Basic realm="kvframework", Bearer')
 
 
 class Rights:

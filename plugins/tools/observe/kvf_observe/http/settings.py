@@ -7,13 +7,11 @@ import errno
 import ipaddress
 import ssl
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
 from kvframework.api.endpoint import parse_listen, try_bind
-from kvframework.api.installing import install_command
-from kvframework.errors import ConfigFieldError, EndpointError, KVFrameworkError, PluginUnavailable
+from kvframework.errors import ConfigFieldError, EndpointError, KVFrameworkError
 
 LOOPBACK_NAMES = ("localhost",)
 
@@ -44,14 +42,6 @@ def refusals(config: Listening, where: str, *, running: bool = False) -> Iterato
     except EndpointError as error:
         if not (running and isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE):
             yield error
-
-
-def check_extra(extra: str, where: str) -> None:
-    """Raise `PluginUnavailable` without what the command `kvframework EXTRA` needs to speak HTTP."""
-    if find_spec("h11") is None:
-        raise PluginUnavailable(
-            f"`kvframework {extra}` needs h11", where=where, hint=install_command(distribution=f"kvframework-{extra}")
-        )
 
 
 def is_loopback(host: str) -> bool:

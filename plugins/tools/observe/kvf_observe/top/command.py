@@ -17,6 +17,7 @@ _EPILOG = examples(
     "kvframework top --once --view models       one picture as text",
     "kvframework top --frames 10 > top.txt",
 )
+app = typer.Typer()
 
 
 class View(str, enum.Enum):
@@ -29,9 +30,6 @@ class View(str, enum.Enum):
     engines = "engines"
     tiers = "tiers"
     prefixes = "prefixes"
-
-
-app = typer.Typer()
 
 
 @app.command("top", epilog=_EPILOG)

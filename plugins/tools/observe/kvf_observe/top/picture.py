@@ -13,7 +13,7 @@ from rich.text import Text
 
 from kvf_observe.health import check_of
 from kvf_observe.poller import Document, Observed
-from kvf_observe.readings import found_tokens, l1_bytes
+from kvf_observe.readings import l1_bytes, tokens_by_place
 from kvf_observe.top.minute import Minute, Window, reach
 from kvf_observe.top.views import KEYS, NAMES, TIERS, Sorting, State, Table, ordered, percent, share, size
 from kvframework.api.console import counted, short_count, short_duration
@@ -23,6 +23,10 @@ from kvframework.api.process import one_line
 GAP = 1
 # Texts are cut down to as many cells where the columns do not all fit.
 LEAST_TEXT = 12
+PROBLEMS = 4
+PAGE = "docs/operations.md"
+_BAR = 40
+_STATES = {"used": ("█", "green"), "quarantined": ("▒", "red"), "free": ("░", "dim")}
 
 
 def table_lines(table: Table, window: Window, width: int, sorting: Sorting) -> Iterator[Text]:
@@ -83,12 +87,6 @@ def _line(cells: Sequence[tuple[str, str]], chosen: Sequence[int], widths: Seque
     return line
 
 
-PROBLEMS = 4
-PAGE = "docs/operations.md"
-_BAR = 40
-_STATES = {"used": ("█", "green"), "quarantined": ("▒", "red"), "free": ("░", "dim")}
-
-
 def overview(window: Window, width: int) -> Iterator[Text]:
     """The lines of the view."""
     yield from _problems(window.now, width)
@@ -116,7 +114,7 @@ def _problems(document: Document, width: int) -> Iterator[Text]:
 
 
 def _found(window: Window) -> Iterator[Text]:
-    now, before = _tokens(window.now), _tokens(window.before)
+    now, before = tokens_by_place(window.now), tokens_by_place(window.before)
     grown = {where: max(now[where] - before[where], 0) for where in now}
     asked, ever = sum(grown.values()), sum(now.values())
     lately = f"last {short_duration(window.seconds)}" if window.seconds else "lately"
@@ -145,13 +143,6 @@ def _found(window: Window) -> Iterator[Text]:
 
 def _row(name: str, lately: str, always: str) -> Text:
     return Text.assemble(f"{name:<16}", (f"{lately:>12}", "bold"), f"{always:>12}")
-
-
-def _tokens(document: Document) -> dict[str, float]:
-    sums: dict[str, float] = {"l1": 0, "l2": 0, "missed": 0}
-    for (_, where), amount in found_tokens(document):
-        sums[where] += amount
-    return sums
 
 
 def _l1(document: Document, width: int) -> Iterator[Text]:

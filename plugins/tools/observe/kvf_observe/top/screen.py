@@ -21,15 +21,15 @@ from kvframework.client import StatusSource
 # What a terminal sends for a key: CSI or SS3, numbers and a last byte, or a letter.
 _KEY = re.compile(rb"\x1b[\[O][0-?]*([@-~])|([\t -~])")
 _NAMES = {"C": "right", "D": "left", "Z": "backtab"}
+_KEYBOARD = 0
+# Wider than any table: what nobody's screen cuts off.
+_PIPE_WIDTH = 1000
 
 
 def keys_of(received: bytes) -> list[str]:
     """The keys that were typed: letters as they are, others by name."""
     found = [(last.decode(), letter.decode()) for last, letter in _KEY.findall(received)]
     return [_NAMES.get(last, "") if last else letter.replace("\t", "tab") for last, letter in found]
-
-
-_KEYBOARD = 0
 
 
 def watch(source: StatusSource, interval: float, view: str) -> None:
@@ -101,10 +101,6 @@ class _Screen:
 
 def _note(_number: int, _frame: object) -> None:
     """The wake-up descriptor has its number."""
-
-
-# Wider than any table: what nobody's screen cuts off.
-_PIPE_WIDTH = 1000
 
 
 def print_frames(source: StatusSource, interval: float, view: str, number: int) -> bool:

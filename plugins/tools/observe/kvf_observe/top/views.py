@@ -18,6 +18,8 @@ Row = tuple[Value, ...]
 
 OTHER = "other"
 CLOSED = "closed"
+KEYS = "q quit   1-7, Tab views   < > sort by another column   r from the other end"
+_LEFT, _RIGHT = ("left", "<", ","), ("right", ">", ".")
 
 
 class Column(NamedTuple):
@@ -226,9 +228,6 @@ TABLES: dict[str, Table | None] = {
     "prefixes": PREFIXES,
 }
 NAMES: Sequence[str] = tuple(TABLES)
-
-KEYS = "q quit   1-7, Tab views   < > sort by another column   r from the other end"
-_LEFT, _RIGHT = ("left", "<", ","), ("right", ">", ".")
 
 
 @dataclass(frozen=True)
