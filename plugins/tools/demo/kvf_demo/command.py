@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 
 import typer
 
 from kvframework.api.command import QuickGroup, examples
 
+if TYPE_CHECKING:
+    from kvf_demo.result import BlendResult, DemoResult
+
+R = TypeVar("R", "BlendResult", "DemoResult")
 EXIT_INTERRUPTED = 130
 SHIPPED_TEXT = Path(__file__).with_name("declaration.txt")
 _QUESTION = "What do the signers mutually pledge to each other?"
@@ -96,8 +101,6 @@ def demo(
     if context.invoked_subcommand is not None:
         _refuse_options(context)
         return
-    import msgspec
-
     from kvf_demo.prefix import DemoOptions, run_demo
     from kvf_demo.stage import StageOptions
     from kvf_demo.view import DemoView
@@ -116,17 +119,7 @@ def demo(
     view = DemoView(stderr if as_json else stdout)
     if question and model == "random":
         stderr.print("note: random weights have tokens and no answer: --model smollm2 has one", style="dim")
-    # SIGTERM raises KeyboardInterrupt, so that a terminated demo ends its processes.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        result = run_demo(options, view)
-    except KeyboardInterrupt:
-        raise typer.Exit(EXIT_INTERRUPTED) from None
-    if as_json:
-        stdout.print(msgspec.json.encode(result.document()).decode(), markup=False)
-    else:
-        view.show(result)
-    raise typer.Exit(result.exit_status)
+    _run(lambda: run_demo(options, view), view.show, as_json=as_json)
 
 
 @app.command(
@@ -161,8 +154,6 @@ def blend(
     Exit status 1: not all documents were hit, or blending is not far nearer to the full computation than the stored KV
     as it is. 2: an error.
     """
-    import msgspec
-
     from kvf_demo.blend import BlendDemoOptions, run_blend_demo
     from kvf_demo.stage import StageOptions
     from kvf_demo.view import DemoView, show_blend
@@ -171,16 +162,27 @@ def blend(
     console = stderr if as_json else stdout
     stage = StageOptions(l2=l2, settings=settings or [], redis_url=redis_url, capacity=l1_capacity, requests="blend")
     options = BlendDemoOptions(text, question, model, stage, tokens, share, size)
+    _run(
+        lambda: run_blend_demo(options, DemoView(console)), lambda result: show_blend(result, console), as_json=as_json
+    )
+
+
+def _run(demo: Callable[[], R], show: Callable[[R], None], *, as_json: bool) -> NoReturn:
+    """Run a demo, print its result, and end with its exit status."""
+    import msgspec
+
+    from kvframework.api.console import stdout
+
     # SIGTERM raises KeyboardInterrupt, so that a terminated demo ends its processes.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        result = run_blend_demo(options, DemoView(console))
+        result = demo()
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None
     if as_json:
         stdout.print(msgspec.json.encode(result.document()).decode(), markup=False)
     else:
-        show_blend(result, console)
+        show(result)
     raise typer.Exit(result.exit_status)
 
 

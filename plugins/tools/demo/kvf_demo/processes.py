@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -50,6 +50,15 @@ class DemoChild(Child):
         own = {"TMPDIR": str(directory), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         super().__init__(name, command, directory, environment=environment | own, piped=piped)
 
+    def wait_until(self, done: Callable[[], object], else_it: str, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Wait until `done` is true, as long as the process runs. Raises `DemoFailed`."""
+        deadline = time.monotonic() + timeout_s
+        while not done():
+            self.check_alive()
+            if time.monotonic() > deadline:
+                raise self.failure(f"{else_it} within {timeout_s:.0f} s")
+            time.sleep(_POLL_S)
+
 
 class ServerProcess(DemoChild):
     """A real `kvframework serve`."""
@@ -63,23 +72,18 @@ class ServerProcess(DemoChild):
 
     def await_ready(self) -> None:
         """Wait until the server answers. Raises `DemoFailed`."""
-        deadline = time.monotonic() + START_TIMEOUT_S
         with KVClient(self._endpoint, name="demo") as client:
-            while not client.wait_up(0.1):
-                self.check_alive()
-                if time.monotonic() > deadline:
-                    raise self.failure(f"was not ready within {START_TIMEOUT_S:.0f} s")
+            self.wait_until(lambda: client.wait_up(0.1), "was not ready")
 
     def await_written(self, timeout_s: float) -> int:
         """Wait until every stored object is in L2; return the number of objects there. Raises `DemoFailed`."""
-        deadline = time.monotonic() + timeout_s
-        while True:
+
+        def all_written() -> bool:
             tiers = _status(self._endpoint).l2
-            if tiers and not any(tier.write_pending for tier in tiers):
-                return sum(tier.stored for tier in tiers)
-            if time.monotonic() > deadline:
-                raise self.failure(f"had not written everything to L2 within {timeout_s:.0f} s: {tiers}")
-            time.sleep(_POLL_S)
+            return bool(tiers) and not any(tier.write_pending for tier in tiers)
+
+        self.wait_until(all_written, "had not written everything to L2", timeout_s)
+        return sum(tier.stored for tier in _status(self._endpoint).l2)
 
 
 class HeldServerProcess(ServerProcess):
@@ -127,12 +131,7 @@ class RedisProcess(DemoChild):
 
     def await_ready(self) -> None:
         """Wait until it accepts connections. Raises `DemoFailed`."""
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not _accepts(self._socket):
-            self.check_alive()
-            if time.monotonic() > deadline:
-                raise self.failure("does not accept connections")
-            time.sleep(_POLL_S)
+        self.wait_until(lambda: _accepts(self._socket), "did not accept connections")
 
 
 class S3Process(DemoChild):
@@ -144,12 +143,7 @@ class S3Process(DemoChild):
 
     def await_ready(self) -> None:
         """Wait until it stores values. Raises `DemoFailed`."""
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not self.site.takes_values():
-            self.check_alive()
-            if time.monotonic() > deadline:
-                raise self.failure("does not store values")
-            time.sleep(_POLL_S)
+        self.wait_until(self.site.takes_values, "did not store values")
 
 
 class EngineProcess(DemoChild):

@@ -11,6 +11,7 @@ import msgspec
 FAR_NEARER = 3.0
 # Prefix of the names of the demo's own models.
 OWN_MODEL = "kvframework-demo-"
+EXIT_OK, EXIT_WRONG = 0, 1
 
 
 class WayResult(msgspec.Struct):
@@ -68,9 +69,6 @@ class BlendResult(msgspec.Struct):
             "ttft_ratio": round(self.ttft_ratio, 2),
             "ok": self.exit_status == EXIT_OK,
         }
-
-
-EXIT_OK, EXIT_WRONG = 0, 1
 
 
 class EngineRun(msgspec.Struct):
