@@ -6,7 +6,7 @@ import pytest
 
 from kvf_plan.errors import PlanError
 from kvf_plan.planning.catalogue import catalogue, engine, engine_of
-from kvf_plan.planning.estimate import spread
+from kvf_plan.simulation.requests import Spread, spread
 from kvframework.pricing import EngineSpeed
 
 
@@ -87,5 +87,5 @@ def test_your_numbers_go_before_the_catalogues() -> None:
 
 
 def test_a_spread_of_nothing_is_nothing() -> None:
-    assert spread([]) == {"mean": 0.0, "p50": 0.0, "p90": 0.0, "p99": 0.0}
-    assert spread(range(1, 101)) == {"mean": 50.5, "p50": 51, "p90": 91, "p99": 100}  # type: ignore[arg-type]
+    assert spread([]) == Spread(0.0, 0.0, 0.0, 0.0)
+    assert spread(range(1, 101)) == Spread(50.5, 51, 90, 99)  # type: ignore[arg-type]

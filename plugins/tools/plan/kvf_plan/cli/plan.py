@@ -20,6 +20,7 @@ _EPILOG = examples(
     "kvframework plan t.jsonl --prefill 25000 --bytes-per-token 128KiB --quick",
     "kvframework plan --catalogue      the models and GPUs that it knows",
 )
+app = typer.Typer()
 
 
 class At(str, enum.Enum):
@@ -33,9 +34,6 @@ class WritePolicy(str, enum.Enum):
     write_through = "write_through"
     write_through_selective = "write_through_selective"
     write_back = "write_back"
-
-
-app = typer.Typer()
 
 
 @app.command("plan", epilog=_EPILOG)

@@ -6,9 +6,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from rich import box
 from rich.table import Table
 
+from kvf_plan.cli.simulate_view import table_of
 from kvf_plan.errors import PlanError
 from kvf_plan.planning.catalogue import Engine, catalogue
 from kvf_plan.planning.goal import Row, Shortfall, closest, shortfalls, toml_of
@@ -50,12 +50,12 @@ def print_catalogue(*, as_json: bool) -> None:
         print_document(known)
         return
     sources: dict[str, int] = {}
-    models = _table("model", "KV of a token", "A, tokens", "active parameters", "source")
+    models = table_of("model", "KV of a token", "A, tokens", "active parameters", "source")
     for name, model in known.models.items():
         size, a = str(ByteSize(model.bytes_per_token)), f"{model.attention_tokens:,.0f}"
         number = sources.setdefault(model.source, len(sources) + 1)
         models.add_row(name, size, a, short_count(model.active_parameters), str(number))
-    speeds = _table("model", "GPUs", "tokens/s", "at prompts of", "basis", "source", text=(4,))
+    speeds = table_of("model", "GPUs", "tokens/s", "at prompts of", "basis", "source", text=(4,))
     for each in known.speeds:
         at = f"{each.prompt_tokens:,}" if each.prompt_tokens else ""
         said = "; ".join(part for part in (each.note, each.source) if part)
@@ -142,7 +142,7 @@ def _needs(chunks: Chunks) -> str:
 
 
 def _curve(chunks: Chunks) -> Table:
-    table = _table("L1, LRU alone", "tokens found", "mean TTFT, estimated", "p99")
+    table = table_of("L1, LRU alone", "tokens found", "mean TTFT, estimated", "p99")
     for point in chunks.curve:
         mean, p99 = short_number(point.ttft_s["mean"]), short_number(point.ttft_s["p99"])
         table.add_row(str(ByteSize(point.l1_bytes)), f"{point.hit:.1%}", f"{mean} s", f"{p99} s")
@@ -152,7 +152,7 @@ def _curve(chunks: Chunks) -> Table:
 def _rows(plan: Plan) -> Table:
     heads = ["L1", "eviction", "tier", "L1 + L2 found", "mean TTFT", "p99", "engine hours"]
     heads += ["L2 used", "written + read", "busy", "not written", "size a day", "cost"]
-    table = _table(*heads, text=(1, 2))
+    table = table_of(*heads, text=(1, 2))
     several = len(plan.chunks) > 1
     for row in plan.rows:
         setting, figures = row.setting, row.figures
@@ -170,13 +170,6 @@ def _rows(plan: Plan) -> Table:
         a_day = f"{figures.drive_writes:.1f} x" if plan.says_a_day else "?"
         cells += [*of_tier, a_day] if tier else [""] * 5
         table.add_row(*cells, short_number(figures.cost), style="bold" if row is plan.chosen else None)
-    return table
-
-
-def _table(*heads: str, text: tuple[int, ...] = ()) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for index, head in enumerate(heads):
-        table.add_column(head, justify="left" if index in (0, *text) else "right", no_wrap=True)
     return table
 
 

@@ -48,7 +48,7 @@ def outcome_view(outcome: Outcome, name: str) -> RenderableType:
 
 
 def _hits(outcome: Outcome, hit: int) -> Table:
-    table = _table("hit", "tokens", "of all", "chunks", "of all")
+    table = table_of("hit", "tokens", "of all", "chunks", "of all")
     for name, tokens, blocks in (
         ("L1", outcome.l1_tokens, outcome.l1_blocks),
         ("L2", outcome.l2_tokens, outcome.l2_blocks),
@@ -59,7 +59,7 @@ def _hits(outcome: Outcome, hit: int) -> Table:
 
 
 def _times(outcome: Outcome) -> Table:
-    table = _table("time to first token", "mean", "p50", "p90", "p99", "engines computed")
+    table = table_of("time to first token", "mean", "p50", "p90", "p99", "engines computed")
     spread = outcome.ttft_s
     assert spread is not None
     times = [_seconds(each) for each in (spread.mean, spread.p50, spread.p90, spread.p99)]
@@ -68,7 +68,7 @@ def _times(outcome: Outcome) -> Table:
 
 
 def _tiers(outcome: Outcome) -> Table:
-    table = _table("L2", "chunks loaded", "read", "written", "most held", "not written", "evicted", "busy")
+    table = table_of("L2", "chunks loaded", "read", "written", "most held", "not written", "evicted", "busy")
     for tier in outcome.tiers:
         table.add_row(
             tier.name,
@@ -83,11 +83,11 @@ def _tiers(outcome: Outcome) -> Table:
     return table
 
 
-def _table(first: str, *others: str) -> Table:
+def table_of(*heads: str, text: tuple[int, ...] = ()) -> Table:
+    """Return a table without rows; the columns of `text` and the first one begin at the left."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column(first)
-    for name in others:
-        table.add_column(name, justify="right")
+    for index, head in enumerate(heads):
+        table.add_column(head, justify="left" if index in (0, *text) else "right", no_wrap=True)
     return table
 
 

@@ -13,8 +13,7 @@ multiplied by what the estimate says of the whole trace and of the sample at the
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
-from statistics import fmean
+from collections.abc import Iterator
 
 import msgspec
 
@@ -24,8 +23,13 @@ from kvf_plan.planning.lru_curve import LruCurve, lru_curve
 from kvf_plan.planning.offers import Prices
 from kvf_plan.planning.prompts import Prompts, sampled
 from kvf_plan.simulation import Engines, Outcome, Settings, TierSpeed, simulate
+from kvf_plan.simulation.requests import spread
 from kvf_plan.trace.form import KVFRAMEWORK, Header, Request
 from kvframework.pricing import EngineSpeed
+
+_DAY_S = 86_400.0
+# Uses of chunks that are enough to compare settings by; less than twice as many are not worth a sample.
+_ENOUGH = 80_000
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -70,18 +74,7 @@ def estimate(
         l2_tokens += (hit - in_l1) * prompts.chunk_tokens
         ttfts.append(first_token - prompt.at)
     tokens = max(prompts.tokens, 1)
-    return Estimate(spread(ttfts), engine_s, l1_tokens / tokens, l2_tokens / tokens)
-
-
-def spread(seconds: Sequence[float]) -> dict[str, float]:
-    """Return mean and percentiles; zeros of nothing."""
-    ordered = sorted(seconds) or [0.0]
-    at = {name: ordered[min(len(ordered) * share // 100, len(ordered) - 1)] for name, share in _SHARES.items()}
-    return {"mean": fmean(ordered), **at}
-
-
-_SHARES = {"p50": 50, "p90": 90, "p99": 99}
-_DAY_S = 86_400.0
+    return Estimate(msgspec.structs.asdict(spread(ttfts)), engine_s, l1_tokens / tokens, l2_tokens / tokens)
 
 
 class Rechunked:
@@ -130,12 +123,7 @@ def figures(outcome: Outcome, setting: Setting, engine: Engine, prices: Prices) 
     dropped = sum(tier.dropped for tier in outcome.tiers) * setting.chunk_tokens * engine.bytes_per_token
     tokens = max(outcome.tokens, 1)
     return Figures(
-        ttft_s={
-            "mean": outcome.ttft_s.mean,
-            "p50": outcome.ttft_s.p50,
-            "p90": outcome.ttft_s.p90,
-            "p99": outcome.ttft_s.p99,
-        },
+        ttft_s=msgspec.structs.asdict(outcome.ttft_s),
         l1_hit=outcome.l1_tokens / tokens,
         l2_hit=outcome.l2_tokens / tokens,
         engine_s=outcome.engine_s,
@@ -147,10 +135,6 @@ def figures(outcome: Outcome, setting: Setting, engine: Engine, prices: Prices) 
         drive_writes=written / seconds * _DAY_S / setting.l2_bytes if setting.l2_bytes else 0.0,
         cost=prices.cost(setting.l1_bytes, setting.tier.name if setting.tier else "", setting.l2_bytes),
     )
-
-
-# Uses of chunks that are enough to compare settings by; less than twice as many are not worth a sample.
-_ENOUGH = 80_000
 
 
 class Sample(msgspec.Struct, frozen=True):

@@ -28,6 +28,7 @@ _WHY = {
     "write_through_selective": "Only what is used a second time: the tier wears least, and the first repeat is lost",
     "write_back": "Only what L1 evicts: L1 and the tier hold different things",
 }
+At = Literal["mean", "p50", "p90", "p99"]
 
 
 class Setting(msgspec.Struct, frozen=True):
@@ -79,9 +80,6 @@ def _tier(tier: TierOffer, nbytes: int, write_policy: WritePolicyName) -> list[s
 def config_of(setting: Setting) -> Config:
     """Return the configuration as a server reads it."""
     return assemble(layers_of(parse_toml(toml_of(setting), where="the plan")))
-
-
-At = Literal["mean", "p50", "p90", "p99"]
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):

@@ -29,6 +29,13 @@ from kvframework.storage.table import Table
 from kvframework.wire import messages as m
 from kvframework.wire.protocol import non_gpu_namespace
 
+TICK_S = 0.1
+# Ticks with nothing to do, after which they become rare: no one sees a difference, and a night takes no time.
+QUIET_TICKS = 600
+MOST_DOUBLINGS = 64
+MODEL = "simulated"
+TRANSPORT = "virtual"
+
 
 class VirtualMemory(Memory):
     """All zeros."""
@@ -52,14 +59,6 @@ class VirtualMemory(Memory):
 
     def close(self) -> None:
         self._map.close()
-
-
-TICK_S = 0.1
-# Ticks with nothing to do, after which they become rare: no one sees a difference, and a night takes no time.
-QUIET_TICKS = 600
-MOST_DOUBLINGS = 64
-MODEL = "simulated"
-TRANSPORT = "virtual"
 
 
 class Session(ClientInfo):
@@ -135,23 +134,23 @@ class Node:
         self.sessions = [Session(number) for number in range(1, engines + 1)]
         for session in self.sessions:
             self.service.welcome(m.Hello(client=session.name, pid=session.pid), session, 1, False)
-            payload = partial(
-                m.RegisterNonGpuContextPayload,
+            payload = m.RegisterNonGpuContextPayload(
+                instance_id=session.session_id,
                 model_name=MODEL,
                 world_size=1,
                 block_size=1,
                 num_layers=1,
-                hidden_dim_size=sizes.token_bytes,
+                hidden_dim_size=1,
                 dtype_str="uint8",
                 use_mla=True,
-            )(instance_id=session.session_id)
+            )
             self.call(session, "REGISTER_KV_CACHE_NON_GPU_CONTEXT", payload)
         self.namespace = non_gpu_namespace(payload, hasher.fingerprint, config.server.chunk_size)
         # What asks a tier whether it still answers can be left out: it does.
         self._is_steady = not any(tier.speed.slow for tier in self.tiers)
         self._having_all = [tier for tier in self.tiers if tier.speed.has_all]
         (self._prefix,) = self.service.key_prefixes(self.namespace, "", (0,))
-        self._object_bytes = sizes.chunk_tokens * sizes.token_bytes
+        self._object_bytes = sizes.chunk_tokens
         self._tick_in(TICK_S)
 
     def call(self, session: Session, name: str, payload: Message) -> Any:

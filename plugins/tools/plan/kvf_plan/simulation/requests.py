@@ -20,6 +20,9 @@ from kvframework.api.futures import Future
 from kvframework.api.keys import CacheKey
 from kvframework.wire import messages as m
 
+# A load ends before that, by the timeouts of the tiers.
+LONGEST_S = 24 * 3600.0
+
 
 class Spread(msgspec.Struct, frozen=True):
     """Of many durations, in seconds."""
@@ -70,10 +73,6 @@ class Outcome(msgspec.Struct, frozen=True):
     tiers: list[TierOutcome]
     byte_scale: float
     status: Mapping[str, Any]
-
-
-# A load ends before that, by the timeouts of the tiers.
-LONGEST_S = 24 * 3600.0
 
 
 class Requests:
@@ -210,7 +209,7 @@ class Requests:
             blocks=self._blocks,
             l1_blocks=l1_tokens // sizes.chunk_tokens,
             l2_blocks=l2_tokens // sizes.chunk_tokens,
-            ttft_s=_spread(self._ttft) if self._fleet is not None and self._ttft else None,
+            ttft_s=spread(self._ttft) if self._fleet is not None and self._ttft else None,
             engine_s=None if self._fleet is None else sum(queue.busy_s for queue in self._fleet.queues),
             l1_capacity_bytes=sizes.l1_capacity,
             l1_bytes=l1["used_bytes"] // sizes.place_bytes * sizes.object_bytes,
@@ -253,8 +252,8 @@ class _Request:
         self.ticket = ""
 
 
-def _spread(seconds: list[float]) -> Spread:
-    ordered = sorted(seconds)
-    most = len(ordered) - 1
-    at = partial(lambda share: ordered[round(share * most)])
-    return Spread(sum(ordered) / len(ordered), at(0.5), at(0.9), at(0.99))
+def spread(seconds: list[float]) -> Spread:
+    """Return mean and percentiles; zeros of nothing."""
+    ordered = sorted(seconds) or [0.0]
+    percentiles = (ordered[round(share * (len(ordered) - 1))] for share in (0.5, 0.9, 0.99))
+    return Spread(sum(ordered) / len(ordered), *percentiles)

@@ -4,11 +4,12 @@ those of a token, and each place in L1 for an object's."""
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from dataclasses import dataclass, replace
 
 from kvf_plan.errors import SimulationError
-from kvf_plan.simulation.settings import Engines, Settings, TierSpeed
+from kvf_plan.simulation.settings import Settings, TierSpeed
 from kvframework.api.memory import MemoryProvider
 from kvframework.api.plugin import ByteSize
 from kvframework.api.tier import TierProvider
@@ -19,6 +20,7 @@ from kvframework.storage.l1.allocator import rounded
 
 MAX_ENGINES = 1024
 MAX_BYTES_PER_TOKEN = 1 << 30
+_LEAST_RATE, _LONGEST_S = math.ulp(0.0), sys.float_info.max
 # Tiers that hold what other nodes have stored.
 OF_OTHER_NODES = ("peers",)
 
@@ -35,13 +37,11 @@ class SimulatedTier:
 
 @dataclass(frozen=True)
 class Sizes:
-    """`scale` bytes are one byte of the simulation, of which a token has `token_bytes`. `l1_bytes` are scaled,
-    `l1_capacity` is not."""
+    """`scale` bytes, those of a token, are one byte of the simulation. `l1_bytes` are scaled, `l1_capacity` is not."""
 
     config: Config
     chunk_tokens: int
     scale: int
-    token_bytes: int
     l1_bytes: int
     l1_capacity: int
     tiers: tuple[SimulatedTier, ...]
@@ -49,12 +49,12 @@ class Sizes:
     @property
     def object_bytes(self) -> int:
         """What an object has for good."""
-        return self.chunk_tokens * self.token_bytes * self.scale
+        return self.chunk_tokens * self.scale
 
     @property
     def place_bytes(self) -> int:
         """The bytes of a place in L1 that one takes."""
-        return rounded(self.chunk_tokens * self.token_bytes)
+        return rounded(self.chunk_tokens)
 
 
 def sizes_of(settings: Settings, registry: PluginRegistry) -> Sizes:
@@ -82,7 +82,6 @@ def sizes_of(settings: Settings, registry: PluginRegistry) -> Sizes:
         config,
         chunk,
         settings.bytes_per_token,
-        1,
         capacity * rounded(chunk) // rounded(whole),
         capacity,
         _tiers(settings, registry),
@@ -137,38 +136,32 @@ def _tiers(settings: Settings, registry: PluginRegistry) -> tuple[SimulatedTier,
 
 
 def _check_numbers(settings: Settings) -> None:
-    if not 1 <= settings.bytes_per_token <= MAX_BYTES_PER_TOKEN:
-        raise _out_of_bounds("bytes_per_token", settings.bytes_per_token, f"1 to {MAX_BYTES_PER_TOKEN}")
-    if settings.engines is not None:
-        _check_engines(settings.engines)
+    """Check each number that is there against the least and the most that it may be."""
+    bounds: list[tuple[str, float | None, float, float]] = [
+        ("bytes_per_token", settings.bytes_per_token, 1, MAX_BYTES_PER_TOKEN)
+    ]
+    if (engines := settings.engines) is not None:
+        bounds += [
+            ("engines: count", engines.count, 1, MAX_ENGINES),
+            # Those of `EngineSpeed`: longer times than that are none.
+            ("engines: tokens_per_s", engines.tokens_per_s, 1e-3, 1e12),
+            ("engines: attention_tokens", engines.attention_tokens, 0, 1e12),
+            ("engines: lookahead", engines.lookahead, 0, math.inf),
+        ]
     for speed in settings.tiers:
-        where = f"tier {speed.name}"
-        for name, rate in (
-            ("read_bytes_per_s", speed.read_bytes_per_s),
-            ("write_bytes_per_s", speed.write_bytes_per_s),
-        ):
-            if rate is not None and not rate > 0:
-                raise _out_of_bounds(f"{where}: {name}", rate, "more than 0")
-        if not 0 <= speed.latency_s < math.inf:
-            raise _out_of_bounds(f"{where}: latency_s", speed.latency_s, "0 or more")
-        if speed.capacity_bytes is not None and speed.capacity_bytes < 1:
-            raise _out_of_bounds(f"{where}: capacity_bytes", speed.capacity_bytes, "1 or more, or none")
+        tier = f"tier {speed.name}"
+        bounds += [
+            (f"{tier}: read_bytes_per_s", speed.read_bytes_per_s, _LEAST_RATE, math.inf),
+            (f"{tier}: write_bytes_per_s", speed.write_bytes_per_s, _LEAST_RATE, math.inf),
+            (f"{tier}: latency_s", speed.latency_s, 0, _LONGEST_S),
+            (f"{tier}: capacity_bytes", speed.capacity_bytes, 1, math.inf),
+        ]
         for slow in speed.slow:
-            if not (0 <= slow.begin_s < slow.end_s < math.inf and 0 <= slow.factor < math.inf):
-                raise _out_of_bounds(f"{where}: slow", slow, "0 <= begin_s < end_s, and a factor of 0 or more")
-
-
-def _check_engines(engines: Engines) -> None:
-    if not 1 <= engines.count <= MAX_ENGINES:
-        raise _out_of_bounds("engines: count", engines.count, f"1 to {MAX_ENGINES}")
-    # Those of `EngineSpeed`: longer times than that are none.
-    if not 1e-3 <= engines.tokens_per_s <= 1e12:
-        raise _out_of_bounds("engines: tokens_per_s", engines.tokens_per_s, "0.001 to 1e12")
-    if engines.lookahead is not None and engines.lookahead < 0:
-        raise _out_of_bounds("engines: lookahead", engines.lookahead, "0 or more, or none")
-    if not 0 <= engines.attention_tokens <= 1e12:
-        raise _out_of_bounds("engines: attention_tokens", engines.attention_tokens, "0 for no term, to 1e12")
-
-
-def _out_of_bounds(where: str, value: object, available: str) -> SimulationError:
-    return SimulationError(f"{value} is out of bounds", where=where, available=available)
+            bounds += [
+                (f"{tier}: slow: begin_s", slow.begin_s, 0, _LONGEST_S),
+                (f"{tier}: slow: end_s", slow.end_s, math.nextafter(slow.begin_s, math.inf), _LONGEST_S),
+                (f"{tier}: slow: factor", slow.factor, 0, sys.float_info.max),
+            ]
+    for where, value, least, most in bounds:
+        if value is not None and not least <= value <= most:
+            raise SimulationError(f"{value} is out of bounds", where=where, available=f"{least:g} to {most:g}")

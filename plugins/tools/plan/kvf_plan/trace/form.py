@@ -15,6 +15,10 @@ RECORD = "record one: kvframework trace record --for 10m -o trace.jsonl"
 _READ = (
     "a trace of `kvframework trace record`, or of Mooncake (JSON lines with `timestamp`, `input_length`, `hash_ids`)"
 )
+MAX_ID = (1 << 63) - 1
+UNKNOWN = -1
+KVFRAMEWORK = "kvframework"
+MOONCAKE = "mooncake"
 
 
 @contextmanager
@@ -30,10 +34,6 @@ def readable(path: Path) -> Iterator[None]:
 
 def no_trace(path: Path, fact: str, hint: str) -> TraceError:
     return TraceError(fact, where=str(path), available=_READ, hint=hint)
-
-
-MAX_ID = (1 << 63) - 1
-UNKNOWN = -1
 
 
 class Request(msgspec.Struct, frozen=True, gc=False):
@@ -80,7 +80,3 @@ class Trace(Protocol):
     def __iter__(self) -> Iterator[Request]:
         """Yield the requests in the order of time. Raises `TraceError` at the first mistake."""
         ...
-
-
-KVFRAMEWORK = "kvframework"
-MOONCAKE = "mooncake"

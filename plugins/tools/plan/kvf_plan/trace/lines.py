@@ -96,7 +96,7 @@ def requests(lines: Iterator[tuple[int, bytes]], name: str, chunk_tokens: int) -
         if at > MAX_SPAN_S:
             raise _wrong_time(where, f"`timestamp` is {at / 86400:.0f} days after the first")
         before = now
-        check_chunks(line.input_length, len(line.hash_ids), chunk_tokens, where, "`hash_ids`", "`input_length`")
+        _check_chunks(line.input_length, len(line.hash_ids), chunk_tokens, where)
         if line.start % chunk_tokens or line.start > line.input_length:
             raise TraceError(
                 f"`start` is {line.start} tokens of {line.input_length}",
@@ -141,14 +141,14 @@ def wrong_field(error: msgspec.ValidationError, where: str, form: str) -> TraceE
     )
 
 
-def check_chunks(tokens: int, chunks: int, chunk_tokens: int, where: str, ids: str, length: str) -> None:
+def _check_chunks(tokens: int, chunks: int, chunk_tokens: int, where: str) -> None:
     """Raise `TraceError` unless so many tokens fill the chunks, but for the last one."""
     full = tokens // chunk_tokens
     if not full <= chunks <= full + (tokens % chunk_tokens > 0):
         guess = f", or {tokens / chunks:.0f} tokens are a chunk" if chunks else ""
         raise TraceError(
-            f"{ids} has {chunks} chunks, but {length} is {tokens} tokens, {tokens / chunk_tokens:.2f} chunks of "
-            f"{chunk_tokens}",
+            f"`hash_ids` has {chunks} chunks, but `input_length` is {tokens} tokens, "
+            f"{tokens / chunk_tokens:.2f} chunks of {chunk_tokens}",
             where=where,
             available=f"{full} chunks, or one more for the part of one",
             hint=f"correct the line{guess}: say so with --chunk-tokens",

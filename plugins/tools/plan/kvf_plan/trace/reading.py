@@ -24,6 +24,8 @@ from kvf_plan.trace.form import (
 )
 
 HEAD = 1 << 16
+MOONCAKE_CHUNK_TOKENS = 512
+_header = msgspec.json.Decoder(lines.HeaderLine)
 
 
 def form_of(head: bytes) -> str:
@@ -39,10 +41,6 @@ def form_of(head: bytes) -> str:
 
 def _has(text: bytes, field: str) -> bool:
     return re.search(rb'"%b"\s*:' % field.encode(), text) is not None
-
-
-MOONCAKE_CHUNK_TOKENS = 512
-_header = msgspec.json.Decoder(lines.HeaderLine)
 
 
 def open_trace(path: str | Path, *, chunk_tokens: int = 0) -> Trace:

@@ -18,6 +18,8 @@ from kvf_plan.trace.form import MAX_ID, Request
 from kvf_plan.trace.lines import VERSION, HeaderLine, Line
 
 DIGEST_BYTES = 32
+_encode = msgspec.json.Encoder().encode
+_MOST_PENDING = 1 << 20
 
 
 class Anonymous:
@@ -42,10 +44,6 @@ class Anonymous:
 
     def model(self, name: str) -> int:
         return self._models.setdefault(name, len(self._models))
-
-
-_encode = msgspec.json.Encoder().encode
-_MOST_PENDING = 1 << 20
 
 
 class TraceFile:
