@@ -27,7 +27,6 @@ _HEAVY = frozenset(
         *("tensorflow", "torch", "torch_npu", "transformers", "triton", "vllm"),
     )
 )
-_HINT = "import it inside `create`, or in a module that only `create` imports"
 
 
 class Cost(msgspec.Struct, frozen=True):
@@ -47,10 +46,10 @@ def cost_problems(module: str, distributions: Collection[str], *, deadline_s: fl
         if ran.ended:
             said = ran.printed.strip().splitlines()
             fact = f"the interpreter that imports it {ran.ended}{f': {said[-1]}' if said else ''}"
-            return [problem("import-dies", module, fact, hint=_HINT)], False
+            return [problem("import-dies", module, fact)], False
         cost = msgspec.json.decode(ran.lines[0], type=Cost | str)
         if isinstance(cost, str):
-            return [problem("import-fails", module, f"the import fails with {cost}", hint=_HINT)], False
+            return [problem("import-fails", module, f"the import fails with {cost}")], False
         best = cost if best is None or cost.seconds < best.seconds else best
         if best.seconds <= MOST_S:
             break
@@ -70,10 +69,10 @@ def _too_much(module: str, cost: Cost, others: list[str]) -> Iterator[Problem]:
     )
     if heavy or cost.seconds > MOST_S or cost.nbytes > MOST_BYTES:
         with_it = f", with {', '.join(heavy or others)}" if others else ""
-        yield problem("heavy-import", module, f"the import takes {what}{with_it}", expected=limit, hint=_HINT)
+        yield problem("heavy-import", module, f"the import takes {what}{with_it}", expected=limit)
     for root in others:
         if root not in heavy:
-            yield problem("eager-import", module, f"the import brings in {root}", hint=_HINT)
+            yield problem("eager-import", module, f"the import brings in {root}")
 
 
 def main() -> None:

@@ -24,6 +24,15 @@ from kvframework.registry.registry import PluginRegistry
 from kvframework.supervise.child import Ran, run_isolated
 
 DEADLINE_S = 20.0
+_OURS = "kvframework"
+_PUBLIC = (
+    "kvframework.api",
+    "kvframework.client",
+    "kvframework.status",
+    "kvframework.errors",
+    "kvf_dev.testing",
+)
+_MOST_FILES = 500
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -144,9 +153,6 @@ def _exists(module: str) -> bool:
     return root.isidentifier() and find_spec(root) is not None
 
 
-_OURS = "kvframework"
-
-
 def metadata_problems(target: Target) -> Iterator[Problem]:
     """Problems of the metadata. Blocking: reads metadata files."""
     if not target.offers:
@@ -202,16 +208,6 @@ def _distribution_problems(name: str) -> Iterator[Problem]:
     needed = {re.split(r"[^A-Za-z0-9._-]", each.strip(), maxsplit=1)[0].lower() for each in found.requires or ()}
     if _OURS not in {*needed, name.lower()}:
         yield problem("no-dependency", name)
-
-
-_PUBLIC = (
-    "kvframework.api",
-    "kvframework.client",
-    "kvframework.status",
-    "kvframework.errors",
-    "kvf_dev.testing",
-)
-_MOST_FILES = 500
 
 
 def _sources(module: str) -> Iterator[tuple[str, Path]]:

@@ -9,6 +9,8 @@ from msgspec import Struct
 
 from kvframework.registry.discovery import EntryPointInfo
 
+Severity = Literal["error", "warning"]
+
 
 class Line(Struct, omit_defaults=True):
     """One line of the report: the next step, a problem, or a note on a part that could not be inspected."""
@@ -37,9 +39,6 @@ class Target(Struct, frozen=True):
         return f"{self.module}:{self.attribute}" if self.attribute else self.module
 
 
-Severity = Literal["error", "warning"]
-
-
 class Kind(NamedTuple):
     """What all problems of one id have in common, as far as they do."""
 
@@ -49,11 +48,12 @@ class Kind(NamedTuple):
     hint: str = ""
 
 
+_IMPORT_LATER = "import it inside `create`, or in a module that only `create` imports"
 PROBLEMS = {
-    "import-fails": Kind("error"),
-    "import-dies": Kind("error", "", "an import that ends"),
-    "heavy-import": Kind("error"),
-    "eager-import": Kind("warning"),
+    "import-fails": Kind("error", "", "", _IMPORT_LATER),
+    "import-dies": Kind("error", "", "an import that ends", _IMPORT_LATER),
+    "heavy-import": Kind("error", "", "", _IMPORT_LATER),
+    "eager-import": Kind("warning", "", "", _IMPORT_LATER),
     "internal-import": Kind("warning", "", "", "the rest changes without notice"),
     "misspelt-hook": Kind("error"),
     "unmarked-hook": Kind(
@@ -112,13 +112,17 @@ PROBLEMS = {
         "take a string, and build the rest from it in `create`",
     ),
     "reserved-option": Kind("error", "", "", "rename the option"),
-    "create-fails": Kind("error"),
+    "create-fails": Kind(
+        "error", "", "", "raise a KVFrameworkError for what is not available here, or report it in the probe"
+    ),
     "options-refused": Kind("error"),
     "create-dies": Kind("error"),
     "missing-method": Kind("error"),
     "missing-attribute": Kind("error", "", "", "set it in the class or in __init__"),
     "wrong-signature": Kind("error"),
-    "async-method": Kind("error"),
+    "async-method": Kind(
+        "error", "it is asynchronous", "def", "write def; a handler returns a Future for what takes time"
+    ),
 }
 
 

@@ -43,6 +43,11 @@ from kvframework.registry.discovery import KINDS
 from kvframework.registry.plugin_check import AnyProvider, adopt, check_requires, hooks_of, offered, probed
 from kvframework.registry.tables import declared_attributes, describe_options
 
+_HOOKS = [kind.hook for kind in KINDS.values()]
+_MARK = f"{PROJECT}_impl"
+_PREFIX = "kvf_"
+WHERE = "plugins check"
+
 
 def main() -> None:
     """Read a `Target` from standard input; `argv[1]` is the report's descriptor."""
@@ -149,11 +154,6 @@ def _of_loader(error: PluginError, where: str) -> Problem:
 
 def _lines(problems: Iterator[Problem] | list[Problem]) -> Iterator[Line]:
     return (Line(problem=each) for each in problems)
-
-
-_HOOKS = [kind.hook for kind in KINDS.values()]
-_MARK = f"{PROJECT}_impl"
-_PREFIX = "kvf_"
 
 
 def hook_problems(plugin: object, where: str) -> Iterator[Problem]:
@@ -333,9 +333,7 @@ def maker_problems(provider: AnyProvider, title: str) -> Iterator[Problem]:
                 hint="fix its parameters",
             )
         if inspect.iscoroutinefunction(function):
-            yield problem(
-                "async-method", f"{title}: {maker.name}", "it is a coroutine function", expected="def", hint="write def"
-            )
+            yield problem("async-method", f"{title}: {maker.name}")
 
 
 def class_problems(made: type[Any], contract: type[Any], title: str) -> Iterator[Problem]:
@@ -354,7 +352,7 @@ def class_problems(made: type[Any], contract: type[Any], title: str) -> Iterator
             continue
         place = f"{title}: {made.__name__}.{name}"
         if inspect.iscoroutinefunction(own) or inspect.isasyncgenfunction(own):
-            yield problem("async-method", place, "it is asynchronous", expected=f"def {name}", hint="write def")
+            yield problem("async-method", place)
         elif inspect.isfunction(own) and not _serves(own, required):
             yield problem(
                 "wrong-signature",
@@ -408,9 +406,6 @@ def _takes(function: Callable[..., Any], positional: list[None], by_name: dict[s
 def _text(contract: type[Any], name: str) -> str:
     found = getattr(contract, name, None)
     return str(inspect.signature(found)) if inspect.isfunction(found) else "()"
-
-
-WHERE = "plugins check"
 
 
 class NotMade(Exception):
@@ -485,13 +480,8 @@ def _refused(title: str, error: KVFrameworkError) -> Problem:
 
 
 def _fails(title: str, fact: str, maker: Maker) -> Problem:
-    return problem(
-        "create-fails",
-        title,
-        fact,
-        expected=f"a {maker.contract.__name__}" if maker.contract else "a list of Handler",
-        hint="raise a KVFrameworkError for what is not available here, or report it in the probe",
-    )
+    made = f"a {maker.contract.__name__}" if maker.contract else "a list of Handler"
+    return problem("create-fails", title, fact, expected=made)
 
 
 def _handler_problems(provider: AnyProvider, made: object, title: str, maker: Maker) -> Iterator[Problem]:
@@ -509,13 +499,7 @@ def _handler_problems(provider: AnyProvider, made: object, title: str, maker: Ma
                 hint="rename the request",
             )
         if inspect.iscoroutinefunction(handler.call):
-            yield problem(
-                "async-method",
-                f"{title}: {name}",
-                "its handler is asynchronous",
-                expected="def",
-                hint="return a Future for what takes time",
-            )
+            yield problem("async-method", f"{title}: {name}")
 
 
 def no_services() -> CacheServices:

@@ -40,6 +40,11 @@ __all__ = [
 ]
 
 _SUFFIX = "-tpl"
+# Kind and option of each variant of the plain plugin, and the folders of its templates: a later one's file stands in
+# the place of an earlier one's.
+VARIANTS = {("tier", "helper"): ("tier", "tier-helper"), ("transport", "driver"): ("transport-driver",)}
+# The plain plugins that have more than the folder of their kind.
+_PLAIN = {"layout": ("torch", "layout"), "transport": ("torch", "transport")}
 
 
 class ScaffoldError(KVFrameworkError, RuntimeError, code="scaffold.failed"):
@@ -61,13 +66,6 @@ class FolderExists(ScaffoldError, FileExistsError, code="scaffold.exists"):
 
     What to do: choose another name or `--path`; nothing is ever written over.
     """
-
-
-# Kind and option of each variant of the plain plugin, and the folders of its templates: a later one's file stands in
-# the place of an earlier one's.
-VARIANTS = {("tier", "helper"): ("tier", "tier-helper"), ("transport", "driver"): ("transport-driver",)}
-# The plain plugins that have more than the folder of their kind.
-_PLAIN = {"layout": ("torch", "layout"), "transport": ("torch", "transport")}
 
 
 @dataclass(frozen=True)
