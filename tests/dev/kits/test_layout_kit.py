@@ -305,7 +305,7 @@ BUGS: dict[str, tuple[type[Layout], str, str]] = {
     "a form without the layers": (OwnForm, NAMESPACE, "objects with another num_layers have the same namespace"),
     "a form with all blocks": (ObjectsOfAllBlocks, NAMESPACE, "other numbers of blocks share no objects"),
     "a form with strides": (ObjectsOfTheStrides, NAMESPACE, "other strides share no objects"),
-    "torch in a server": (NeedsTorch, "test_the_server_side_needs_no_torch", "a server, which has no torch, fails"),
+    "torch in a server": (NeedsTorch, "test_the_server_side_needs_no_torch", "another process fails"),
     # refusals
     "takes anything": (TakesAnything, REFUSED, "raises"),
     "takes one more": (IgnoresMore, REFUSED, "one more layer: block_views raises no BadLayout"),

@@ -30,28 +30,21 @@ __all__ = [
     "TransportConformance",
 ]
 
-_HOMES = {
-    "CodecConformance": "codec",
-    "EvictionConformance": "eviction",
-    "FaultProxy": "faults",
-    "FaultyTier": "faults",
-    "HasherConformance": "hasher",
-    "LayoutConformance": "layout",
-    "ListenerConformance": "listener",
-    "MemoryConformance": "memory",
-    "TierConformance": "tier",
-    "TransportConformance": "transport",
-}
+
+def _home(name: str) -> str:
+    """Return the module of a name: a kit's is called after the kind of plugin."""
+    return "faults" if name.startswith("Fault") else name.removesuffix("Conformance").lower()
+
 
 if "pytest" in sys.modules:
     # Without this, a failing assertion of the kit would not show its values.
-    _KITS = sorted({*_HOMES.values(), "kit", "making"} - {"faults"})
+    _KITS = sorted({*map(_home, __all__), "kit", "making"} - {"faults"})
     sys.modules["pytest"].register_assert_rewrite(*(f"{__name__}.{kit}" for kit in _KITS))
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if _HOMES[name] != "faults":
+    if _home(name) != "faults":
         import_module(f"{__name__}.needs_pytest")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_home(name)}"), name)

@@ -23,15 +23,13 @@ from __future__ import annotations
 import itertools
 import os
 import time
-import tracemalloc
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count, islice
 from typing import ClassVar
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from kvf_dev.testing.making import NamedKit
 from kvframework.api.eviction import EvictionPolicy, EvictionProvider, Hint, PackedKey, RequestFacts, Use, Why
@@ -41,6 +39,19 @@ __all__ = ["EvictionConformance", "MakePolicy"]
 
 MakePolicy = Callable[[], EvictionPolicy]
 MIB = 1 << 20
+# Of which sequences are made.
+_HINTS = st.sampled_from(["", "done", "keep"])
+_NUMBERS = st.integers(0, 7)
+_SIZES = st.sampled_from([1, 4096, MIB, 3 * MIB, 1 << 40])
+_CALLS = ["on_access", "on_access_many", "victims", "ten_victims", "on_remove", "on_insert"]
+_TIMES = 6000
+# More than a counter of 16 bits holds.
+_USES = 70_000
+_LARGE = 20_000
+# Calls of each kind that are timed, and the objects in the policy. Where the time of an insert follows their number, so
+# many inserts take minutes; the smaller number shows it in seconds.
+_TIMED_ROUNDS, _TIMED_FEW, _TIMED_MANY = 25, 300, (8_000, 30_000)
+_SLACK_S, _LONG_S = 60e-6, 1e-3
 
 
 def fresh_keys(count: int) -> list[PackedKey]:
@@ -91,12 +102,6 @@ def _facts(hint: Hint, at: float, *, use: Use = "store", objects: int = 0, held:
         sizes=[MIB] * objects * is_kept,
         held=held * MIB,
     )
-
-
-# Of which sequences are made.
-_HINTS = st.sampled_from(["", "done", "keep"])
-_NUMBERS = st.integers(0, 7)
-_SIZES = st.sampled_from([1, 4096, MIB, 3 * MIB, 1 << 40])
 
 
 class _Machine(RuleBasedStateMachine):
@@ -179,13 +184,6 @@ def _key(number: int) -> PackedKey:
     return bytes([number]) * PACKED_KEY_BYTES
 
 
-# Calls of each kind that are timed, and the objects in the policy. Where the time of an insert follows their number, so
-# many inserts take minutes; the smaller number shows it in seconds.
-_TIMED_ROUNDS, _TIMED_FEW, _TIMED_MANY = 25, 300, (8_000, 30_000)
-_SLACK_S, _LONG_S = 60e-6, 1e-3
-_CALLS = ["on_access", "on_access_many", "victims", "ten_victims", "on_remove", "on_insert"]
-
-
 def _seconds(policy: EvictionPolicy, size: int) -> dict[str, float]:
     """Return the seconds of the quickest call of each kind while the policy holds `size` objects."""
     taken: dict[str, float] = dict.fromkeys(_CALLS, 1e9)
@@ -214,12 +212,6 @@ def _seconds(policy: EvictionPolicy, size: int) -> dict[str, float]:
     return taken
 
 
-_TIMES = 6000
-# More than a counter of 16 bits holds.
-_USES = 70_000
-_LARGE = 20_000
-
-
 class EvictionConformance(NamedKit):
     """Base class of an author's test class, which gives either `use` or a fixture `make_policy`; see the module."""
 
@@ -244,12 +236,17 @@ class EvictionConformance(NamedKit):
     def test_it_has_the_plugins_name(self, policy: EvictionPolicy) -> None:
         self.must_be_named(policy.name)
 
-    def test_all_that_is_in_is_offered_once(self, policy: EvictionPolicy) -> None:
-        keys = fresh_keys(300)
+    @pytest.mark.parametrize("count", [300, _LARGE])
+    def test_all_that_is_in_is_offered_once(self, policy: EvictionPolicy, count: int) -> None:
+        """Also what a large L1 holds; and keys of one chunk that differ in rank, layer group or salt alone."""
+        alike = [bytes(index == at for index in range(PACKED_KEY_BYTES)) for at in range(PACKED_KEY_BYTES)]
+        keys = fresh_keys(count) + alike
         insert(policy, keys)
         for turn in range(5):  # the first keys are used once, the last ones five times
-            for key in keys[turn * 60 :]:
+            for key in keys[turn * 60 :][:300]:
                 policy.on_access(key)
+        for first in range(0, count if count == _LARGE else 0, 8192):
+            policy.on_access_many(tuple(keys[first : first + 8192]))
         must_offer(policy, keys)
         for key in keys[::3]:
             policy.on_remove(key)
@@ -277,14 +274,6 @@ class EvictionConformance(NamedKit):
             if order == must_offer(again, keys) == must_offer(one_by_one, keys) and order != other:
                 at = next(at for at, pair in enumerate(itertools.zip_longest(order, other)) if pair[0] != pair[1])
                 pytest.fail(f"{len(batch)} keys at once: victim {at} is another than one by one")
-
-    def test_keys_that_differ_in_one_byte_are_different(self, policy: EvictionPolicy) -> None:
-        """Keys of one chunk differ in rank, layer group or salt alone."""
-        keys = [bytes(index == at for index in range(PACKED_KEY_BYTES)) for at in range(PACKED_KEY_BYTES)]
-        insert(policy, keys)
-        policy.on_access(keys[0])
-        policy.on_remove(keys[-1])
-        must_offer(policy, keys[:-1])
 
     def test_two_policies_have_nothing_in_common(self, make_policy: MakePolicy) -> None:
         one, other = make_policy(), make_policy()
@@ -317,17 +306,7 @@ class EvictionConformance(NamedKit):
         class Machine(_Machine):
             make = staticmethod(make_policy)
 
-        # Some releases of hypothesis have no types for it.
-        run_state_machine_as_test(  # type: ignore[no-untyped-call, unused-ignore]
-            Machine,
-            settings=settings(
-                max_examples=self.examples,
-                stateful_step_count=30,
-                deadline=None,
-                report_multiple_bugs=False,
-                suppress_health_check=list(HealthCheck),
-            ),
-        )
+        self.must_behave(Machine, examples=self.examples, steps=30)
 
     def test_any_thread_may_call(self, policy: EvictionPolicy) -> None:
         """One thread at a time calls: the core holds the storage lock."""
@@ -370,19 +349,6 @@ class EvictionConformance(NamedKit):
             ]
             assert not slow, "; ".join(slow)
 
-    def grown(self, work: Callable[[int], object], before: int) -> int:
-        """Return by how many bytes the memory grows while `work` is repeated `_TIMES` times, after `before` times."""
-        tracemalloc.start()
-        try:
-            for index in range(before):
-                work(index)
-            held = tracemalloc.get_traced_memory()[0]
-            for index in range(_TIMES):
-                work(index)
-            return tracemalloc.get_traced_memory()[0] - held
-        finally:
-            tracemalloc.stop()
-
     @pytest.mark.parametrize("leaves", ["evicted", "dropped"])
     @pytest.mark.parametrize("uses", [0, 1, 2, 5])
     def test_what_has_left_is_forgotten(self, policy: EvictionPolicy, uses: int, leaves: str) -> None:
@@ -400,7 +366,7 @@ class EvictionConformance(NamedKit):
             policy.on_remove(next(policy.victims()) if leaves == "evicted" else key)
 
         insert(policy, fresh_keys(100))
-        grown = self.grown(come_and_go, self.remembered_keys + 1000)
+        grown = self.grown(come_and_go, _TIMES, self.remembered_keys + 1000)
         assert grown < _TIMES * 16, (
             f"{grown} bytes are kept of {_TIMES} objects that came, were used {uses} times and went"
         )
@@ -415,7 +381,7 @@ class EvictionConformance(NamedKit):
             policy.on_uses(keys[index % 90 :][:3], facts)
             list(islice(policy.victims(), 2))
 
-        grown = self.grown(use, 4000)
+        grown = self.grown(use, _TIMES, 4000)
         assert grown < _TIMES * 16, f"{grown} bytes are kept of {_TIMES} requests that used 100 objects, and of walks"
         must_offer(policy, keys)
 
@@ -425,13 +391,3 @@ class EvictionConformance(NamedKit):
         for _ in range(_USES // 1000):
             policy.on_access_many(keys[:1] * 1000)
         must_offer(policy, keys)
-
-    def test_as_many_objects_as_a_large_l1_holds_are_offered(self, policy: EvictionPolicy) -> None:
-        keys = fresh_keys(_LARGE)
-        insert(policy, keys)
-        for first in range(0, _LARGE, 8192):
-            policy.on_access_many(tuple(keys[first : first + 8192]))
-        must_offer(policy, keys)
-        for key in keys[::2]:
-            policy.on_remove(key)
-        must_offer(policy, keys[1::2])

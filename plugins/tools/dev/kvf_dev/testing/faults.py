@@ -33,6 +33,20 @@ TIER_FAULTS = {
 
 R = TypeVar("R", bound="int | Outcome")
 Parts = Sequence[Sequence[memoryview]]
+_PIECE = 1 << 18
+_RESET = struct.pack("ii", 1, 0)  # linger for no time: a close sends a reset
+_CONNECT_S = 1.0
+_SWITCH_S = 10.0
+WIRE_FAULTS = {
+    "slow": "every piece of a reply waits for `amount` seconds",
+    "cut": "a connection is closed once `amount` bytes of replies went through it",
+    "flip": "one bit of every `amount`-th byte of a connection's replies is another",
+    "refuse": "connections are reset, the open ones at once and new ones as they come",
+    "stall": "nothing passes, and nothing is closed",
+    "reset": "a connection is reset when the first byte of a reply comes",
+}
+_AMOUNTS = {"slow": 0.01, "cut": 100.0, "flip": 100.0}
+Address = tuple[str, int] | str
 
 
 class FaultyTier(Tier):
@@ -165,24 +179,6 @@ class FaultyTier(Tier):
                     part[at] ^= 1 << self._below(8)
                     return
                 at -= part.nbytes
-
-
-_PIECE = 1 << 18
-_RESET = struct.pack("ii", 1, 0)  # linger for no time: a close sends a reset
-_CONNECT_S = 1.0
-_SWITCH_S = 10.0
-
-WIRE_FAULTS = {
-    "slow": "every piece of a reply waits for `amount` seconds",
-    "cut": "a connection is closed once `amount` bytes of replies went through it",
-    "flip": "one bit of every `amount`-th byte of a connection's replies is another",
-    "refuse": "connections are reset, the open ones at once and new ones as they come",
-    "stall": "nothing passes, and nothing is closed",
-    "reset": "a connection is reset when the first byte of a reply comes",
-}
-_AMOUNTS = {"slow": 0.01, "cut": 100.0, "flip": 100.0}
-
-Address = tuple[str, int] | str
 
 
 class Fault(NamedTuple):

@@ -42,6 +42,22 @@ MakeHasher = Callable[[], KeyHasher]
 
 # Tokens of a chunk: the smallest, an odd number, and those that servers use.
 CHUNKS = (1, 3, 16, 256)
+_BITS = 8 * DIGEST_BYTES
+_MANY = 2 * _BITS
+# Digests of adapters and images, alone and several of one chunk, and long ones that differ at one place.
+_LONG = bytes(range(256)) * 20
+_EXTRAS = [b"\0", b"\1", b"\0\0", b"a", b"ab", b"b", bytes(31), bytes(32), bytes(33), bytes(64), bytes(65), _LONG]
+_EXTRAS += [_LONG[:-1] + b"?", b"?" + _LONG[1:], _LONG[:2560] + b"?" + _LONG[2561:], _LONG + b"\0", b"\t\0\0\0"]
+_CHANGED_BITS = 64  # of 256: half of them change on average, less than a quarter never of a cryptographic hash
+_CHUNK = 16
+_ELSEWHERE = """
+import sys
+tokens = b"".join((number * 2654435761 % 2**32).to_bytes(4, "little") for number in range(64))
+for parent in (b"", bytes(range(32))):
+    sys.stdout.buffer.write(made.chunk_digests(tokens, 4, parent=parent))
+    sys.stdout.buffer.write(made.chunk_digests(tokens, 4, parent=parent, extras={1: b"image", 5: b"adapter"}))
+sys.stdout.buffer.write(made.fingerprint.encode())
+"""
 
 
 def packed(tokens: Iterable[int]) -> bytes:
@@ -98,10 +114,6 @@ def must_differ(named: Sequence[tuple[object, bytes]], what: str) -> None:
         seen[last] = name
 
 
-_BITS = 8 * DIGEST_BYTES
-_MANY = 2 * _BITS
-
-
 def _rank(rows: list[int]) -> int:
     """Return the number of independent rows of bits."""
     by_top: dict[int, int] = {}
@@ -113,28 +125,6 @@ def _rank(rows: list[int]) -> int:
                 break
             row ^= by_top[top]
     return len(by_top)
-
-
-# Digests of adapters and images, alone and several of one chunk, and long ones that differ at one place.
-_LONG = bytes(range(256)) * 20
-_EXTRAS = [b"\0", b"\1", b"\0\0", b"a", b"ab", b"b", bytes(31), bytes(32), bytes(33), bytes(64), bytes(65), _LONG]
-_EXTRAS += [_LONG[:-1] + b"?", b"?" + _LONG[1:], _LONG[:2560] + b"?" + _LONG[2561:], _LONG + b"\0", packed([9])]
-
-
-_CHANGED_BITS = 64  # of 256: half of them change on average, less than a quarter never of a cryptographic hash
-
-
-_CHUNK = 16
-_ELSEWHERE = """
-import sys
-
-__all__ = ["HasherConformance", "MakeHasher"]
-tokens = b"".join((number * 2654435761 % 2**32).to_bytes(4, "little") for number in range(64))
-for parent in (b"", bytes(range(32))):
-    sys.stdout.buffer.write(made.chunk_digests(tokens, 4, parent=parent))
-    sys.stdout.buffer.write(made.chunk_digests(tokens, 4, parent=parent, extras={1: b"image", 5: b"adapter"}))
-sys.stdout.buffer.write(made.fingerprint.encode())
-"""
 
 
 class _Tokens(bytearray):

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+import tracemalloc
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType, TracebackType
@@ -26,6 +27,12 @@ from kvframework.api.plugin import Buffer
 
 # The frames of each thread that are shown, and the seconds that the process has to end after the tests.
 _FRAMES, _END_S = 8, 5.0
+_LONGEST = 300
+T = TypeVar("T")
+# Seconds. Frequent switches expose state that threads must not share, and values that are visible too early.
+_SWITCH_S = 1e-6
+# Steps of a call before which another one runs, and the seconds for which that may wait for a lock of the first.
+_STEPS, _LOCKED_S = 1000, 0.05
 
 
 class DoesNotEnd(BaseException):
@@ -40,9 +47,6 @@ def stacks(threads: Collection[threading.Thread]) -> str:
             calls = traceback.format_list(traceback.extract_stack(frame)[-_FRAMES:])
             shown.append(f"thread {thread.name}:\n{''.join(calls)}")
     return "\n".join(shown)
-
-
-_LONGEST = 300
 
 
 class Hooks:
@@ -178,16 +182,6 @@ def _has_other_limit(config: pytest.Config) -> bool:
         return float(config.getini("faulthandler_timeout")) > 0
     except (KeyError, ValueError):  # without that plugin
         return False
-
-
-T = TypeVar("T")
-
-# Seconds. Frequent switches expose state that threads must not share, and values that are visible too early.
-_SWITCH_S = 1e-6
-
-
-# Steps of a call before which another one runs, and the seconds for which that may wait for a lock of the first.
-_STEPS, _LOCKED_S = 1000, 0.05
 
 
 def interleaved(work: Callable[[], T], other: Callable[[], object]) -> T:
@@ -332,6 +326,37 @@ class Kit:
         plugins = metafunc.config.pluginmanager
         if not plugins.has_plugin(__name__):
             plugins.register(Hooks(metafunc.config), __name__)
+
+    def grown(self, work: Callable[[int], object], times: int, before: int) -> int:
+        """Return by how many bytes the memory grows while `work` is repeated `times` times, after `before` times."""
+        tracemalloc.start()
+        try:
+            for index in range(before):
+                work(index)
+            held = tracemalloc.get_traced_memory()[0]
+            for index in range(times):
+                work(index)
+            return tracemalloc.get_traced_memory()[0] - held
+        finally:
+            tracemalloc.stop()
+
+    def must_behave(self, machine: type[Any], *, examples: int, steps: int) -> None:
+        """Run a state machine of hypothesis in that many sequences of that many steps."""
+        from hypothesis import HealthCheck, Phase, settings
+        from hypothesis.stateful import run_state_machine_as_test
+
+        # Some releases of hypothesis have no types for it.
+        run_state_machine_as_test(  # type: ignore[no-untyped-call, unused-ignore]
+            machine,
+            settings=settings(
+                max_examples=examples,
+                stateful_step_count=steps,
+                deadline=None,
+                phases=(Phase.reuse, Phase.generate, Phase.shrink),
+                report_multiple_bugs=False,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
 
     def in_threads(self, *works: Callable[[], object], within_s: float = 30.0) -> None:
         """Run `works` at the same time. Raises the first error that one of them raised; fails if one does not end."""

@@ -23,12 +23,11 @@ from __future__ import annotations
 
 import gc
 import math
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 import pytest
@@ -55,6 +54,22 @@ __all__ = ["LayoutConformance", "LayoutSubject", "MakeLayout", "MakeSubject", "S
 _SLAB_BYTES = 1 << 20
 _GAP_BYTES = 192
 _FOREIGN = 0x5A
+Views = Sequence[Sequence[Sequence[torch.Tensor]]]
+MakeLayout = Callable[[Mapping[str, object]], Layout]
+# By pairs of one width.
+_DTYPES = (
+    *(torch.float16, torch.bfloat16, torch.float32, torch.int32),
+    *(torch.int8, torch.uint8, torch.float64, torch.int64),
+)
+CHUNKS = (1, 48, 256, 1000)
+_IN_A_SERVER = """
+import msgspec
+from kvframework.api.layout import KVLayout
+declared = msgspec.msgpack.decode({declared!r}, type=KVLayout)
+sys.stdout.buffer.write(msgspec.msgpack.encode(made.object_desc(declared, 48)))
+"""
+# As strings, layer 10 comes before layer 2.
+LAYERS, BLOCKS = 12, 5
 
 
 class _Buffer(bytearray):
@@ -91,11 +106,6 @@ class Slab:
         return sum(int((each != _FOREIGN).sum()) for each in rest)
 
 
-# As strings, layer 10 comes before layer 2.
-LAYERS, BLOCKS = 12, 5
-Views = Sequence[Sequence[Sequence[torch.Tensor]]]
-
-
 @dataclass(frozen=True)
 class LayoutSubject:
     """One instance of an engine: its tensors, by layer name, and its own access to them.
@@ -113,7 +123,6 @@ class LayoutSubject:
 
 
 MakeSubject = Callable[[Slab, int, int], LayoutSubject]
-MakeLayout = Callable[[Mapping[str, object]], Layout]
 
 
 def declare(layout: Layout, subject: LayoutSubject) -> KVLayout:
@@ -124,13 +133,23 @@ def declare(layout: Layout, subject: LayoutSubject) -> KVLayout:
     return declared
 
 
-def places(views: Views) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (group, layer, plane, block) of every place."""
+class Place(NamedTuple):
+    group: int
+    layer: int
+    plane: int
+    block: int
+
+    def __str__(self) -> str:
+        return f"group {self.group}, layer {self.layer}, plane {self.plane}, block {self.block}"
+
+
+def places(views: Views) -> Iterator[tuple[Place, torch.Tensor]]:
+    """Yield every place with its view."""
     for index, planes in enumerate(views):
         for plane, layers in enumerate(planes):
             for layer, view in enumerate(layers):
                 for block in range(view.shape[0]):
-                    yield index, layer, plane, block
+                    yield Place(index, layer, plane, block), view[block]
 
 
 def pattern(like: torch.Tensor, seed: int) -> torch.Tensor:
@@ -180,13 +199,6 @@ def _number(name: str) -> int:
     """Return the layer's number in a tensor of several, 0 for none."""
     last = name.rpartition(".")[2]
     return int(last) if last.isdecimal() else 0
-
-
-# By pairs of one width.
-_DTYPES = (
-    *(torch.float16, torch.bfloat16, torch.float32, torch.int32),
-    *(torch.int8, torch.uint8, torch.float64, torch.int64),
-)
 
 
 def _is_no_matter(what: str, views: Views, declared: KVLayout) -> bool:
@@ -241,39 +253,16 @@ def _twin(dtype: torch.dtype) -> torch.dtype:
     return next(each for each in _DTYPES if each is not dtype and each.itemsize == dtype.itemsize)
 
 
-CHUNKS = (1, 48, 256, 1000)
-_IN_A_SERVER = """
-import sys; sys.modules["torch"] = None
-import msgspec
-from kvframework.api.layout import KVLayout
-{made}
-declared = msgspec.msgpack.decode(bytes.fromhex({declared!r}), type=KVLayout)
-sys.stdout.write(msgspec.msgpack.encode(layout.object_desc(declared, 48)).hex())
-"""
-_BY_NAME = """
-from kvframework.registry.registry import PluginRegistry
-registry = PluginRegistry()
-provider = registry.resolve("layout", {use!r})
-layout = provider.create(registry.options(provider, {{}}, where="the kit"))
-"""
-_BY_CLASS = """
-import importlib, operator
-layout = operator.attrgetter({qualname!r})(importlib.import_module({module!r}))()
-"""
-
-
 def must_be_the_engines(views: Views, subject: LayoutSubject) -> None:
     """Fail unless the views and the engine's own view show the same bytes in each place, written by either."""
     __tracebackhide__ = True
-    for number, (index, layer, plane, block) in enumerate(places(views)):
-        view = views[index][plane][layer][block]
-        place = f"group {index}, layer {layer}, plane {plane}, block {block}"
+    for number, (place, view) in enumerate(places(views)):
         written = pattern(view, 2 * number)
-        subject.view.write(index, layer, plane, block, written)
+        subject.view.write(*place, written)
         assert same(view, written), f"{place}: what the engine writes there is not in the layout's view"
         written = pattern(view, 2 * number + 1)
         view.copy_(written)
-        found: torch.Tensor = subject.view.read(index, layer, plane, block)
+        found: torch.Tensor = subject.view.read(*place)
         assert same(found, written), f"{place}: what is written through the layout's view is not what the engine reads"
 
 
@@ -403,11 +392,9 @@ class LayoutConformance(NamedKit):
         storages = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(subject.kv_caches)}
         declared = layout.describe(subject.kv_caches, block_size=subject.block_size)
         views = layout.block_views(declared, subject.kv_caches)
-        for index, layer, plane, _ in places(views):
-            view = views[index][plane][layer]
-            assert view.untyped_storage().data_ptr() in storages, (
-                f"group {index}, layer {layer}, plane {plane}: the view is a copy, and no memory of the engine"
-            )
+        for place, view in places(views):
+            in_place = view.untyped_storage().data_ptr() in storages
+            assert in_place, f"{place}: the view is a copy, and no memory of the engine"
         for tensor, was in zip(tensors_of(subject.kv_caches), before, strict=True):
             assert same(tensor, was), "describe() or block_views() writes to the engine's memory"
         again = layout.block_views(declared, subject.kv_caches)
@@ -426,14 +413,10 @@ class LayoutConformance(NamedKit):
         """With a different pattern in every place, no write overwrites another place."""
         views = layout.block_views(declared, subject.kv_caches)
         every = list(places(views))
-        for number, (index, layer, plane, block) in enumerate(every):
-            view = views[index][plane][layer][block]
+        for number, (_, view) in enumerate(every):
             view.copy_(pattern(view, number))
-        for number, (index, layer, plane, block) in enumerate(every):
-            view = views[index][plane][layer][block]
-            assert same(view, pattern(view, number)), (
-                f"group {index}, layer {layer}, plane {plane}, block {block} shares memory with another place"
-            )
+        for number, (place, view) in enumerate(every):
+            assert same(view, pattern(view, number)), f"{place} shares memory with another place"
 
     @pytest.mark.parametrize("chunk", CHUNKS)
     def test_a_server_without_the_options_sees_the_same_objects(
@@ -448,19 +431,8 @@ class LayoutConformance(NamedKit):
 
     def test_the_server_side_needs_no_torch(self, layout: Layout, bare: Layout, declared: KVLayout) -> None:
         """`object_desc` works in a process that cannot import torch."""
-        kind = type(bare)
-        made = _BY_NAME.format(use=self.use) if self.use else ""
-        made = made or _BY_CLASS.format(qualname=kind.__qualname__, module=kind.__module__)
-        program = _IN_A_SERVER.format(made=made, declared=msgspec.msgpack.encode(declared).hex())
-        run = subprocess.run(
-            [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\n{program}"],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        assert run.returncode == 0, f"a server, which has no torch, fails: {run.stderr.strip().splitlines()[-1:]}"
-        found = msgspec.msgpack.decode(bytes.fromhex(run.stdout), type=MemoryLayoutDesc)
+        program = _IN_A_SERVER.format(declared=msgspec.msgpack.encode(declared))
+        found = msgspec.msgpack.decode(self.elsewhere(bare, program, without="torch"), type=MemoryLayoutDesc)
         assert found == layout.object_desc(declared, 48), "a server without torch describes other objects"
 
     def test_the_namespace_depends_on_the_objects_alone(self, bare: Layout, declared: KVLayout) -> None:

@@ -76,18 +76,21 @@ class NamedKit(Kit):
         assert name, f"`name` of a {kind} is empty"
         assert not self.use or name == self.use, f"`name` of what the plugin {self.use!r} makes is {name!r}"
 
-    def elsewhere(self, made: object, program: str, *, seed: int) -> bytes:
+    def elsewhere(self, made: object, program: str, *, seed: int = 1, without: str = "") -> bytes:
         """Run `program` in a process with `seed` as `PYTHONHASHSEED`, where `made` is the same plugin, and return its
-        standard output. Without `use`, that process imports the plugin's class, and its attributes are written into the
-        program; the test is skipped where that is impossible. Blocks up to 60 s.
+        standard output. `without` names a module that cannot be imported there; the plugin is made without options
+        then, as a server makes it. Without `use`, that process imports the plugin's class, and its attributes are
+        written into the program; the test is skipped where that is impossible. Blocks up to 60 s.
         """
+        lacking = f"sys.modules[{without!r}] = None\n" if without else ""
         if self.use:
-            source = _BY_NAME.format(kind=self._descriptor.kind, use=self.use, options=dict(self.options))
+            options = {} if without else dict(self.options)
+            source = _BY_NAME.format(kind=self._descriptor.kind, use=self.use, options=options)
         else:
             source = _by_state(made)
         run = subprocess.run(
             [sys.executable, "-"],
-            input=f"import sys; sys.path[:] = {sys.path!r}\n{source}{program}".encode(),
+            input=f"import sys; sys.path[:] = {sys.path!r}\n{lacking}{source}{program}".encode(),
             env={**os.environ, "PYTHONHASHSEED": str(seed)},
             capture_output=True,
             timeout=60,

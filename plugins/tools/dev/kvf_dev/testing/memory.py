@@ -272,9 +272,14 @@ class MemoryConformance(NamedKit):
 
     # the end; the tests keep the closed objects: it is `close` that frees, not the garbage collector
 
-    def test_closing_before_the_start_releases_all(self, make_memory: MakeMemory) -> None:
+    @pytest.mark.parametrize("when", ["before the start", "after all was usable"])
+    def test_closing_releases_all(self, make_memory: MakeMemory, when: str) -> None:
         before = held(mappings=True)
-        self._must_close(make_memory(_CAPACITY), before, "before the start")
+        memory = make_memory(_CAPACITY)
+        if when == "after all was usable":
+            with self._started(memory).view() as view:
+                view[-1] = 1
+        self._must_close(memory, before, when)
 
     def test_closing_while_it_becomes_usable_ends_the_work(self, make_memory: MakeMemory) -> None:
         before = held(mappings=True)
@@ -295,13 +300,6 @@ class MemoryConformance(NamedKit):
         closing.set()
         self._must_close(memory, before, "while it became usable", is_closed.set)
         assert not late, "on_ready is called after close"
-
-    def test_closing_after_all_is_usable_releases_all(self, make_memory: MakeMemory) -> None:
-        before = held(mappings=True)
-        memory = self._started(make_memory(_CAPACITY))
-        with memory.view() as view:
-            view[-1] = 1
-        self._must_close(memory, before, "after all was usable")
 
     def test_closing_twice_closes_nothing_of_others(self, make_memory: MakeMemory) -> None:
         memory = make_memory(_CAPACITY)

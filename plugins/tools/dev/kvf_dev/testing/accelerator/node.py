@@ -32,6 +32,26 @@ Mistake = Literal[
     "not_pinned",
     "leaked_context",
 ]
+_FILE = "ledger.sqlite"
+_SCHEMA = """
+create table devices(uuid text primary key, number integer, max_delay_s real, vanished integer default 0);
+create table processes(id integer primary key, pid integer, started text);
+create table allocations(id integer primary key, device text, process integer, start integer, nbytes integer,
+                         token blob, freed integer default 0);
+create table mappings(id integer primary key, allocation integer, process integer);
+create table events(id integer primary key, device text, process integer, shared integer, token blob,
+                    recorded integer default 0, reached integer default 0, destroyed integer default 0,
+                    error text default '');
+create table openings(id integer primary key, event integer, process integer);
+create table streams(id integer primary key, process integer);
+create table queued(id integer primary key, device text, process integer, stream integer, writes integer, what text,
+                    spans blob);
+create table faults(id integer primary key, kind text, device text, remaining integer, hits integer default 0,
+                    released integer default 0);
+create table violations(id integer primary key, kind text, text text, process integer);
+"""
+# Sorted, without overlaps: (first byte, byte after the last) in a device's memory.
+Spans = Sequence[tuple[int, int]]
 
 
 class AcceleratorError(RuntimeError):
@@ -56,28 +76,6 @@ class Violation(NamedTuple):
     kind: Mistake
     text: str
     process: int
-
-
-_FILE = "ledger.sqlite"
-_SCHEMA = """
-create table devices(uuid text primary key, number integer, max_delay_s real, vanished integer default 0);
-create table processes(id integer primary key, pid integer, started text);
-create table allocations(id integer primary key, device text, process integer, start integer, nbytes integer,
-                         token blob, freed integer default 0);
-create table mappings(id integer primary key, allocation integer, process integer);
-create table events(id integer primary key, device text, process integer, shared integer, token blob,
-                    recorded integer default 0, reached integer default 0, destroyed integer default 0,
-                    error text default '');
-create table openings(id integer primary key, event integer, process integer);
-create table streams(id integer primary key, process integer);
-create table queued(id integer primary key, device text, process integer, stream integer, writes integer, what text,
-                    spans blob);
-create table faults(id integer primary key, kind text, device text, remaining integer, hits integer default 0,
-                    released integer default 0);
-create table violations(id integer primary key, kind text, text text, process integer);
-"""
-# Sorted, without overlaps: (first byte, byte after the last) in a device's memory.
-Spans = Sequence[tuple[int, int]]
 
 
 class Ledger:

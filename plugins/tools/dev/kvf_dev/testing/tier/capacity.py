@@ -17,6 +17,12 @@ from kvframework.api.tier import PackedKey, TierEntry
 from kvframework.errors import TierError
 
 LARGEST = 64 << 20
+# Bytes: more than a tier that cuts values into pieces keeps in one.
+_LARGE = 3 << 20
+# More than any page or cursor of a store holds.
+MANY = 1250
+# Seconds by which the store's clock may differ.
+_CLOCK_S = 2.0
 
 
 class CapacityTests(TierKit):
@@ -134,10 +140,6 @@ class CapacityTests(TierKit):
         self.must_be_empty(fillable, usage.used_bytes)
 
 
-# Bytes: more than a tier that cuts values into pieces keeps in one.
-_LARGE = 3 << 20
-
-
 class ExpiryTests(TierKit):
     """Tests for a `ttl_tier`. The kit does not know the time to live: it keeps one value alive until another
     expires."""
@@ -206,13 +208,6 @@ class ExpiryTests(TierKit):
         assert expiring.delete([key]) == [MISSING]
         expiring.store(key, b"again")
         expiring.must_load(key, b"again")
-
-
-# More than any page or cursor of a store holds.
-MANY = 1250
-
-# Seconds by which the store's clock may differ.
-_CLOCK_S = 2.0
 
 
 def used(entry: TierEntry, since: float = 0.0) -> float:

@@ -26,6 +26,7 @@ THREADS = 12
 
 # Seconds for which a tier that is quick goes on, so that threads meet in the middle of its calls.
 LEAST_S = 0.7
+SHORT_S = 0.05
 
 
 def turns(least: int) -> Iterator[int]:
@@ -195,9 +196,6 @@ class SharingTests(ConcurrencyTests):
         self, watched: WatchedTier, other: WatchedTier, rounds: int, size: int
     ) -> None:
         self.must_see_whole_values(watched, other, rounds, size)
-
-
-SHORT_S = 0.05
 
 
 class Held(list[list[memoryview]]):

@@ -38,27 +38,25 @@ _PECULIAR = [
 _ALIKE = b"aA\0 \n\xff\xfe/_+-.\r%*\x01\x7f0O:;{}"
 # Bytes of other objects beside a value in the arena, and how many.
 _GUARD, _GAP = b"\xa5", 64
+# More than a LOOKUP has, and than a statement of a database takes.
+MANY = 33_000
 
 
 class ContractTests(TierKit):
     """Values, their lengths, and the buffers that carry them."""
 
-    @pytest.mark.parametrize("nbytes", _SIZES)
-    def test_a_value_comes_back_as_it_was_stored(self, watched: WatchedTier, nbytes: int) -> None:
+    @pytest.mark.parametrize(
+        "value", [*_SIZES, *_PECULIAR], ids=[*_SIZES, *map("peculiar {}".format, range(len(_PECULIAR)))]
+    )
+    def test_a_value_comes_back_as_it_was_stored(self, watched: WatchedTier, value: int | bytes) -> None:
         (key,) = self.fresh_keys(1)
-        value = os.urandom(nbytes)
+        value = os.urandom(value) if isinstance(value, int) else value
         watched.store(key, value)
         assert watched.contains([key]) == [FOUND]
         watched.must_load(key, value)
-        again = os.urandom(nbytes)
+        again = os.urandom(len(value))
         watched.store(key, again)
         watched.must_load(key, again, "an older value of the same length")
-
-    @pytest.mark.parametrize("value", _PECULIAR, ids=range(len(_PECULIAR)))
-    def test_a_peculiar_value_comes_back(self, watched: WatchedTier, value: bytes) -> None:
-        (key,) = self.fresh_keys(1)
-        watched.store(key, value)
-        watched.must_load(key, value)
 
     def test_a_missing_key_is_an_answer(self, watched: WatchedTier) -> None:
         (key,) = self.fresh_keys(1)
@@ -174,10 +172,6 @@ class ClaimTests(TierKit):
                 self.call(watched, name, self.fresh_keys(1)[0])
             except TierError as error:
                 pytest.fail(f"{name} is claimed, and raised: {error.fact}")
-
-
-# More than a LOOKUP has, and than a statement of a database takes.
-MANY = 33_000
 
 
 class BatchTests(TierKit):

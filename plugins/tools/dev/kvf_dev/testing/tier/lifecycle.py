@@ -21,6 +21,25 @@ from kvframework.api.tier import TierEntry
 from kvframework.errors import TierError
 from kvframework.supervise.child import plain
 
+_KILLS = 4
+# The length of each value, by the byte that it repeats; each key repeats one of the bytes, too.
+_LENGTHS = {1: 1_000_000, 2: 3_000_001, 3: 5}
+_KEYS = [bytes([number]) * 72 for number in _LENGTHS]
+_WRITER = """
+import itertools, sys, time
+sys.path[:] = sys.argv[1:]
+import msgspec
+from kvframework.api.tier import TableContext
+from kvframework.registry.registry import PluginRegistry
+use, raw, keys, lengths = msgspec.msgpack.decode(sys.stdin.buffer.read())
+registry = PluginRegistry()
+provider = registry.resolve("tier", use)
+tier = provider.create(registry.options(provider, raw, where="the kit"), TableContext("[[l2]] #1"))
+for number, length in itertools.cycle(lengths.items()):
+    tier.put(keys, [[memoryview(bytes([number]) * length)] for _ in keys], deadline=time.monotonic() + 60)
+    print(number, flush=True)
+"""
+
 
 class LifecycleTests(TierKit):
     """`close` is idempotent, and calls in flight fail with `TierError`."""
@@ -148,26 +167,6 @@ class LeakTests(TierKit):
         while len(left := held()) > len(before) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert len(left) <= len(before), f"left behind: {', '.join(sorted(left - before))}"
-
-
-_KILLS = 4
-# The length of each value, by the byte that it repeats; each key repeats one of the bytes, too.
-_LENGTHS = {1: 1_000_000, 2: 3_000_001, 3: 5}
-_KEYS = [bytes([number]) * 72 for number in _LENGTHS]
-_WRITER = """
-import itertools, sys, time
-sys.path[:] = sys.argv[1:]
-import msgspec
-from kvframework.api.tier import TableContext
-from kvframework.registry.registry import PluginRegistry
-use, raw, keys, lengths = msgspec.msgpack.decode(sys.stdin.buffer.read())
-registry = PluginRegistry()
-provider = registry.resolve("tier", use)
-tier = provider.create(registry.options(provider, raw, where="the kit"), TableContext("[[l2]] #1"))
-for number, length in itertools.cycle(lengths.items()):
-    tier.put(keys, [[memoryview(bytes([number]) * length)] for _ in keys], deadline=time.monotonic() + 60)
-    print(number, flush=True)
-"""
 
 
 class CrashTests(TierKit):

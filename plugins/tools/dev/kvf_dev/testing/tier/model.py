@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from kvf_dev.testing.kit import must_be_equal
 from kvf_dev.testing.tier.kit import DAMAGED, DELETED, FOUND, MISSING, TierKit
@@ -28,18 +27,7 @@ class ModelTests(TierKit):
         class Machine(TierMachine):
             kit, tier = self, watched
 
-        # Some releases of hypothesis have no types for it.
-        run_state_machine_as_test(  # type: ignore[no-untyped-call, unused-ignore]
-            Machine,
-            settings=settings(
-                max_examples=self.examples,
-                stateful_step_count=STEPS,
-                deadline=None,
-                phases=(Phase.reuse, Phase.generate, Phase.shrink),
-                report_multiple_bugs=False,
-                suppress_health_check=list(HealthCheck),
-            ),
-        )
+        self.must_behave(Machine, examples=self.examples, steps=STEPS)
 
 
 class TierMachine(RuleBasedStateMachine):

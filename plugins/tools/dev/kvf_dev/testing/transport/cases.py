@@ -13,6 +13,10 @@ from itertools import product
 
 from kvframework.api.plugin import DTYPE_BYTES
 
+CHUNK = 16
+# A tensor of a model: group, layer, plane (-1: held by the tensor itself).
+Name = tuple[int, int, int]
+
 
 @dataclass(frozen=True)
 class GroupCase:
@@ -88,10 +92,6 @@ OPAQUE = {
     ]
 }
 CASES = {**PAGED, **OPAQUE}
-CHUNK = 16
-
-# A tensor of a model: group, layer, plane (-1: held by the tensor itself).
-Name = tuple[int, int, int]
 
 
 class MemoryModel:

@@ -41,12 +41,6 @@ class Order(TransportKit):
         request, stored = engine.stored(), engine.snapshot()
         engine.must_load(request, stored, event=engine.overwrite(later=True))
 
-    def test_blocks_are_free_once_their_store_is_done(self, engine: KitEngine) -> None:
-        for _ in range(3):
-            request, stored = engine.stored(), engine.snapshot()
-            engine.overwrite()
-            engine.must_load(request, stored)
-
     def test_nothing_is_answered_while_a_copy_stands_still(self, rig: TransportRig, engine: KitEngine) -> None:
         request = engine.request()
         with self.in_mid_copy(rig, lambda: engine.store(request, engine.source())) as (future, go_on):
