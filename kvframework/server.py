@@ -31,7 +31,7 @@ from kvframework.config.endpoint import default_endpoint
 from kvframework.config.schema import Config, L2Config, PluginTable
 from kvframework.config.tenants import bytes_of_tenants, shares_of_tenants
 from kvframework.errors import PluginBroken
-from kvframework.logs.form import LogForm, change_logging, chosen_log
+from kvframework.logs.process_log import LogForm, change_logging, chosen_log
 from kvframework.messaging.curve import ServerKeys
 from kvframework.messaging.server.loop import MessageServer, Served
 from kvframework.record_ring import RecordRing

@@ -15,7 +15,7 @@ from kvframework.api.keys import CacheKey
 from kvframework.api.plugin import Buffer
 from kvframework.api.transport import Registration
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter
-from kvframework.client.transfers import bare_transfer
+from kvframework.client.kv_client import bare_transfer
 from kvframework.wire import messages as m
 from kvframework.wire.frames import join
 from kvframework.wire.protocol import non_gpu_layout

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import zmq
 
-from kvframework.client.transfers import bare_transfer
+from kvframework.client.kv_client import bare_transfer
 from kvframework_bench.errors import BenchFailed, WrongBytes
 from kvframework_bench.process import scratch
 from kvframework_bench.scale.client import OPERATIONS, Clear, ClientProcess, Fill, Report, Run, running_clients

@@ -12,7 +12,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from kvframework.errors import KVFrameworkError
-from kvframework.logs.form import chosen_log, end_logging
+from kvframework.logs.process_log import chosen_log, end_logging
 from kvframework.text import counted, described, plain, short_count, short_duration, short_number
 
 __all__ = [

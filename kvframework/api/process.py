@@ -12,8 +12,8 @@ server passes to a process that it starts, and `chosen_log` that of this process
 
 from __future__ import annotations
 
-from kvframework.logs.form import LogForm, chosen_log, configure_logging, end_logging
 from kvframework.logs.limit import LogLimit
+from kvframework.logs.process_log import LogForm, chosen_log, configure_logging, end_logging
 from kvframework.supervise.child import NamedCall, SupervisedChild, end_with_parent, start_connected, start_process
 from kvframework.supervise.state import Backoff, how_ended
 from kvframework.text import one_line, visible

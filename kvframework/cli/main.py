@@ -40,7 +40,7 @@ def main() -> None:
 
 def _end_at_once(error: KVFrameworkError) -> None:
     """End the process although its main thread waits, for a plugin that does not return."""
-    from kvframework.logs.form import end_logging
+    from kvframework.logs.process_log import end_logging
 
     end_logging()
     sys.stdout.flush()

@@ -79,7 +79,7 @@ def run_server(options: ServeOptions) -> None:
     """Serve until a signal, which ends the process. In the main thread. Raises the error that keeps it from serving."""
     from kvframework.cli.signals import ServerSignals, StopRequested
     from kvframework.keeper.sd_notify import Keeper
-    from kvframework.logs.form import configure_logging, end_logging
+    from kvframework.logs.process_log import configure_logging, end_logging
 
     # Until there is a server: its modules and the objects of an earlier one all stay, and to look through them for
     # garbage again and again is a third of what the objects cost.

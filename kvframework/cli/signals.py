@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from kvframework.bounded_calls import call_within
 from kvframework.errors import KVFrameworkError
-from kvframework.logs.form import STDERR, chosen_log, end_logging
+from kvframework.logs.process_log import STDERR, chosen_log, end_logging
 
 if TYPE_CHECKING:
     from kvframework.wire.messages import ConfigApplied

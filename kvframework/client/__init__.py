@@ -30,6 +30,7 @@ from kvframework.client.integration import (
     harmless,
     watch_calls,
 )
+from kvframework.client.kv_client import KVClient
 from kvframework.client.opaque import (
     ArenaTicket,
     OpaqueInstance,
@@ -41,7 +42,6 @@ from kvframework.client.opaque import (
 from kvframework.client.scheduler import LookupResult, SchedulerAdapter
 from kvframework.client.shards import ModelPart
 from kvframework.client.status_source import StatusSource, quiet_connection, server_endpoint
-from kvframework.client.transfers import KVClient
 from kvframework.client.worker import WorkerAdapter
 from kvframework.messaging.curve import CurveKeys, LoadedKeys, write_curve_pair
 from kvframework.pricing import EngineSpeed, PrefillMeter

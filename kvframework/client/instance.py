@@ -18,8 +18,8 @@ from kvframework.api.installing import warn_of_missing_kernels
 from kvframework.api.keys import CacheKey, compute_namespace
 from kvframework.api.layout import EngineView, LayerTensors, Layout, LayoutProvider, MemoryLayoutDesc
 from kvframework.api.transport import Registration, Transfer, TransferContext, TransportProvider
+from kvframework.client.kv_client import KVClient, bare_transfer
 from kvframework.client.shards import ModelPart, ShardedLayout, Shards, shards_of
-from kvframework.client.transfers import KVClient, bare_transfer
 from kvframework.errors import (
     AlreadyRegistered,
     BadLayout,

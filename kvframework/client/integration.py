@@ -19,7 +19,7 @@ import msgspec
 
 from kvframework.api.keys import sampled_parent
 from kvframework.api.plugin import Options
-from kvframework.client.transfers import KVClient
+from kvframework.client.kv_client import KVClient
 from kvframework.errors import ConfigFieldError, KVFrameworkError, ServerGone
 
 log = logging.getLogger(__name__)

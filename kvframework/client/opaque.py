@@ -18,7 +18,7 @@ from kvframework.api.keys import DIGEST_BYTES, CacheKey, Retain, compute_namespa
 from kvframework.api.layout import MAX_OBJECT_BYTES, KVLayout, LayerGroup, LayoutProvider
 from kvframework.api.transport import ArenaRange, StorePlan
 from kvframework.client.arena_mapping import MappedArena
-from kvframework.client.transfers import KVClient
+from kvframework.client.kv_client import KVClient
 from kvframework.errors import BadLayout, DeadlineExceeded, KVFrameworkError, ProtocolError, ServerGone, VersionMismatch
 from kvframework.messaging.client.liveness import LivenessLink
 from kvframework.pricing import EngineSpeed

@@ -17,7 +17,7 @@ from kvframework.api.installing import warn_of_missing_kernels
 from kvframework.api.keys import CacheKey
 from kvframework.api.transport import LoadGrant, error_code
 from kvframework.client.hashing import Grants, RequestHashes, grants_of
-from kvframework.client.transfers import KVClient, checked_start
+from kvframework.client.kv_client import KVClient, checked_start
 from kvframework.errors import KVFrameworkError, LeaseUnknown, ProtocolError, ServerGone
 from kvframework.logs.limit import LogLimit
 from kvframework.pricing import EngineSpeed

@@ -1,5 +1,5 @@
 """One engine process's session with the server: handshake, arena mapping, reconnects, and requests; those of transports
-are in `transfers.py`. The connection's own threads do the I/O, and requests come from engine threads: the table in
+are in `kv_client.py`. The connection's own threads do the I/O, and requests come from engine threads: the table in
 `wire/protocol.py` says how long those wait, and how long a request goes on without them."""
 
 from __future__ import annotations

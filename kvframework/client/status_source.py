@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from kvframework.client.kv_client import KVClient
 from kvframework.client.session import ENDPOINT_VARIABLE
-from kvframework.client.transfers import KVClient
 from kvframework.config.endpoint import default_endpoint
 from kvframework.config.load import load_config
 from kvframework.errors import KVFrameworkError

@@ -29,8 +29,8 @@ from kvframework.api.transport import (
 )
 from kvframework.client.hashing import RequestHashes
 from kvframework.client.instance import Instance, InstanceIdentity
+from kvframework.client.kv_client import KVClient, checked_skip, checked_tokens, checked_transfer
 from kvframework.client.scheduler import SchedulerAdapter
-from kvframework.client.transfers import KVClient, checked_skip, checked_tokens, checked_transfer
 from kvframework.errors import (
     BadBlockIds,
     BadLayout,

@@ -33,7 +33,7 @@ from kvframework.api.transport import ServerContext, ServerTransport
 from kvframework.bounded_calls import call_within
 from kvframework.config.schema import ServerConfig, TenantConfig
 from kvframework.errors import NotRegistered, RequestError
-from kvframework.logs.form import log_status
+from kvframework.logs.process_log import log_status
 from kvframework.record_ring import RecordRing
 from kvframework.service.chunks_over_wire import ChunkTransfers
 from kvframework.service.contexts import Contexts, RegisteredContext, own_context

@@ -19,7 +19,7 @@ import msgspec
 
 from kvframework.api.requests import ClientInfo, Handler
 from kvframework.errors import RequestError
-from kvframework.logs.form import recent_lines
+from kvframework.logs.process_log import recent_lines
 from kvframework.masking import Redaction
 from kvframework.service.contexts import check_own_user
 from kvframework.service.recent_requests import FinishedRequests

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvframework.logs import form as log_queue
-from kvframework.logs.form import PrintedLines, QueuedHandler
+from kvframework.logs import process_log as log_queue
+from kvframework.logs.process_log import PrintedLines, QueuedHandler
 from tests.support.full_pipe import full_pipe
 from tests.support.waiting import wait_until
 
@@ -177,7 +177,7 @@ def test_a_closed_standard_error_is_not_what_has_its_number_by_now() -> None:
         "import logging, os\n"
         "arena = os.memfd_create('arena')\n"
         "os.ftruncate(arena, 4096)\n"
-        "from kvframework.logs.form import configure_logging, end_logging\n"
+        "from kvframework.logs.process_log import configure_logging, end_logging\n"
         "configure_logging('info', 'human')\n"
         "logging.getLogger('a').error('a line')\n"
         "end_logging()\n"

@@ -11,7 +11,7 @@ from kvframework.api.keys import CacheKey
 from kvframework.api.layout import check_skip
 from kvframework.api.transport import Registration, Transfer
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
-from kvframework.client.transfers import checked_transfer
+from kvframework.client.kv_client import checked_transfer
 from tests.core.defaults.arena_link import ArenaLink
 from tests.support.lazy import torch
 

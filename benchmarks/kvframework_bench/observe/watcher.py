@@ -108,7 +108,7 @@ def scraping(name: str, endpoint: str, directory: Path) -> Iterator[Watcher]:
     answers. For the main thread. Raises `BenchFailed`."""
     from kvf_observe.process import Start
     from kvframework.api.endpoint import ObserveConfig
-    from kvframework.logs.form import LogForm
+    from kvframework.logs.process_log import LogForm
 
     start = Start(os.getpid(), endpoint, ObserveConfig("127.0.0.1:0"), LogForm("info", "human"))
     with ExitStack() as stack:

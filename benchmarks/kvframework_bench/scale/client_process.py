@@ -17,7 +17,7 @@ import zmq
 
 from kvframework.api.transport import Registration
 from kvframework.client import KVClient
-from kvframework.client.transfers import bare_transfer
+from kvframework.client.kv_client import bare_transfer
 from kvframework.errors import KVFrameworkError
 from kvframework.wire import messages as m
 from kvframework.wire.frames import join

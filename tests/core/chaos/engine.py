@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
-from kvframework.client.transfers import bare_transfer
+from kvframework.client.kv_client import bare_transfer
 from kvframework.errors import KVFrameworkError
 from kvframework.wire import messages as m
 from tests.core.chaos.events import Claim, Complaint, Event, Settings, Tally, encode

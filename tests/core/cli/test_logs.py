@@ -15,7 +15,7 @@ import pytest
 from kvframework.config.load import load_config
 from kvframework.config.schema import LogConfig
 from kvframework.errors import ConfigFieldError
-from kvframework.logs.form import JsonFormatter
+from kvframework.logs.process_log import JsonFormatter
 from tests.core.cli.command import run_process
 from tests.support.server_process import ServerProcess
 
@@ -72,7 +72,7 @@ def test_the_command_line_goes_before_the_configuration(tmp_path: Path) -> None:
 def test_warnings_and_threads_are_logged_too() -> None:
     script = (
         "import logging, threading, warnings\n"
-        "from kvframework.logs.form import configure_logging\n"
+        "from kvframework.logs.process_log import configure_logging\n"
         "configure_logging('info', 'json')\n"
         "warnings.warn('careful')\n"
         "def fail(): raise ValueError('in a thread')\n"

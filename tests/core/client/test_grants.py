@@ -18,7 +18,7 @@ from kvframework.api.layout import KVLayout, LayerGroup
 from kvframework.api.transport import LoadPlan
 from kvframework.client import LookupResult, RequestHashes, WorkerAdapter
 from kvframework.client.hashing import content_name
-from kvframework.client.transfers import PIECES_S, SPARE_S
+from kvframework.client.kv_client import PIECES_S, SPARE_S
 from kvframework.errors import BadBlockIds, BadLayout, BadRange, DeadlineExceeded, LeaseUnknown
 from kvframework.service.engine_driven import MAX_OF_ASKER
 from kvframework.wire import messages as m
@@ -137,7 +137,7 @@ def test_a_grant_that_ends_soon_is_passed_over(engine: Engine, in_pieces: bool, 
 
 
 def test_a_load_that_outlasts_its_grant_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvframework.client.transfers.SPARE_S", 0.0)
+    monkeypatch.setattr("kvframework.client.kv_client.SPARE_S", 0.0)
     with ServerProcess("server.ticket_s=0.3") as server, server.engine_client() as client:
         engine = Engine(server, [client], monkeypatch)
         plan = engine.load(*engine.look_up().take_grants())

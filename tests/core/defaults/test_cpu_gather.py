@@ -13,7 +13,7 @@ from kvf_cpu_gather import kvf_transports as hook
 from kvf_layouts.dynamic_cache import DynamicCacheLayout
 from kvframework.api.layout import GroupDesc, KVLayout, LayerGroup, Layout, MemoryLayoutDesc
 from kvframework.api.transport import Registration
-from kvframework.client.transfers import checked_transfer
+from kvframework.client.kv_client import checked_transfer
 from kvframework.errors import BadLayout
 from tests.core.defaults.arena_link import ArenaLink
 from tests.core.defaults.gather_engine import (

@@ -23,7 +23,7 @@ from kvframework.api.plugin import Message
 from kvframework.api.transport import LoadGrant, Registration, StoreOutcome
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter
 from kvframework.client.hashing import granted_ranges
-from kvframework.client.transfers import bare_transfer, check_complete, check_ranges
+from kvframework.client.kv_client import bare_transfer, check_complete, check_ranges
 from kvframework.errors import KVFrameworkError
 from kvframework.wire import messages as m
 from kvframework.wire.frames import ERROR_TYPE, ErrorPayload, join, split

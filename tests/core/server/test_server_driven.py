@@ -13,7 +13,7 @@ from kvframework.api.keys import compute_namespace
 from kvframework.api.layout import KVLayout, LayerGroup, canonical_desc
 from kvframework.api.transport import Registration, StoreOutcome
 from kvframework.client import KVClient
-from kvframework.client.transfers import checked_transfer
+from kvframework.client.kv_client import checked_transfer
 from kvframework.server import Server
 from kvframework.wire import messages as m
 from tests.core.server.gated_transport import GatedPlugin

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from kvframework.logs import form
+from kvframework.logs import process_log
 from kvframework.service import recent_requests, usage_counts
 from tests.core.survival import traced
 
@@ -17,7 +17,7 @@ def main() -> None:
         from kvframework.cli.main import main as serve
     else:
         from kvf_dev.testing.transport.node import main as serve
-    recent_requests.MOST = form.RECENT = usage_counts.ENTRIES = 16
+    recent_requests.MOST = process_log.RECENT = usage_counts.ENTRIES = 16
     usage_counts.MOST = 32
     traced.start()
     serve()

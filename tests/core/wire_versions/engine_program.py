@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from kvframework.api.keys import CacheKey
 from kvframework.api.transport import Registration
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter
-from kvframework.client.transfers import bare_transfer
+from kvframework.client.kv_client import bare_transfer
 from kvframework.errors import KVFrameworkError
 from kvframework.messaging.client import connection
 from kvframework.wire import messages as m
