@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from kvf_vllm.pace import SHARE
 from kvf_vllm.step_messages import StepPlan
-from kvf_vllm.worker import PATIENCE_S, SHARE, WorkerSide
+from kvf_vllm.worker import PATIENCE_S, WorkerSide
 from kvframework.api.futures import Promise
 from kvframework.api.transport import LoadOutcome
 from tests.vllm.stand_ins import BLOCK, Clock, FakeInstance
@@ -152,9 +153,9 @@ def test_a_load_within_a_step_is_not_in_pieces() -> None:
             asked.extend([in_pieces] * len(ops))
             return super().load(ops, in_pieces=in_pieces)
 
-    for is_async in (True, False):
-        WorkerSide(Instance(), is_async=is_async, block_size=BLOCK).load(StepPlan([LOAD]))
-    assert asked == [True, False]
+    for is_within in (True, False):
+        WorkerSide(Instance(), block_size=BLOCK).load(StepPlan([replace(LOAD, is_within=is_within)]))
+    assert asked == [False, True]
 
 
 @pytest.mark.parametrize("block_size", [BLOCK, 0])

@@ -40,6 +40,29 @@ def test_a_whole_prompt_is_loaded_only_between_steps_and_without_windows(
     assert side.matched_tokens(request, 0) == expected
 
 
+def test_a_short_load_is_within_the_step_once_loads_were_copied() -> None:
+    _, side, request = scene(20, held=16)
+    assert side.matched_tokens(request, 0) == (16, True), "nothing is known yet of how fast loads are"
+    side.heard(StepReport(copied_tokens=1000.0, copied_s=0.01))
+    assert side.matched_tokens(request, 0) == (16, False)
+    side.allocated(request, table(20), 16)
+    (load,) = side.plan_step({request.request_id: 4}, lambda _request_id: None).loads
+    assert load.is_within
+
+
+@pytest.mark.parametrize(
+    ("tokens", "copied_s", "options"),
+    [(20, 100.0, {}), (16, 0.01, {}), (20, 0.01, {"groups": WINDOWED}), (20, 0.01, {"load": "async"})],
+    ids=["long", "the whole prompt", "windows", "asked for"],
+)
+def test_any_other_load_is_between_steps(tokens: int, copied_s: float, options: dict[str, Any]) -> None:
+    _, side, request = scene(tokens, held=16, **options)
+    side.heard(StepReport(copied_tokens=1000.0, copied_s=copied_s))
+    external, between_steps = side.matched_tokens(request, 0)
+    assert external
+    assert between_steps
+
+
 def test_local_blocks_that_end_inside_a_chunk_are_left_out_of_the_load() -> None:
     server, side, request = scene(32, held=32)
     # Three blocks are vLLM's own: one and a half chunks.

@@ -76,19 +76,35 @@ def test_a_failed_load_is_told_by_the_blocks_that_it_was_to_fill_or_by_its_reque
 
 def test_a_synchronous_load_is_over_when_the_step_begins() -> None:
     future: Promise[LoadOutcome] = Promise()
-    worker = WorkerSide(answers(future), is_async=False, block_size=BLOCK)
+    worker = WorkerSide(answers(future), block_size=BLOCK)
     threading.Timer(0.05, lambda: future.set_result(LoadOutcome(True))).start()
-    worker.load(StepPlan(loads=[LOAD]))
+    worker.load(StepPlan(loads=[replace(LOAD, is_within=True)]))
     assert future.query()
     assert worker.finished_loads() == (set(), set())
-    assert worker.take_report().loaded == {"a": 1}
+    report = worker.take_report()
+    assert report.loaded == {"a": 1}
+    assert (report.copied_tokens, report.copied_s >= 0.05) == (LOAD.tokens, True)
+
+
+def test_loads_within_the_step_and_between_steps_are_in_one_plan() -> None:
+    later: Promise[LoadOutcome] = Promise()
+    instance = FakeInstance()
+    instance.load = lambda ops, *, in_pieces=False: [  # type: ignore[method-assign, assignment, misc]
+        later if in_pieces else Future.resolved(LoadOutcome(True)) for _ in ops
+    ]
+    worker = WorkerSide(instance, block_size=BLOCK)
+    worker.load(StepPlan(loads=[LOAD, replace(LOAD, request_id="b", is_within=True)]))
+    assert worker.take_report().loaded == {"b": 1}
+    assert worker.finished_loads() == (set(), set())
+    later.set_result(LoadOutcome(True))
+    assert worker.finished_loads() == ({"a"}, set())
 
 
 def test_what_a_step_computed_from_a_failed_load_is_not_stored() -> None:
     instance = answers(False, True)
-    worker = WorkerSide(instance, is_async=False, block_size=BLOCK)
+    worker = WorkerSide(instance, block_size=BLOCK)
     worker.before_step(StepPlan())
-    worker.load(StepPlan(loads=[LOAD]))
+    worker.load(StepPlan(loads=[replace(LOAD, is_within=True)]))
     worker.store(StepPlan(stores=[store(3, start=16), store(4, "b", 8)]))
     assert not instance.stores
     report = worker.take_report()
@@ -176,12 +192,12 @@ def test_the_scheduler_is_told_who_serves_whenever_it_changes() -> None:
     assert not worker.take_report()
 
 
-@pytest.mark.parametrize("is_async", [True, False])
-def test_a_load_that_the_scheduler_could_not_name_fails(is_async: bool) -> None:
+@pytest.mark.parametrize("is_within", [True, False])
+def test_a_load_that_the_scheduler_could_not_name_fails(is_within: bool) -> None:
     instance = answers()
-    worker = WorkerSide(instance, is_async=is_async, block_size=BLOCK)
-    worker.load(StepPlan(loads=[replace(LOAD, digests=b"")]))
-    assert worker.finished_loads() == ({"a"} if is_async else set(), set())
+    worker = WorkerSide(instance, block_size=BLOCK)
+    worker.load(StepPlan(loads=[replace(LOAD, digests=b"", is_within=is_within)]))
+    assert worker.finished_loads() == (set() if is_within else {"a"}, set())
     assert worker.take_failed_blocks() == {2, 3, 4}
     assert worker.take_report().failed == {"a"}
     assert not instance.loads

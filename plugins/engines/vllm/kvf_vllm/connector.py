@@ -252,7 +252,6 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         worker = WorkerSide(
             self._instance,
             worker=parallel.rank,
-            is_async=self._options.load != "sync",
             stores=place.stores,
             block_size=0 if only_between_steps(self._groups) else self._groups[0].block_size,
             adapters=adapters_of(config.lora_config),

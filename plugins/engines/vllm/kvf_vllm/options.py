@@ -26,8 +26,8 @@ class VllmOptions(EngineOptions, frozen=True):
         msgspec.Meta(
             description='"async": requests wait for their load while others run, and a whole prompt may be loaded; '
             '"sync": loads happen within the step that uses them, only for models with one KV group of full attention; '
-            '"auto": KvFrameworkOffloading loads within the step what it copies in a quarter of a short step, or in '
-            "50 ms if the engine is idle, and all else between steps; KvFrameworkConnector is async"
+            '"auto": a load is within the step if it takes a quarter of a short step at most, or 50 ms if the engine '
+            "is idle; all other loads are between steps"
         ),
     ] = "auto"
     layout: Annotated[

@@ -26,6 +26,7 @@ from kvf_vllm.layouts import (
 )
 from kvf_vllm.lookups import ServerLookups
 from kvf_vllm.options import VllmOptions
+from kvf_vllm.pace import LoadPace
 from kvf_vllm.requests import EngineRequest, Wish, chunk_extras, content_of, current_wish, salted, traceparent
 from kvf_vllm.search import PrefixSearch
 from kvf_vllm.speed import Prefill
@@ -46,8 +47,8 @@ class _Tracked:
     """A request from its first mention until vLLM has finished it. `stored` is the token up to which stores were
     planned, `hit_end` the token up to which the last answer to vLLM promised KV, `own_end` the token up to which vLLM
     had computed it or this connector loads it, `loading` the number of workers that still load, `miss` the reason of
-    the last miss. `adapter` is None without one, and as long as it has no name. `was_asked_again`: it waited a step for
-    news of the weights."""
+    the last miss; `is_within`: the step waits for the load. `adapter` is None without one, and as long as it has no
+    name. `was_asked_again`: it waited a step for news of the weights."""
 
     request: EngineRequest
     wish: Wish
@@ -61,6 +62,7 @@ class _Tracked:
     loading: int = 0
     failed: bool = False
     miss: str = ""
+    is_within: bool = False
     adapter: AdapterUse | None = None
     was_asked_again: bool = False
 
@@ -107,8 +109,9 @@ class SchedulerSide:
         self._stores = stores and not unread
         self._unread = unread
         self._clock = clock
-        self._is_async = options.load != "sync" or only_between_steps(self._groups)
-        self._whole_prompt = self._is_async and whole_prompt_loadable(self._groups)
+        self._mode = "async" if only_between_steps(self._groups) else options.load
+        self._whole_prompt = self._mode != "sync" and whole_prompt_loadable(self._groups)
+        self._pace = LoadPace(clock)
         self._names = EngineNames(workers, weights or EngineWeights(), service.serve)
         self._first_asked: float | None = None
         self._tracked: dict[str, _Tracked] = {}
@@ -169,7 +172,13 @@ class SchedulerSide:
             unknown = "no_answer" if tracked.search.unanswered else "not_stored"
             return self._no_hit(tracked, unknown if external < 1 else "too_few")
         tracked.start, tracked.hit_end = start, hit_end
-        return external, self._is_async
+        tracked.is_within = self._mode == "sync" or (
+            self._mode == "auto"
+            # A step computes one token at least of a request that it loads for.
+            and hit_end < request.num_tokens
+            and self._pace.is_short(external, idle=not self._prefill)
+        )
+        return external, not tracked.is_within
 
     def allocated(self, request: EngineRequest, table: GroupBlocks, external: int) -> None:
         """vLLM's `update_state_after_alloc`: the request has its blocks, all of them in `table`."""
@@ -192,8 +201,11 @@ class SchedulerSide:
                 self._op(tracked, tracked.hashes, start, end, blocks_between(self._groups, table, start, end)),
                 skip=end - external - start,
                 grants=tracked.search.take_grants(),
+                is_within=tracked.is_within,
             )
         )
+        if tracked.is_within:
+            self._pace.plan(external)
         tracked.loading = self._workers
         if tracked.stored >= start:
             tracked.stored = max(tracked.stored, end)
@@ -208,7 +220,8 @@ class SchedulerSide:
         if tracked is None or not external or tracked.loading:
             return
         end = tracked.hit_end
-        self._planned_loads.append(TransferOp(request_id, 0, end, b"", "", table, skip=end - external))
+        in_vain = TransferOp(request_id, 0, end, b"", "", table, skip=end - external, is_within=tracked.is_within)
+        self._planned_loads.append(in_vain)
         tracked.loading = self._workers
 
     def leave_out(self, request_id: str) -> None:
@@ -242,12 +255,14 @@ class SchedulerSide:
                 if tracked is not None and tracked.wish.store:
                     stores += self._plan_store(tracked, tokens, tables, states.get(request_id, ()))
         loads, self._planned_loads = self._planned_loads, []
-        self._prefill.begin_step(scheduled, counts=self._is_async or not loads)
+        self._prefill.begin_step(scheduled, counts=not any(load.is_within for load in loads))
+        self._pace.begin_step(computes=bool(scheduled))
         return StepPlan(loads, stores, fence, bool(scheduled), self._names.step, self._names.weights.updates)
 
     def step_ended(self) -> None:
         """vLLM has taken in what the first step under way has computed."""
         self._prefill.end_step()
+        self._pace.end_step()
 
     def plan_in_doubt(self) -> StepPlan:
         """Replace `plan_step` after that has raised: planned loads stay, nothing is stored, and all stores end before
@@ -255,6 +270,7 @@ class SchedulerSide:
         self._names.planned(writes=True)
         loads, self._planned_loads = self._planned_loads, []
         self._prefill.begin_step({}, counts=False)
+        self._pace.begin_step(computes=False)
         self._foreign = set()
         self._has_waited = False
         return StepPlan(loads, [], list(self._unfinished), step=self._names.step, updates=self._names.weights.updates)
@@ -265,6 +281,8 @@ class SchedulerSide:
             self._leave_all_out("weights_changed")
         for worker, news in report.adapters.items():
             self._adapters.heard(worker, news)
+        if report.copied_tokens:
+            self._pace.copied(report.copied_tokens, report.copied_s)
         for number, count in report.ended.items():
             store = self._unfinished.get(number)
             if store is None:
@@ -381,7 +399,7 @@ class SchedulerSide:
         # A load of another connector within this step may fail: the next step shows it.
         is_foreign, tracked.own_end = request.num_computed_tokens > tracked.own_end, sys.maxsize
         # So may another worker's part of a load within this step, which spoils what all of them compute.
-        is_open = not self._is_async and tracked.loading > 0 and self._workers > 1
+        is_open = tracked.is_within and tracked.loading > 0 and self._workers > 1
         if end <= tracked.stored or is_foreign or is_open:
             return
         hashes, table = self._hashed(tracked), tables(request.request_id)

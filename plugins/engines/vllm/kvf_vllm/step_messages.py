@@ -57,8 +57,8 @@ class AdapterNews(NamedTuple):
 class TransferOp:
     """A load of tokens `[start + skip, end)` into `block_ids`, which cover `[start, end)`, or a store of tokens
     `[start, end)`, which lie there after the step. `digests` cover `[0, end)`. `content` goes to a server that asks for
-    it. `grants` are what a load's lookup has prepared for all workers; `number` of a store is unique in this engine's
-    life."""
+    it. `grants` are what a load's lookup has prepared for all workers; `is_within`: the step waits for the load;
+    `number` of a store is unique in this engine's life."""
 
     request_id: str
     start: int
@@ -72,7 +72,12 @@ class TransferOp:
     retain: tuple[Retain, ...] = ()
     skip: int = 0
     grants: tuple[LoadGrant, ...] = ()
+    is_within: bool = False
     number: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.end - self.start - self.skip
 
 
 @dataclass
@@ -97,7 +102,7 @@ class StepReport:
     `ended` count, by request and by store, the workers that have finished it, `stored` those that stored all of it.
     `failed` are requests with a failed load, `unstored` those with a store that was not sent, with its first token.
     `adapters` are each worker's news by the adapter's number, None for one that vLLM has dropped. `weights` are those
-    of the workers that were updated since the last report.
+    of the workers that were updated since the last report. Loads of `copied_tokens` took `copied_s` to copy.
     """
 
     served: dict[int, Served | None] = field(default_factory=dict)
@@ -108,11 +113,15 @@ class StepReport:
     unstored: dict[str, int] = field(default_factory=dict)
     adapters: dict[int, dict[int, AdapterNews | None]] = field(default_factory=dict)
     weights: dict[int, Weights] = field(default_factory=dict)
+    copied_tokens: float = 0.0
+    copied_s: float = 0.0
 
     def __bool__(self) -> bool:
-        return bool(
-            self.served or self.loaded or self.ended or self.failed or self.unstored or self.adapters or self.weights
-        )
+        return self != StepReport()
+
+    def copied(self, tokens: float, seconds: float) -> None:
+        self.copied_tokens += tokens
+        self.copied_s += seconds
 
     def merge(self, other: StepReport) -> StepReport:
         """Both together, as a new report."""
@@ -125,6 +134,8 @@ class StepReport:
             _earliest(self.unstored, other.unstored),
             {**self.adapters, **other.adapters},
             {**self.weights, **other.weights},
+            self.copied_tokens + other.copied_tokens,
+            self.copied_s + other.copied_s,
         )
 
 

@@ -1,16 +1,15 @@
-"""How much loads may copy in a step of the engine's, so that the requests that it computes hardly wait. Pure, with a
-clock."""
+"""The worker side: starts the loads and stores that the scheduler has planned, and reports their ends."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from kvf_vllm.adapters import LoadedAdapters
+from kvf_vllm.pace import PiecePace
 from kvf_vllm.step_messages import AdapterUse, Served, StepPlan, StepReport, TransferOp
 from kvf_vllm.tally import Tally
 from kvf_vllm.weights import WorkerWeights
@@ -20,50 +19,6 @@ from kvframework.errors import KVFrameworkError
 
 if TYPE_CHECKING:
     from kvf_vllm.attach import AttachedInstance
-
-# The part of a step's own time by which loads may make it longer.
-SHARE = 0.25
-_STEPS = 32
-_PIECES = 16
-
-
-class Pace:
-    """Knows how long steps take without loads, and how fast loads are copied. For one thread."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._steps: deque[float] = deque(maxlen=_STEPS)
-        self._pieces: deque[tuple[int, float]] = deque(maxlen=_PIECES)
-        # The end of the last step's loads, None if it computed nothing.
-        self._since: float | None = None
-        self._begun = 0.0
-
-    def begin(self) -> None:
-        """A step's loads begin."""
-        self._begun = self._clock()
-
-    def room(self, *, computes: bool) -> int | None:
-        """Return the bytes that loads may copy in this step, None for all: a step that computes nothing holds up no
-        request. 0 means the smallest piece, when nothing is known yet, or the loads' start has taken the time."""
-        if not computes:
-            return None
-        if self._since is not None:
-            self._steps.append(self._begun - self._since)
-        if not self._steps or not self._pieces:
-            return 0
-        nbytes, seconds = (sum(each) for each in zip(*self._pieces, strict=True))
-        # The shortest: the others were those of a prefill, or an idle engine's.
-        left_s = self._begun + SHARE * min(self._steps) - self._clock()
-        return int(max(left_s, 0.0) * nbytes / max(seconds, 1e-9))
-
-    def copied(self, nbytes: int, seconds: float) -> None:
-        """A piece was copied."""
-        self._pieces.append((nbytes, seconds))
-
-    def end(self, *, computes: bool) -> None:
-        """A step's loads have had their time."""
-        self._since = self._clock() if computes else None
-
 
 log = logging.getLogger(__name__)
 # A transfer's own deadline ends it long before; this covers a transport that misses its own deadline.
@@ -84,7 +39,6 @@ class WorkerSide:
         instance: AttachedInstance,
         *,
         worker: int = 0,
-        is_async: bool = True,
         stores: bool = True,
         block_size: int = 0,
         adapters: LoadedAdapters | None = None,
@@ -94,11 +48,10 @@ class WorkerSide:
         self._instance = instance
         self._adapters = adapters or LoadedAdapters()
         self._worker = worker
-        self._is_async = is_async
         self._stores = stores
         self._block_size = block_size
         self._clock = clock
-        self._pace = Pace(clock)
+        self._pace = PiecePace(clock)
         self._loading: dict[str, tuple[TransferOp, Future[LoadOutcome], float]] = {}
         self._storing: dict[int, tuple[TransferOp, Future[StoreOutcome], float]] = {}
         self._report = StepReport()
@@ -139,21 +92,22 @@ class WorkerSide:
         self._weights.changed(naming)
 
     def load(self, plan: StepPlan) -> None:
-        """Start the loads; synchronous ones are over when this returns. Of the others a piece is copied. Loads that
-        were planned for other weights fail."""
+        """Start the loads; those within the step are over when this returns. Of the others a piece is copied. Loads
+        that were planned for other weights fail."""
         self._pace.begin()
         started, fits = self._clock(), self._weights.fit(self._worker, plan)
         # A load without digests stands for one that the scheduler could not plan, see
         # `SchedulerSide.allocated_in_vain`.
         named = [op for op in plan.loads if fits and op.digests and self._has(op.adapter)]
-        submitted = self._submitted(named, partial(self._instance.load, in_pieces=self._is_async), LoadOutcome.failed)
-        futures = {op.request_id: future for op, future in zip(named, submitted, strict=True)}
+        futures: dict[str, Future[LoadOutcome]] = {}
+        for within in (True, False):
+            ops = [op for op in named if op.is_within is within]
+            submitted = self._submitted(ops, partial(self._instance.load, in_pieces=not within), LoadOutcome.failed)
+            futures.update(zip((op.request_id for op in ops), submitted, strict=True))
         for op in plan.loads:
             unnamed = Future.resolved(LoadOutcome(False, "the scheduler could not name it"))
             self._loading[op.request_id] = (op, futures.get(op.request_id, unnamed), started)
-        if not self._is_async:
-            for _, future, _ in self._loading.values():
-                self._wait(future)
+        self._end_within(started)
         self._advance(computes=plan.computes)
         self._settle_loads()
 
@@ -218,10 +172,18 @@ class WorkerSide:
         for _, storing, _ in self._storing.values():
             self._end(storing)
 
+    def _end_within(self, started: float) -> None:
+        """Wait for the loads within this step."""
+        within = [(op, future) for op, future, _ in self._loading.values() if op.is_within]
+        for _, future in within:
+            self._wait(future)
+        if tokens := sum(op.tokens for op, future in within if _succeeded(future)):
+            self._report.copied(tokens, self._clock() - started)
+
     def _advance(self, *, computes: bool) -> None:
         """Copy the next piece of the loads, the oldest first."""
         left = self._pace.room(computes=computes)
-        for _, future, since in self._loading.values():
+        for op, future, since in self._loading.values():
             started = self._clock()
             try:
                 nbytes = future.advance(left if started - since < PATIENCE_S else None)
@@ -232,7 +194,9 @@ class WorkerSide:
                 future.cancel()
                 continue
             if nbytes:
-                self._pace.copied(nbytes, self._clock() - started)
+                took_s = self._clock() - started
+                self._pace.copied(nbytes, took_s)
+                self._report.copied(op.tokens * nbytes / max(self._instance.nbytes(op), 1), took_s)
                 left = None if left is None else left - nbytes
                 if left is not None and (left <= 0 or not future.query()):
                     break
@@ -267,7 +231,7 @@ class WorkerSide:
                 continue
             del self._loading[request_id]
             self._report.loaded[request_id] += 1
-            if self._is_async:
+            if not op.is_within:
                 self._received.add(request_id)
             if request_id in self._left:
                 self._left.discard(request_id)
@@ -277,7 +241,7 @@ class WorkerSide:
                 continue
             self.tally.count("failed_loads")
             self._report.failed.add(request_id)
-            self._is_spoiled = self._is_spoiled or not self._is_async
+            self._is_spoiled = self._is_spoiled or op.is_within
             if self._block_size:
                 self._failed_blocks.update(op.block_ids[0][op.skip // self._block_size :])
             else:
@@ -300,7 +264,7 @@ class WorkerSide:
 
     def _count(self, what: str, op: TransferOp, started: float) -> None:
         self.tally.count(f"{_DONE[what]}_bytes", self._instance.nbytes(op))
-        self.tally.count(f"{_DONE[what]}_tokens", op.end - op.start - op.skip)
+        self.tally.count(f"{_DONE[what]}_tokens", op.tokens)
         self.tally.took(what, self._clock() - started)
 
     def _wait(self, future: Future[O]) -> None:

@@ -23,10 +23,10 @@ from kvf_vllm.adapters import NOT_LOADED, AdapterNames
 from kvf_vllm.engine_names import EngineNames
 from kvf_vllm.events import Announcements, BlocksRemoved, BlocksStored
 from kvf_vllm.offloading.messages import NOWHERE, ArenaPlaces, StepReport
-from kvf_vllm.offloading.pace import Pace
 from kvf_vllm.offloading.searches import SPARE_S, Searches
 from kvf_vllm.offloading.stores import Stores
 from kvf_vllm.offloading.tracked import Engine, Tracked
+from kvf_vllm.pace import LoadPace
 from kvf_vllm.requests import Wish, current_wish
 from kvf_vllm.tally import Tally
 from kvframework.api.process import LogLimit
@@ -74,7 +74,7 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
             Announcements(event_block_size, salts=options.announce_salts),
         )
         self.prefill, self.names = self.engine.prefill, self.engine.names
-        self.pace = Pace()
+        self.pace = LoadPace()
         self._register = register
         self._options, self._within_step = options, within_step
         self._loads, self._stores, self._unread = loads and not unread, stores and not unread, unread

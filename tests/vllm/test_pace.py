@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 import pytest
 
+from kvf_vllm.pace import LoadPace
 from tests.vllm.stand_ins import Clock
-
-pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture
@@ -18,9 +14,9 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def pace(clock: Clock) -> Any:
+def pace(clock: Clock) -> LoadPace:
     """Of an engine whose steps take 40 ms, and whose loads copy 1 GB/s."""
-    made = importlib.import_module("kvf_vllm.offloading.pace").Pace(clock)
+    made = LoadPace(clock)
     for seconds in (0.2, 0.04, 0.05):
         made.begin_step(computes=True)
         clock.now += seconds
@@ -30,11 +26,11 @@ def pace(clock: Clock) -> Any:
 
 
 def test_nothing_is_short_before_a_load_was_copied() -> None:
-    pace = importlib.import_module("kvf_vllm.offloading.pace").Pace()
+    pace = LoadPace()
     assert not pace.is_short(1, idle=True)
 
 
-def test_a_load_is_short_beside_the_shortest_step(pace: Any) -> None:
+def test_a_load_is_short_beside_the_shortest_step(pace: LoadPace) -> None:
     assert pace.is_short(9_000_000, idle=False)
     assert not pace.is_short(11_000_000, idle=False)
     # No request waits for a step that would compute nothing else.
@@ -42,7 +38,7 @@ def test_a_load_is_short_beside_the_shortest_step(pace: Any) -> None:
     assert not pace.is_short(51_000_000, idle=True)
 
 
-def test_the_loads_of_one_step_are_short_together(pace: Any) -> None:
+def test_the_loads_of_one_step_are_short_together(pace: LoadPace) -> None:
     pace.plan(6_000_000)
     assert pace.has_planned
     assert not pace.is_short(6_000_000, idle=False)
@@ -50,7 +46,7 @@ def test_the_loads_of_one_step_are_short_together(pace: Any) -> None:
     assert pace.is_short(6_000_000, idle=False)
 
 
-def test_a_step_with_loads_says_nothing_of_how_long_steps_take(pace: Any, clock: Clock) -> None:
+def test_a_step_with_loads_says_nothing_of_how_long_steps_take(pace: LoadPace, clock: Clock) -> None:
     pace.plan(1_000_000)
     pace.begin_step(computes=True)
     clock.now += 0.001
@@ -58,7 +54,7 @@ def test_a_step_with_loads_says_nothing_of_how_long_steps_take(pace: Any, clock:
     assert pace.is_short(9_000_000, idle=False)
 
 
-def test_of_two_steps_under_way_the_second_waits_for_the_first(pace: Any, clock: Clock) -> None:
+def test_of_two_steps_under_way_the_second_waits_for_the_first(pace: LoadPace, clock: Clock) -> None:
     pace.begin_step(computes=True)
     clock.now += 0.04
     pace.begin_step(computes=True)

@@ -1,0 +1,109 @@
+"""What loads may take of an engine's steps, by what was learned: how long steps take, and how fast loads are copied.
+Pure, with a clock."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+# The part of a step's own time by which loads may make it longer.
+SHARE = 0.25
+# How long a load may take within a step that would compute nothing else: no request waits for it but new ones.
+IDLE_S = 0.05
+_STEPS, _LOADS, _PIECES = 32, 16, 16
+
+
+class LoadPace:
+    """Whether a load is short beside the next step, as the scheduler sees it. A step begins, computes, and ends; of
+    several under way the first one ends first. Sizes are bytes or tokens, all of one unit. For one thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        # When each step under way began, None for one that says nothing of how long steps take.
+        self._begun: deque[float | None] = deque(maxlen=16)
+        self._ended = 0.0
+        self._steps: deque[float] = deque(maxlen=_STEPS)
+        self._copied: deque[tuple[float, float]] = deque(maxlen=_LOADS)
+        # What the loads within the step that is planned now will take.
+        self._planned_s = 0.0
+
+    @property
+    def has_planned(self) -> bool:
+        """Whether a load will be within the next step."""
+        return bool(self._planned_s)
+
+    def begin_step(self, *, computes: bool) -> None:
+        self._begun.append(self._clock() if computes and not self._planned_s else None)
+        self._planned_s = 0.0
+
+    def end_step(self) -> None:
+        if not self._begun:
+            return
+        began, now = self._begun.popleft(), self._clock()
+        if began is not None:
+            # One that began during another waited for that.
+            self._steps.append(now - max(began, self._ended))
+        self._ended = now
+
+    def copied(self, size: float, seconds: float) -> None:
+        """Loads of so much have taken so long to copy."""
+        self._copied.append((size, seconds))
+
+    def is_short(self, size: float, *, idle: bool) -> bool:
+        """Whether such a load, and those that are planned already, fit within the next step; `idle`: that computes
+        nothing else. False as long as nothing is known."""
+        took_s = self._took_s(size)
+        if took_s is None or not (idle or self._steps):
+            return False
+        # The shortest: the others were those of a prefill.
+        return self._planned_s + took_s <= (IDLE_S if idle else SHARE * min(self._steps))
+
+    def plan(self, size: float) -> None:
+        """A load will be within the next step."""
+        self._planned_s += self._took_s(size) or IDLE_S
+
+    def _took_s(self, size: float) -> float | None:
+        if not self._copied:
+            return None
+        copied, seconds = sum(each[0] for each in self._copied), sum(each[1] for each in self._copied)
+        return size * seconds / max(copied, 1.0)
+
+
+class PiecePace:
+    """How much of the loads between steps a worker copies in one step, so that the requests that it computes hardly
+    wait. For one thread."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._steps: deque[float] = deque(maxlen=_STEPS)
+        self._pieces: deque[tuple[int, float]] = deque(maxlen=_PIECES)
+        # The end of the last step's loads, None if it computed nothing.
+        self._since: float | None = None
+        self._begun = 0.0
+
+    def begin(self) -> None:
+        """A step's loads begin."""
+        self._begun = self._clock()
+
+    def room(self, *, computes: bool) -> int | None:
+        """Return the bytes that loads may copy in this step, None for all: a step that computes nothing holds up no
+        request. 0 means the smallest piece, when nothing is known yet, or the loads' start has taken the time."""
+        if not computes:
+            return None
+        if self._since is not None:
+            self._steps.append(self._begun - self._since)
+        if not self._steps or not self._pieces:
+            return 0
+        nbytes, seconds = (sum(each) for each in zip(*self._pieces, strict=True))
+        # The shortest: the others were those of a prefill, or an idle engine's.
+        left_s = self._begun + SHARE * min(self._steps) - self._clock()
+        return int(max(left_s, 0.0) * nbytes / max(seconds, 1e-9))
+
+    def copied(self, nbytes: int, seconds: float) -> None:
+        """A piece was copied."""
+        self._pieces.append((nbytes, seconds))
+
+    def end(self, *, computes: bool) -> None:
+        """A step's loads have had their time."""
+        self._since = self._clock() if computes else None
