@@ -270,7 +270,7 @@ class Server:
         table = self._config.l1.memory
         _, options = resolve_table(self._registry, table, MemoryProvider)
         return Identity(
-            chunk_size=self._config.server.chunk_size,
+            chunk_size=self._config.server.most_chunk,
             hasher=hasher.fingerprint,
             memory=table.use,
             options=msgspec.json.encode(options, enc_hook=str, order="sorted").decode(),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Union
 
 from msgspec import Meta
+from msgspec.structs import replace
 
 from kvframework.api.plugin import Message, O, Provider, dtype_bytes, hookimpl
 from kvframework.errors import BadLayout, BadRange
@@ -46,6 +47,11 @@ MAX_DIMS = 16
 CANONICAL = "canonical"
 AXES = ("layer", "plane", "block", "token", "head", "dim")
 MAX_OBJECT_BYTES = 1 << 30
+# What the largest object of a chunk has at least, where the server leaves the size of chunks to the model.
+CHUNK_BYTES = 256 << 10
+# The least tokens of such a chunk for each layer group: a prompt of 131,072 tokens on 8 ranks is then no more objects
+# than a request may have.
+GROUP_TOKENS = 32
 MAX_PACKING = 128
 # The bound of a decoded declaration.
 MAX_LAYERS = 4096
@@ -148,6 +154,11 @@ class LayerGroup(Message, frozen=True):
         """Tokens per slot."""
         return self.block_size // self.slots
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, all layers and planes."""
+        return self.planes * self.num_layers * self.slots * self.hidden * dtype_bytes(self.dtype)
+
     def object_blocks(self, chunk_tokens: int) -> int:
         """Blocks in one chunk's object: all of the chunk, or only the last one of a state."""
         return 1 if self.state else chunk_tokens // self.block_size
@@ -160,7 +171,8 @@ class LayerGroup(Message, frozen=True):
 class KVLayout(Message, frozen=True):
     """One instance's KV: the name of the layout plugin, its layer groups, the number of blocks (0: unknown).
 
-    `chunk_tokens` is the chunk of an engine that has digests of its own; 0: the server's `chunk_size`, in whole blocks.
+    `chunk_tokens` is the chunk of an engine that has digests of its own, or that of `with_chunk`; 0: the server's
+    `chunk_size`, in whole blocks.
     """
 
     format: str
@@ -213,6 +225,26 @@ def validate_layout(layout: KVLayout) -> None:
 def _require(holds: bool, fact: str, where: str, available: str = "") -> None:
     if not holds:
         raise BadLayout(fact, where=where, available=available)
+
+
+def with_chunk(layout: KVLayout, least: int, most: int) -> KVLayout:
+    """Return the declaration with the chunk that its geometry asks for: the smallest of `least` tokens and its doubles
+    up to `most` at which the largest object of a rank has `CHUNK_BYTES`, in whole blocks. All engines of one
+    model reach the same number without a message.
+
+    The declaration stays as it is if it names a chunk, if it has a recurrent state, of which every chunk holds a copy,
+    or if `least` is 0: the server names the chunk. Raises `BadLayout` or `BadDtype`.
+    """
+    validate_layout(layout)
+    if not least or layout.chunk_tokens or any(group.state for group in layout.groups):
+        return layout
+    tokens = least
+    while 2 * tokens <= most and (
+        tokens < GROUP_TOKENS * len(layout.groups)
+        or max(group.block_bytes * tokens // group.block_size for group in layout.groups) < CHUNK_BYTES
+    ):
+        tokens *= 2
+    return replace(layout, chunk_tokens=chunk_tokens_for([g.block_size for g in layout.groups], tokens))
 
 
 def canonical_desc(layout: KVLayout, chunk_size: int) -> MemoryLayoutDesc:

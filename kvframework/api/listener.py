@@ -235,9 +235,11 @@ class ListenerContext(ABC):
 
 
 class Listener(ABC):
-    """Reads records. `wants` are the contents that clients are asked for: token ids, which cost time on both sides."""
+    """Reads records. `wants` are the contents that clients are asked for: token ids, which cost time on both sides.
+    `block_tokens`: it counts in blocks of so many tokens, of which a chunk that the model sizes holds whole ones."""
 
     wants: Contents = "none"
+    block_tokens: int = 1
 
     def start(self, *, keeps: bool) -> None:  # noqa: B027  most have nothing to open
         """Open what the listener needs, before the server serves. `keeps`: what L1 holds outlives the server.

@@ -122,8 +122,8 @@ class NoOptions(Options, frozen=True):
 
 @dataclass(frozen=True)
 class ServerTerms:
-    """What a configuration's `[server]` says to its plugins: the tokens of a chunk, the endpoints at which the server
-    listens, and whether it has CURVE keys, which admit clients over TCP."""
+    """What a configuration's `[server]` says to its plugins: the tokens of the largest chunk, the endpoints at which
+    the server listens, and whether it has CURVE keys, which admit clients over TCP."""
 
     chunk_size: int = 256
     endpoints: tuple[str, ...] = ()

@@ -16,7 +16,15 @@ from msgspec.structs import replace
 
 from kvframework.api.installing import warn_of_missing_kernels
 from kvframework.api.keys import CacheKey, compute_namespace
-from kvframework.api.layout import EngineView, LayerTensors, Layout, LayoutProvider, MemoryLayoutDesc
+from kvframework.api.layout import (
+    EngineView,
+    KVLayout,
+    LayerTensors,
+    Layout,
+    LayoutProvider,
+    MemoryLayoutDesc,
+    with_chunk,
+)
 from kvframework.api.transport import Registration, Transfer, TransferContext, TransportProvider
 from kvframework.client.kv_client import KVClient, bare_transfer
 from kvframework.client.shards import ModelPart, ShardedLayout, Shards, shards_of
@@ -233,14 +241,15 @@ class Instance:
             raise TransportMismatch(
                 f"the server no longer has transport {self._transport!r}", available=", ".join(hello.transports)
             )
-        whole = self._layout.object_desc(self._declared, hello.chunk_size)
-        shards = self._shards(whole, hello)
-        layout, declared, desc, one_rank = self._layout, self._declared, whole, whole
+        shards = self._shards(self._layout.object_desc(self._declared, hello.chunk_size), hello)
+        own = declared = _with_chunk(self._declared, hello, identity, shards)
+        whole = self._layout.object_desc(own, hello.chunk_size)
+        layout, desc, one_rank = self._layout, whole, whole
         ranks: tuple[int, ...] = (identity.rank,)
         world_size = identity.world_size
         if shards is not None:
             ranks, world_size = shards.ranks, shards.world_size
-            layout, declared = ShardedLayout(layout, declared, shards), shards.layout(declared)
+            layout, declared = ShardedLayout(layout, own, shards), shards.layout(own)
             desc = layout.object_desc(declared, hello.chunk_size)
             one_rank = replace(desc, groups=desc.groups[: len(whole.groups)])
         self.transfer.on_layout(layout, declared)
@@ -288,7 +297,7 @@ class Instance:
         except BaseException:
             self._unregister(urgent=True)  # the engine's side refuses what the server has registered
             raise
-        return Registered(replace(moved, layout=self._declared, desc=whole), moved, shards)
+        return Registered(replace(moved, layout=own, desc=whole), moved, shards)
 
     def _shards(self, desc: MemoryLayoutDesc, hello: m.HelloReply) -> Shards | None:
         """Return the shards that the server asks for; None if it asks for none, or the objects are no whole shards."""
@@ -331,6 +340,16 @@ def _create_layout(client: KVClient, identity: InstanceIdentity) -> Layout:
         raise PluginWrongKind(f"{identity.layout!r} is no layout", where=where)
     layout: Layout = provider.create(client.plugins.options(provider, identity.layout_options, where=where))
     return layout
+
+
+def _with_chunk(declared: KVLayout, hello: m.HelloReply, identity: InstanceIdentity, shards: Shards | None) -> KVLayout:
+    """Return the declaration with the chunk that the server leaves to the model: that of one shard, which engines of
+    other sizes hold, too. The stages of a pipeline hold different numbers of layers, and take the server's."""
+    if shards is None:
+        is_stage = identity.part is not None and bool(identity.part.stage)
+        return declared if is_stage else with_chunk(declared, hello.least_chunk, hello.chunk_size)
+    one = replace(declared, groups=shards.layout(declared).groups[: len(declared.groups)])
+    return replace(declared, chunk_tokens=with_chunk(one, hello.least_chunk, hello.chunk_size).chunk_tokens)
 
 
 def _namespace_of(

@@ -47,13 +47,23 @@ class CurveConfig(Struct, frozen=True, forbid_unknown_fields=True):
     ]
 
 
+# The bounds of a chunk that the model's geometry decides, in tokens.
+LEAST_CHUNK, MOST_CHUNK = 64, 256
+
+
 class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """`[server]`. `endpoint` "" means `default_endpoint()`. `pin_share`: see `kvframework.storage.l1.leases`."""
 
     endpoint: Annotated[str, Meta(description="the server's `ipc://` socket; empty: a private one of this user")] = ""
     chunk_size: Annotated[
-        int, Meta(ge=1, le=65536, description="tokens of a stored object, rounded up to whole blocks of the engine")
-    ] = 256
+        int,
+        Meta(
+            ge=0,
+            le=65536,
+            description="tokens of a stored object, rounded up to whole blocks of the engine; 0: by the model, the "
+            "fewest of 64, 128 and 256 at which a rank's object has 256 KiB",
+        ),
+    ] = 0
     tp_lcm: Annotated[
         int,
         Meta(
@@ -101,6 +111,11 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
         tuple[Uid, ...], Meta(max_length=64, description="further users whose processes may use the `ipc://` socket")
     ] = ()
     curve: Annotated[CurveConfig | None, Meta(description="the table `[server.curve]`, which `tcp` needs")] = None
+
+    @property
+    def most_chunk(self) -> int:
+        """The tokens of a chunk, those of the largest one where the model decides."""
+        return self.chunk_size or MOST_CHUNK
 
 
 class LogConfig(Struct, frozen=True, forbid_unknown_fields=True):

@@ -180,7 +180,7 @@ def server_terms(config: Config) -> ServerTerms:
     """What `[server]` says to plugins."""
     server = config.server
     endpoints = tuple(each for each in (server.endpoint or default_endpoint(), server.tcp) if each)
-    return ServerTerms(server.chunk_size, endpoints, server.curve is not None)
+    return ServerTerms(server.most_chunk, endpoints, server.curve is not None)
 
 
 def check_table(

@@ -6,6 +6,7 @@ Made by `kvframework.server`; its handlers run on the serving thread unless they
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,7 +32,7 @@ from kvframework.api.requests import (
 )
 from kvframework.api.transport import ServerContext, ServerTransport
 from kvframework.bounded_calls import call_within
-from kvframework.config.schema import ServerConfig, TenantConfig
+from kvframework.config.schema import LEAST_CHUNK, ServerConfig, TenantConfig
 from kvframework.errors import NotRegistered, RequestError
 from kvframework.logs.process_log import log_status
 from kvframework.record_ring import RecordRing
@@ -81,7 +82,7 @@ class CacheService(CacheServices):
         self._stopping = False
         self._listeners = listeners or Listeners(RecordRing())
         self.boot_id = secrets.token_bytes(16)
-        self.chunk_size = config.chunk_size
+        self.chunk_size = config.most_chunk
         self.contexts: Contexts = {}
         self.storage = storage
         self.hasher = hasher
@@ -91,7 +92,7 @@ class CacheService(CacheServices):
         self._tenants = TenantNames(tenants)
         self._resolver = KeyResolver(hasher, storage.records.orders, self._owned if tenants else None)
         self._registrations = Registrations(
-            self.contexts, storage.records, transports, layouts, config.chunk_size, hasher.fingerprint
+            self.contexts, storage.records, transports, layouts, self.chunk_size, self._least_chunk, hasher.fingerprint
         )
         requests = self._request_log = RequestLog(storage.clock, self._tenants, self._listeners.ring)
         self.finished = FinishedRequests(self.boot_id, requests)
@@ -106,7 +107,7 @@ class CacheService(CacheServices):
             trace_memory=config.trace_memory,
         )
         why_missed = lookups.miss_facts.of_retrieve
-        transfers = Transfers(self.contexts, self._resolver, storage.table, requests, why_missed, config.chunk_size)
+        transfers = Transfers(self.contexts, self._resolver, storage.table, requests, why_missed, self.chunk_size)
         self._chunks = ChunkTransfers(transfers, workers=config.workers)
         self._engine_driven = EngineDrivenTransfers(transfers, grants, config)
         self._losses = ClientLosses()
@@ -208,7 +209,13 @@ class CacheService(CacheServices):
             features=(*FEATURES, *self._listeners.features),
             tp_lcm=self._config.tp_lcm,
             pp_lcm=self._config.pp_lcm,
+            least_chunk=self._least_chunk(),
         )
+
+    def _least_chunk(self) -> int:
+        """Return `least` for `with_chunk`: a chunk holds whole blocks of each listener."""
+        least = math.lcm(LEAST_CHUNK, *self._listeners.block_tokens())
+        return 0 if self._config.chunk_size or least > self.chunk_size else least
 
     def start(self) -> None:
         self._request_log.start()

@@ -91,6 +91,10 @@ class Listeners:
         wanted = {feature for each in self._running for feature in _FEATURES[each.listener.wants]}
         return tuple(sorted(wanted))
 
+    def block_tokens(self) -> list[int]:
+        """Return the tokens of a block in which each listener counts."""
+        return [each.listener.block_tokens for each in self._running]
+
     def start(self, *, keeps: bool) -> None:
         """Start all; `keeps`: what L1 holds outlives the server. Blocks as they do. Raises what they raise; those that
         have started then need `stop`."""

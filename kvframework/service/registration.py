@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -13,7 +13,7 @@ import msgspec
 
 from kvframework.api.futures import Future, Promise
 from kvframework.api.keys import LAYER_ORDER_BYTES
-from kvframework.api.layout import CANONICAL, KVLayout, Layout, validate_layout
+from kvframework.api.layout import CANONICAL, KVLayout, Layout
 from kvframework.api.requests import ClientInfo, Handler, Message
 from kvframework.api.transport import ServerTransport
 from kvframework.errors import (
@@ -100,6 +100,7 @@ class Registrations:
     transports: Mapping[str, AttachedTransport]
     layouts: Mapping[str, Layout]
     chunk_size: int
+    least_chunk: Callable[[], int]
     hasher_fingerprint: str
 
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
@@ -170,9 +171,8 @@ class Registrations:
                 available=", ".join(self.transports),
                 hint='add [[transport]] use = "cpu_gather" to the server\'s TOML',
             )
-        layout = non_gpu_layout(payload)
-        validate_layout(layout)
-        namespace = non_gpu_namespace(payload, self.hasher_fingerprint, self.chunk_size)
+        layout = non_gpu_layout(payload, self.chunk_size, self.least_chunk())
+        namespace = non_gpu_namespace(payload, self.hasher_fingerprint, self.chunk_size, self.least_chunk())
         context = self._context(client, payload, engine_driven, layout, rank=None, namespace=namespace, plugin=None)
         return self._add(context, client, ())
 

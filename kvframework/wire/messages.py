@@ -66,7 +66,9 @@ class HelloReply(Message, frozen=True):
     """`session` names the client session (16 secret bytes, presented on the liveness socket). `liveness` is the path of
     that socket, "" over TCP. `boot_id` changes with every start of a server. `features` names what an older server of
     the same protocol version would ignore; `token_ids` among them asks for the `content` of transfers,
-    `token_ids.salted` for that of salted ones. `tp_lcm` and `pp_lcm` are the server's, 1 for objects named by rank."""
+    `token_ids.salted` for that of salted ones. `tp_lcm` and `pp_lcm` are the server's, 1 for objects named by rank.
+    `least_chunk` is for `with_chunk`: the client declares the tokens of a chunk, up to `chunk_size`; 0: the server does.
+    """
 
     version: int
     boot_id: bytes
@@ -79,6 +81,7 @@ class HelloReply(Message, frozen=True):
     features: Names = ()
     tp_lcm: Positive = 1
     pp_lcm: Positive = 1
+    least_chunk: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class Goodbye(Message, frozen=True):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import kvframework
 from kvframework.api.keys import compute_namespace
-from kvframework.api.layout import KVLayout, LayerGroup, canonical_desc
+from kvframework.api.layout import KVLayout, LayerGroup, canonical_desc, with_chunk
 from kvframework.api.requests import RequestSpec
 from kvframework.errors import ConfigFieldError, VersionMismatch
 from kvframework.wire import messages as m
@@ -189,8 +189,9 @@ def deadlines_for(endpoint: str, scale: float | None = None) -> ClientDeadlines:
 # The meaning of the eight-field registration, which engine and server both compute: neither sends it to the other.
 
 
-def non_gpu_layout(payload: RegisterNonGpuContextPayload) -> KVLayout:
-    """One layer group in canonical form; the number of blocks is not declared."""
+def non_gpu_layout(payload: RegisterNonGpuContextPayload, chunk_size: int = 0, least_chunk: int = 0) -> KVLayout:
+    """One layer group in canonical form; the number of blocks is not declared. `chunk_size` and `least_chunk` are the
+    server's, as in HELLO's reply. Raises `BadLayout` / `BadDtype`."""
     group = LayerGroup(
         num_layers=payload.num_layers,
         block_size=payload.block_size,
@@ -199,14 +200,16 @@ def non_gpu_layout(payload: RegisterNonGpuContextPayload) -> KVLayout:
         dtype=payload.dtype_str,
         planes=1 if payload.use_mla else 2,
     )
-    return KVLayout("canonical", (group,))
+    return with_chunk(KVLayout("canonical", (group,)), least_chunk, chunk_size)
 
 
-def non_gpu_namespace(payload: RegisterNonGpuContextPayload, hasher_fingerprint: str, chunk_size: int) -> bytes:
-    """The 16-byte namespace. `chunk_size`: as in HELLO's reply. Raises `BadLayout` and `BadDtype`."""
+def non_gpu_namespace(
+    payload: RegisterNonGpuContextPayload, hasher_fingerprint: str, chunk_size: int, least_chunk: int = 0
+) -> bytes:
+    """The 16-byte namespace. The chunks: as in HELLO's reply. Raises `BadLayout` and `BadDtype`."""
     return compute_namespace(
         model=payload.model_name,
-        desc=canonical_desc(non_gpu_layout(payload), chunk_size),
+        desc=canonical_desc(non_gpu_layout(payload, chunk_size, least_chunk), chunk_size),
         hasher_fingerprint=hasher_fingerprint,
         world_size=payload.world_size,
     )

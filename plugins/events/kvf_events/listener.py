@@ -28,6 +28,7 @@ class EventsListener(Listener):
     def __init__(self, options: EventsOptions, context: ListenerContext) -> None:
         check(options, context)
         self.wants = "salted" if options.salted == "tell" else "plain"
+        self.block_tokens = options.block_size
         self._options = options
         self._context = context
         self._announcer = Announcer(

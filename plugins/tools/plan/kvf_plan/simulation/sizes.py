@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 
 from kvf_plan.errors import SimulationError
 from kvf_plan.simulation.settings import Settings, TierSpeed
+from kvframework.api.layout import KVLayout, LayerGroup, with_chunk
 from kvframework.api.memory import MemoryProvider
 from kvframework.api.plugin import ByteSize
 from kvframework.api.tier import TierProvider
-from kvframework.config.schema import Config, L2Keys
+from kvframework.config.schema import LEAST_CHUNK, MOST_CHUNK, Config, L2Keys
 from kvframework.registry.registry import PluginRegistry
 from kvframework.registry.tables import resolve_table
 from kvframework.storage.l1.allocator import rounded
@@ -61,7 +62,7 @@ def sizes_of(settings: Settings, registry: PluginRegistry) -> Sizes:
     """Check the settings. Raises `SimulationError`, and `ConfigError` and `PluginError` for the configuration."""
     config = settings.config
     _check_numbers(settings)
-    chunk = config.server.chunk_size
+    chunk = config.server.chunk_size or _chunk_of(settings.bytes_per_token)
     whole = chunk * settings.bytes_per_token
     _, memory = resolve_table(registry, config.l1.memory, MemoryProvider)
     capacity = getattr(memory, "capacity", None)
@@ -79,13 +80,19 @@ def sizes_of(settings: Settings, registry: PluginRegistry) -> Sizes:
             hint="say the bytes of your model's token (--bytes-per-token), or give L1 more",
         )
     return Sizes(
-        config,
+        replace(config, server=replace(config.server, chunk_size=chunk)),
         chunk,
         settings.bytes_per_token,
         capacity * rounded(chunk) // rounded(whole),
         capacity,
         _tiers(settings, registry),
     )
+
+
+def _chunk_of(bytes_per_token: int) -> int:
+    """Return the tokens of a chunk of a model with one layer group, where the server leaves them to the model."""
+    group = LayerGroup(1, 1, 1, bytes_per_token, "uint8", planes=1)
+    return with_chunk(KVLayout("paged", (group,)), LEAST_CHUNK, MOST_CHUNK).chunk_tokens
 
 
 def tier_names(config: Config) -> list[str]:
