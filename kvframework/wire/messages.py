@@ -67,7 +67,7 @@ class HelloReply(Message, frozen=True):
     that socket, "" over TCP. `boot_id` changes with every start of a server. `features` names what an older server of
     the same protocol version would ignore; `token_ids` among them asks for the `content` of transfers,
     `token_ids.salted` for that of salted ones. `tp_lcm` and `pp_lcm` are the server's, 1 for objects named by rank.
-    `least_chunk` is for `with_chunk`: the client declares the tokens of a chunk, up to `chunk_size`; 0: the server does.
+    `least_chunk` is for `with_chunk`: the client declares the tokens of a chunk up to `chunk_size`; 0: it does not.
     """
 
     version: int
