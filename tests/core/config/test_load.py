@@ -34,7 +34,7 @@ def test_no_file_is_the_embedded_default() -> None:
     config = load_config(environ={})
     assert config.source == "embedded default"
     assert config.server == ServerConfig()
-    assert (config.server.chunk_size, config.server.endpoint) == (256, "")
+    assert (config.server.chunk_size, config.server.endpoint) == (0, "")
     assert (config.l1.memory.use, config.l1.memory.options) == ("pinned", {"capacity": "1GiB"})
     assert (config.l1.eviction.use, config.hasher.use) == ("two_queues", "sha256")
     assert [table.use for table in config.transport] == ["cpu_gather"]
@@ -137,7 +137,7 @@ FIELD_ERRORS = {
         "true or false, without quotes",
     ),
     "no coercion": ("[server]\nchunk_size = 256.5", "kvf.toml: [server] chunk_size", "expected `int`", ""),
-    "zero": ("[server]\nchunk_size = 0", "kvf.toml: [server] chunk_size", ">= 1", ""),
+    "below zero": ("[server]\nchunk_size = -1", "kvf.toml: [server] chunk_size", ">= 0", ""),
     "too large": ("[server]\nchunk_size = 65537", "kvf.toml: [server] chunk_size", "<= 65536", ""),
     "beyond 64 bits": (f"[server]\nchunk_size = 1{'0' * 30}", "kvf.toml: [server] chunk_size", "", ""),
     "negative lease": ("[server]\nstore_lease_s = -1", "kvf.toml: [server] store_lease_s", "> 0", ""),

@@ -145,7 +145,7 @@ class Node:
                 use_mla=True,
             )
             self.call(session, "REGISTER_KV_CACHE_NON_GPU_CONTEXT", payload)
-        self.namespace = non_gpu_namespace(payload, hasher.fingerprint, config.server.chunk_size)
+        self.namespace = non_gpu_namespace(payload, hasher.fingerprint, sizes.chunk_tokens)
         # What asks a tier whether it still answers can be left out: it does.
         self._is_steady = not any(tier.speed.slow for tier in self.tiers)
         self._having_all = [tier for tier in self.tiers if tier.speed.has_all]

@@ -8,6 +8,8 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from kvf_plan.errors import SimulationError
 from kvf_plan.simulation.settings import Settings, TierSpeed
 from kvframework.api.layout import KVLayout, LayerGroup, with_chunk
@@ -80,7 +82,7 @@ def sizes_of(settings: Settings, registry: PluginRegistry) -> Sizes:
             hint="say the bytes of your model's token (--bytes-per-token), or give L1 more",
         )
     return Sizes(
-        replace(config, server=replace(config.server, chunk_size=chunk)),
+        structs.replace(config, server=structs.replace(config.server, chunk_size=chunk)),
         chunk,
         settings.bytes_per_token,
         capacity * rounded(chunk) // rounded(whole),
