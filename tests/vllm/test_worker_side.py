@@ -89,7 +89,7 @@ def test_a_synchronous_load_is_over_when_the_step_begins() -> None:
 def test_loads_within_the_step_and_between_steps_are_in_one_plan() -> None:
     later: Promise[LoadOutcome] = Promise()
     instance = FakeInstance()
-    instance.load = lambda ops, *, in_pieces=False: [  # type: ignore[method-assign, assignment, misc]
+    instance.load = lambda ops, *, in_pieces=False: [
         later if in_pieces else Future.resolved(LoadOutcome(True)) for _ in ops
     ]
     worker = WorkerSide(instance, block_size=BLOCK)

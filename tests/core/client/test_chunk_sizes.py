@@ -25,10 +25,10 @@ pytestmark = pytest.mark.torch
 GROUPS = st.lists(
     st.builds(
         LayerGroup,
-        num_layers=st.integers(1, 80),
+        num_layers=st.integers(1, 12),
         block_size=st.sampled_from([1, 8, 16, 48, 64, 128]),
         heads=st.sampled_from([1, 8]),
-        head_dim=st.sampled_from([1, 64, 128, 576]),
+        head_dim=st.sampled_from([1, 64, 128]),
         dtype=st.sampled_from(["float32", "bfloat16", "uint8"]),
         planes=st.sampled_from([1, 2]),
     ),
