@@ -228,8 +228,7 @@ class BadDtype(BadLayout, code="request.dtype"):
 class LeaseUnknown(RequestError, LookupError, code="request.lease"):
     """The lease or ticket does not exist, has ended, or belongs to another client.
 
-    What to do: treat the request as failed and ask again; leases end with their time, their client, or a
-    restart."""
+    What to do: treat it as failed and ask again; leases end with their time, their client, or a restart."""
 
 
 class TransportMismatch(RequestError, code="request.transport"):
@@ -312,5 +311,4 @@ class DeviceLost(DeviceError, code="device.lost"):
     """An accelerator's context is poisoned, its copier process ended or the device is lost: nothing works until a new
     process opens it.
 
-    What to do: nothing: the copier starts again, and instances register again. If it repeats, look at the
-    device."""
+    What to do: nothing: the copier starts again, and instances register again. If it repeats, check the device."""

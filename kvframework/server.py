@@ -133,8 +133,7 @@ class Server:
         self.stopped_idle, self._used_at = False, time.monotonic()
 
     def bind(self) -> None:
-        """Start the listeners and bind the sockets, before `serve_forever`. Raises `EndpointError`, and as listeners
-        do."""
+        """Start the listeners and bind the sockets, before `serve_forever`. Raises `EndpointError`, or as listeners."""
         keeps = self.service.storage.table.is_recoverable and self._keeper is not None and self._keeper.lasts
         self._listeners.start(keeps=keeps)
         self.service.start()

@@ -358,9 +358,8 @@ class EngineDrivenLink(ABC):
         self, transfer: Transfer, objects: Sequence[int], buffers: Sequence[Buffer]
     ) -> Future[StoreOutcome]:
         """Send one buffer for each of `objects` (ascending); a stored object is a hit from then on. At most 256 MiB and
-        4096 buffers a call. Waits for no answer, but perhaps for a handshake at first. Nothing is copied: the buffers
-        belong to the call until the future has a result. After a failure they may still be read: drop them
-        unchanged."""
+        4096 buffers a call. Waits for no answer, perhaps for a handshake. Nothing is copied: the buffers belong to the
+        call until the future has a result. After a failure they may still be read: drop them unchanged."""
         raise TransportMismatch(f"{type(self).__name__} moves no bytes over the wire")
 
 
@@ -464,8 +463,7 @@ class CopyJob:
     _on_cancel: Callable[[], None] | None = field(default=None, init=False)
 
     def on_cancel(self, callback: Callable[[], None]) -> None:
-        """Register a cancel callback, which must not block: it runs in the cancelling thread or at once, perhaps
-        twice."""
+        """Register a cancel callback, which must not block. It runs in the cancelling thread or at once, or twice."""
         self._on_cancel = callback
         if self.cancelled.is_set():
             self.cancel()

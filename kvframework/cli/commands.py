@@ -40,7 +40,7 @@ CORE = {
     "config": ("kvframework.cli.config:app", "Check and show the configuration."),
     "plugins": ("kvframework.cli.plugins:app", "List, describe and check plugins."),
     "doctor": (
-        "kvframework.cli.doctor:app",
+        "kvframework.doctor.checkup:app",
         "Check this machine, this installation and a configuration, and give advice for each problem.",
     ),
 }

@@ -1,5 +1,5 @@
-"""The list of checks and the way to run one: in a thread of its own, with a deadline, with any exception as a finding.
-Runs in the process of the command. And the check of the server's local socket."""
+"""`kvframework doctor`, its list of checks and the way to run one: in a thread of its own, with a deadline, with any
+exception as a finding. Runs in the process of the command. And the check of the server's local socket."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+import typer
+from rich.text import Text
 
+from kvframework.api.command import EXIT_FOUND, AsJson, ConfigFile, Overrides, examples
+from kvframework.api.console import print_document, print_rows, stdout
 from kvframework.api.endpoint import parse_endpoint
 from kvframework.api.plugin import ByteSize, Finding
 from kvframework.config.endpoint import check_directory, default_endpoint
@@ -28,6 +32,9 @@ CHECK_S = 5.0
 # Most of the time goes into the start of processes.
 _AT_ONCE = 4
 Check = Callable[[], Iterable[Finding]]
+
+app = typer.Typer()
+_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 class Checkup(msgspec.Struct, frozen=True):
@@ -124,3 +131,40 @@ def run_check(subject: str, check: Check, timeout_s: float | None = None) -> lis
         failure.append(f"it did not end within {timeout_s:g} s")
     ended = [Finding(f"{subject}.check", "fail", f"the check itself failed: {each}", "report it") for each in failure]
     return [*found, *ended]
+
+
+@app.command(
+    epilog=examples(
+        "kvframework doctor --config kvf.toml",
+        "kvframework doctor --set l2.0.use=redis --set l2.0.url=redis://cache:6379",
+        "kvframework doctor --json                      a document of findings",
+    )
+)
+def doctor(config: ConfigFile = None, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Check this machine, this installation and a configuration, and give advice for each problem.
+
+    Run it as the server's user and with the server's limits, before the server starts or while it runs: it changes
+    nothing. It checks the interpreter, memory, limits, the socket, every configured plugin with its devices and nodes,
+    and the tiers' stores. A check takes 5 seconds at most. The exit status is 1 if one fails; a warning leaves it 0.
+    """
+    checkup = examine(config, overrides or ())
+    if as_json:
+        print_document(checkup)
+    else:
+        rows = ((Text(each.level, _STYLES[each.level]), each.id, _text(each)) for each in checkup.findings)
+        print_rows(("", "CHECK", "FOUND"), rows, whole=("", "CHECK"))
+        stdout.print()
+        stdout.print(Text(f"{checkup.ok} ok, {checkup.warn} to check, {checkup.fail} failed"))
+    if checkup.fail:
+        raise typer.Exit(EXIT_FOUND)
+
+
+def _text(finding: Finding) -> Text:
+    """Two lines for people, one for a pipe. The name of the configuration's file is shown once, by `config.load`."""
+    place = finding.where.partition(": ")[2] or finding.where
+    text = Text(f"{place}: {finding.fact}" if place else finding.fact)
+    if finding.advice:
+        text.append("\n" if stdout.is_terminal else "; ")
+        label = "" if finding.advice.startswith("available: ") else "hint: "
+        text.append(f"{label}{finding.advice}", "bold" if finding.level != "ok" else "dim")
+    return text

@@ -143,8 +143,7 @@ class PluginRegistry:
         return sorted({offer.name for offer in self._offers if offer.kind == kind and _same_major(offer)})
 
     def list(self, *, probe: bool = False) -> builtins.list[PluginInfo]:
-        """All that is installed or registered; with `probe` each is imported and probed. A plugin's error is a
-        status."""
+        """All that is installed or registered, with `probe` imported and probed. A plugin's error is its status."""
         return [self._info(offer, probe) for offer in self._listed()]
 
     def describe(self, kind: str, name: str) -> tuple[builtins.list[PluginInfo], AnyProvider | None]:

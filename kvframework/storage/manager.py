@@ -73,9 +73,8 @@ class StorageManager:
         return ClearedObjects(len(dropped), in_use, sum(dropped.values()), values, value_bytes, unlisted)
 
     def close(self, drain_s: float = 0.0, end_s: float | None = None, *, process_ends: bool = False) -> None:
-        """Wait up to `drain_s` for pending writes to L2, then close the tiers, which ends the calls in flight, stop all
-        threads and free the arena within `end_s` (None: the longest timeout of a tier). Idempotent; not for storage
-        threads.
+        """Wait up to `drain_s` for writes to L2, then close the tiers, which ends calls in flight, stop all threads and
+        free the arena within `end_s` (None: the longest timeout of a tier). Idempotent; not for storage threads.
 
         A thread that is stuck in a tier, or an unfinished copy of a transport, keeps the arena mapped, since it may
         still write there. If the process ends right afterwards, the kernel frees memory that ends with it.

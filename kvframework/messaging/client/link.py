@@ -231,8 +231,7 @@ class Link:
         return not self._closed
 
     def start(self) -> None:
-        """Start the I/O thread, which owns the sockets then. Raises `RuntimeError`, and the liveness socket is the
-        caller's."""
+        """Start the I/O thread, which owns the sockets then. Raises `RuntimeError`: liveness stays the caller's."""
         try:
             self._thread.start()
         except RuntimeError:

@@ -183,8 +183,7 @@ class WriteQueue:
 
     def found(self, batch: Batch, keys: Sequence[PackedKey]) -> list[PackedKey]:
         """Return those of `keys`, the pinned objects of the batch, that this batch sends. Of those that were lost since
-        it was taken and stored again these wait: those that no other batch took or settled, and that were not
-        dropped."""
+        it was taken and stored again these wait: those that no other batch took or settled, and not dropped."""
         here = set(keys)
         lost = [key for key in self._unsettled(batch) if key not in here]
         for key in lost:
