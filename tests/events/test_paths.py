@@ -174,3 +174,12 @@ def test_over_tcp_a_reader_needs_an_admitted_key(tmp_path: Path) -> None:
         finally:
             for each in (reader, stranger, plain):
                 each.close()
+
+
+@pytest.mark.torch
+def test_a_chunk_that_the_model_sizes_holds_whole_blocks(tmp_path: Path) -> None:
+    """Of a model with 4 KiB a token, whose chunks have 64 tokens otherwise."""
+    own = [each for each in settings(tmp_path, block_size=128) if not each.startswith("server.chunk_size")]
+    with ServerProcess(*own) as server, KVClient(server.endpoint) as client:
+        assert client.hello.least_chunk == 128
+        assert paged.PagedEngine(client, wide=256).chunk == 128
