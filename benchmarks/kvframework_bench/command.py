@@ -462,8 +462,9 @@ def serving(
 ) -> None:
     """vLLM's OpenAI server under a trace's conversations, its KV cache too small: alone, and two engines that share.
 
-    Without offload, with vLLM's own, with LMCache's server, with kvframework: time to first token, tokens a second,
-    hits, processor time, and whether the tokens are the same. Needs vLLM; takes ten minutes and 13 GB of memory.
+    Without offload, with an endless KV cache (ideal), with vLLM's own offload, with LMCache's server, with kvframework:
+    time to first token, tokens a second, hits, processor time, and whether the tokens are the same. Needs vLLM; takes
+    ten minutes and 16 GB of memory.
     """
     import msgspec
 

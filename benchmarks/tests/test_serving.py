@@ -19,7 +19,7 @@ from kvf_plan.trace.form import Request
 from kvframework_bench.errors import BenchFailed, BenchUnavailable
 from kvframework_bench.lmcache_server import free_port
 from kvframework_bench.process import adopting, running
-from kvframework_bench.serving.contenders import NONE, OURS, OWN, PEER, Contender, Offload
+from kvframework_bench.serving.contenders import IDEAL, NONE, OURS, OWN, PEER, Contender, Offload
 from kvframework_bench.serving.engines import Engine, EngineSettings, family, vllm_command
 from kvframework_bench.serving.figures import ServingFigures
 from kvframework_bench.serving.load import LoadShape, make_load, shared_tokens, token_ids
@@ -202,21 +202,21 @@ def run(tmp_path: Path, model: Path) -> Callable[..., ServingFigures]:
 
 
 def test_every_contender_is_measured_alone_and_with_two_engines(run: Callable[..., ServingFigures]) -> None:
-    figures = run(contender(NONE), contender(OURS, "other-tokens"))
+    figures = run(contender(NONE), contender(IDEAL), contender(OURS, "other-tokens"))
     assert [(row.engines, row.contender, row.rounds) for row in figures.rows] == [
-        (1, NONE, 2),
-        (1, OURS, 2),
-        (2, NONE, 2),
-        (2, OURS, 2),
+        (engines, name, 2) for engines in (1, 2) for name in (NONE, IDEAL, OURS)
     ]
     assert figures.skipped == []
     assert (figures.load.requests, figures.load.conversations) == (12, 4)
-    assert [row.equal for row in figures.rows] == [1.0, 0.0, 1.0, 0.0]
+    assert [row.equal for row in figures.rows] == [1.0, 1.0, 0.0] * 2
     for row in figures.rows:
         assert row.p50_ms.min <= row.p90_ms.median <= row.p99_ms.max
         assert row.tokens_s.min > 0
         assert row.hit.max == 0  # no prompt came twice
         assert (row.p50 is None) is (row.contender == NONE)
+        assert (row.later is None) is (row.later_p50 is None) is (row.contender == IDEAL)
+        assert row.later_ms is not None
+        assert row.later_ms.min <= row.p99_ms.max
 
 
 def test_a_peer_that_does_not_run_is_named_with_its_first_error(run: Callable[..., ServingFigures]) -> None:

@@ -30,7 +30,8 @@ class LoadFigures(msgspec.Struct, frozen=True):
 
 
 class Replay(msgspec.Struct, frozen=True):
-    """One replay of the load. `first_ms` has a time to first token for each request; `hit` is the share of the prompts'
+    """One replay of the load. `first_ms` has a time to first token for each request, `later_ms` for each later turn of
+    a conversation; `hit` is the share of the prompts'
     tokens that no engine computed; processor times are a request's, in ms, that of the engine with `connector_ms` in
     it, which is None where there is no connector; `equal` is the share of answers whose
     tokens are all those without offload, in the same round."""
@@ -42,11 +43,13 @@ class Replay(msgspec.Struct, frozen=True):
     connector_ms: float | None
     server_ms: float
     equal: float
+    later_ms: list[float] = []
 
 
 class ServingRow(msgspec.Struct, frozen=True):
     """One contender with so many engines, over all rounds. Times to first token are percentiles of each round; ratios
-    are to no offload in the same round, None for no offload itself."""
+    are to no offload in the same round, None for no offload itself. `later_ms` is the mean time to the first token of
+    later turns; `later` and `later_p50` are the ratios of mean and median to the engine whose own cache is endless."""
 
     contender: str
     engines: int
@@ -65,6 +68,9 @@ class ServingRow(msgspec.Struct, frozen=True):
     tokens: Spread | None
     engine: Spread | None
     connector_ms: Spread | None = None
+    later_ms: Spread | None = None
+    later: Spread | None = None
+    later_p50: Spread | None = None
 
 
 class ServingFigures(msgspec.Struct, frozen=True):
@@ -73,24 +79,33 @@ class ServingFigures(msgspec.Struct, frozen=True):
     skipped: list[Skipped]
 
 
-def rows_of(replays: Mapping[tuple[int, str], Sequence[Replay]], reference: str) -> list[ServingRow]:
+def rows_of(replays: Mapping[tuple[int, str], Sequence[Replay]], reference: str, ideal: str) -> list[ServingRow]:
     """Return a row for each case: engines and contender. Its replays are those of the rounds, in order; the contender
-    `reference` has to be among them for as many engines."""
+    `reference` has to be among them for as many engines, `ideal` may be."""
     return [
-        _row(engines, contender, of_case, () if contender == reference else replays[engines, reference])
+        _row(
+            engines,
+            contender,
+            of_case,
+            () if contender == reference else replays[engines, reference],
+            () if contender == ideal else replays.get((engines, ideal), ()),
+        )
         for (engines, contender), of_case in replays.items()
     ]
 
 
-def _row(engines: int, contender: str, replays: Sequence[Replay], reference: Sequence[Replay]) -> ServingRow:
-    def both(value: Callable[[Replay], float]) -> tuple[Spread, Spread | None]:
+def _row(
+    engines: int, contender: str, replays: Sequence[Replay], reference: Sequence[Replay], ideal: Sequence[Replay]
+) -> ServingRow:
+    def both(value: Callable[[Replay], float], others: Sequence[Replay] = reference) -> tuple[Spread, Spread | None]:
         mine = [value(replay) for replay in replays]
-        ratios = [a / max(value(other), 1e-9) for a, other in zip(mine, reference, strict=True)] if reference else []
+        ratios = [a / max(value(other), 1e-9) for a, other in zip(mine, others, strict=True)] if others else []
         return Spread.of(mine), Spread.of(ratios) if ratios else None
 
     (p50_ms, p50), (p90_ms, p90), (p99_ms, p99) = (both(_percentile(share)) for share in (0.5, 0.9, 0.99))
     tokens_s, tokens = both(lambda replay: replay.tokens_s)
     engine_ms, engine = both(lambda replay: replay.engine_ms)
+    later_ms, later = both(lambda replay: sum(replay.later_ms) / max(len(replay.later_ms), 1), ideal)
     connector_ms = [replay.connector_ms for replay in replays if replay.connector_ms is not None]
     return ServingRow(
         contender,
@@ -110,6 +125,9 @@ def _row(engines: int, contender: str, replays: Sequence[Replay], reference: Seq
         tokens,
         engine,
         Spread.of(connector_ms) if connector_ms else None,
+        later_ms,
+        later,
+        both(lambda replay: percentile(sorted(replay.later_ms), 0.5), ideal)[1],
     )
 
 
@@ -137,6 +155,7 @@ def serving_tables(figures: ServingFigures) -> list[Table]:
         *("p90", "ratio to no offload", "min to max"),
         *("p99", "ratio to no offload", "min to max"),
     )
+    turns = new_table("later turns, time to first token", "mean", "ratio to ideal", "min to max", "p50, ratio to ideal")
     cost = new_table(
         "for these",
         *("hit rate", "tokens/s", "ratio to no offload", "engine's processor", "ratio to no offload"),
@@ -146,6 +165,8 @@ def serving_tables(figures: ServingFigures) -> list[Table]:
         name = f"{row.contender}, {row.engines} engine{'s' if row.engines > 1 else ''}"
         waits = ((row.p50_ms, row.p50), (row.p90_ms, row.p90), (row.p99_ms, row.p99))
         seen.add_row(name, *(cell for wait in waits for cell in _wait(*wait)))
+        if row.later_ms:
+            turns.add_row(name, *_wait(row.later_ms, row.later), _ratio(row.later_p50))
         cost.add_row(
             name,
             f"{row.hit.median:.1%}",
@@ -157,7 +178,7 @@ def serving_tables(figures: ServingFigures) -> list[Table]:
             f"{row.server_ms.median:.1f} ms",
             f"{row.equal:.0%}",
         )
-    return [about, seen, cost, *([skipped_table(figures.skipped)] if figures.skipped else [])]
+    return [about, seen, turns, cost, *([skipped_table(figures.skipped)] if figures.skipped else [])]
 
 
 def _size(load: LoadFigures) -> str:

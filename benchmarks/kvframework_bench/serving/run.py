@@ -22,7 +22,7 @@ from kvframework_bench.errors import BenchFailed, BenchUnavailable, Skipped
 from kvframework_bench.machine import available_bytes
 from kvframework_bench.process import adopting, scratch
 from kvframework_bench.serving.asking import Answer, Due, ask_all, body
-from kvframework_bench.serving.contenders import CONTENDERS, NONE, Contender, Offload
+from kvframework_bench.serving.contenders import CONTENDERS, IDEAL, NONE, Contender, Offload
 from kvframework_bench.serving.engines import SERVED, Engine, EngineSettings, family, processor_s, running_engine
 from kvframework_bench.serving.figures import LoadFigures, Replay, ServingFigures, rows_of
 from kvframework_bench.serving.load import Ask, LoadShape, Piece, make_load, shared_tokens, token_ids
@@ -119,7 +119,7 @@ def bench_serving(
         kv_cache_bytes=sizes.kv_cache_bytes,
         capacity_bytes=sizes.capacity_bytes,
     )
-    return ServingFigures(load, rows_of(replays, NONE), skipped)
+    return ServingFigures(load, rows_of(replays, NONE, IDEAL), skipped)
 
 
 def _check_memory(sizes: ServingSizes, contenders: int) -> None:
@@ -238,6 +238,7 @@ def _replay(
     later_s = contender.connector_s()
     replay = Replay(
         first_ms=[1000 * answer.first_s for answer in answers],
+        later_ms=[1000 * answer.first_s for ask, answer in zip(asks, answers, strict=True) if ask.turn],
         tokens_s=sum(ask.answer_tokens for ask in asks) / seconds,
         hit=sum(answer.cached for answer in answers) / sum(answer.prompt for answer in answers),
         engine_ms=1000 * engine_s / len(asks),
