@@ -52,7 +52,7 @@ REFUSED = {
     "a tier without a speed": (("TRACE", *TIER[:4]), "--tier redis=3GB/s"),
     "engines without a speed": (("TRACE", "--engines", "3"), "how fast are the engines?"),
     "no size": (("TRACE", "--bytes-per-token", "many"), "'--bytes-per-token': expected a size such as"),
-    "a chunk larger than L1": (("TRACE", "--bytes-per-token", "64MiB"), "one chunk of 256 tokens takes 16.0 GiB"),
+    "a chunk larger than L1": (("TRACE", "--bytes-per-token", "64MiB"), "one chunk of 64 tokens takes 4.0 GiB"),
     "a token of the default's size": (
         ("TRACE", "--set", "l1.capacity=1MiB"),
         "of your model's token (--bytes-per-token)",

@@ -58,7 +58,7 @@ def _loaded(bench: Bench, prompts: Sequence[list[int]], folder: Path) -> list[An
             asks.append(Ask(given, tokens=bench.new_tokens, reset=True, params=_AS_IT_IS, wait_file=str(turns[-1][0])))
     disk = ("l2.0.use=filesystem", f"l2.0.path={folder / 'l2'}", "l2.0.capacity=4GiB", "server.price=true")
     program = ("-m", "tests.vllm.cutting_server", str(cut))
-    with ServerProcess(*disk, capacity="1GiB", program=program) as server:
+    with ServerProcess(f"server.chunk_size={CHUNK}", *disk, capacity="1GiB", program=program) as server:
         waiting = iter(turns)
 
         def turn() -> None:

@@ -27,6 +27,7 @@ from tests.support.waiting import wait_until
 from tests.vllm.engine import SERVER_PID, STEPS, Ask, Order, encode, kvframework_transfer
 from tests.vllm.model import make, prompt
 
+# Two blocks of vLLM's on a CPU.
 CHUNK = 256
 # The modules with each connector under test, see `Bench`.
 CONNECTORS = ("tests.vllm.faults", "tests.vllm.offload_faults")
@@ -169,7 +170,7 @@ class Row:
 
 
 def server_for(*settings: str, capacity: str = "1GiB") -> ServerProcess:
-    return ServerProcess(*settings, capacity=capacity)
+    return ServerProcess(f"server.chunk_size={CHUNK}", *settings, capacity=capacity)
 
 
 def written_back(server: ServerProcess) -> None:

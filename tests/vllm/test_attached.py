@@ -103,7 +103,8 @@ class Engine(Connected):
         layers = max(len(group.layers) for group in groups)
         self.memory = torch.randn(layers, BLOCKS, HEADS, BLOCK, 2 * DIM)
         self.kv = {name: self.memory[index] for group in groups for index, name in enumerate(group.layers)}
-        self.clients = [KVClient(server.endpoint, connect_timeout_s=1.0, deadline_scale=20.0) for _ in range(2)]
+        patience_s = 60.0 if server.process else 0.1
+        self.clients = [KVClient(server.endpoint, connect_timeout_s=patience_s, deadline_scale=20.0) for _ in range(2)]
         self.instance = AttachedInstance(
             self.clients[0],
             OPTIONS,
@@ -115,7 +116,7 @@ class Engine(Connected):
             num_blocks=BLOCKS,
         )
         self.instance.attach(self.kv)
-        self.clients[1].wait_up(5 if server.process else 0.1)
+        self.clients[1].wait_up(patience_s)
         self.worker = WorkerSide(self.instance, block_size=BLOCK if len(groups) == 1 else 0)
         self.workers = [(self.worker, self.instance)]
         self.scheduler = SchedulerSide(ServerLookups(self.clients[1]), groups, OPTIONS)

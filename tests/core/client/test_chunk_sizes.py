@@ -8,8 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-pytest.importorskip("torch")
-
 from kvframework.api.keys import compute_namespace
 from kvframework.api.layout import CHUNK_BYTES, KVLayout, LayerGroup, canonical_desc, with_chunk
 from kvframework.client import KVClient

@@ -26,7 +26,7 @@ INDEX = Group(("block", "token", "dim"), layers=1, planes=1, heads=1, dim=6, blo
 HYBRID = (FULL, WINDOW, STATE, INDEX)
 
 
-server = server_fixture(capacity="8MiB", scope="module")
+server = server_fixture(f"server.chunk_size={CHUNK}", capacity="8MiB", scope="module")
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from kvf_plan.errors import SimulationError
 from kvf_plan.simulation.settings import Settings, TierSpeed
-from kvframework.api.layout import KVLayout, LayerGroup, with_chunk
+from kvframework.api.layout import CHUNK_BYTES, KVLayout, LayerGroup, with_chunk
 from kvframework.api.memory import MemoryProvider
 from kvframework.api.plugin import ByteSize
 from kvframework.api.tier import TierProvider
@@ -93,7 +93,7 @@ def sizes_of(settings: Settings, registry: PluginRegistry) -> Sizes:
 
 def _chunk_of(bytes_per_token: int) -> int:
     """Return the tokens of a chunk of a model with one layer group, where the server leaves them to the model."""
-    group = LayerGroup(1, 1, 1, bytes_per_token, "uint8", planes=1)
+    group = LayerGroup(1, 1, 1, min(bytes_per_token, CHUNK_BYTES), "uint8", planes=1)
     return with_chunk(KVLayout("paged", (group,)), LEAST_CHUNK, MOST_CHUNK).chunk_tokens
 
 
