@@ -28,7 +28,7 @@ from kvframework.api.requests import Handler, RequestsProvider
 from kvframework.api.tier import NodeIdentity, Tier, TierProvider
 from kvframework.api.transport import ServerTransport, TransportProvider
 from kvframework.config.endpoint import default_endpoint
-from kvframework.config.schema import Config, L2Config, PluginTable
+from kvframework.config.schema import MOST_CHUNK, Config, L2Config, PluginTable
 from kvframework.config.tenants import bytes_of_tenants, shares_of_tenants
 from kvframework.errors import PluginBroken
 from kvframework.logs.process_log import LogForm, change_logging, chosen_log
@@ -269,7 +269,7 @@ class Server:
         table = self._config.l1.memory
         _, options = resolve_table(self._registry, table, MemoryProvider)
         return Identity(
-            chunk_size=self._config.server.most_chunk,
+            chunk_size=self._config.server.chunk_size or MOST_CHUNK,
             hasher=hasher.fingerprint,
             memory=table.use,
             options=msgspec.json.encode(options, enc_hook=str, order="sorted").decode(),

@@ -15,7 +15,7 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-__all__ = ["install_command", "load_library", "requirement", "wheel_command"]
+__all__ = ["install_command", "load_library", "requirement"]
 
 _PACKAGES = {
     "devices": ("cuda",),
@@ -55,12 +55,6 @@ def install_command(*extras: str, distribution: str = "kvframework") -> str:
     if distribution in _REQUIRED and SOURCES[distribution] != distribution:
         wanted = f"{requirement(distribution=_REQUIRED[distribution])} {wanted}"
     return f"pip install {wanted}"
-
-
-def wheel_command(*distributions: str) -> str:
-    """Return the command for wheels of kvframework, its kits and `distributions` for pip's `--find-links wheels`."""
-    wanted = ("kvframework", "kvframework-dev", *distributions)
-    return f"pip wheel --no-deps --wheel-dir wheels {' '.join(SOURCES[each] for each in wanted)}"
 
 
 def load_library(

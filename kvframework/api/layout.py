@@ -229,8 +229,7 @@ def _require(holds: bool, fact: str, where: str, available: str = "") -> None:
 
 def with_chunk(layout: KVLayout, least: int, most: int) -> KVLayout:
     """Return the declaration with the chunk that its geometry asks for: the smallest of `least` tokens and its doubles
-    up to `most` at which the largest object of a rank has `CHUNK_BYTES`, in whole blocks. All engines of one
-    model reach the same number without a message.
+    up to `most` at which the largest object of a rank has `CHUNK_BYTES`, in whole blocks: equal in all engines.
 
     The declaration stays as it is if it names a chunk, if it has a recurrent state, of which every chunk holds a copy,
     or if `least` is 0: the server names the chunk. Raises `BadLayout` or `BadDtype`.

@@ -32,7 +32,7 @@ from kvframework.api.requests import (
 )
 from kvframework.api.transport import ServerContext, ServerTransport
 from kvframework.bounded_calls import call_within
-from kvframework.config.schema import LEAST_CHUNK, ServerConfig, TenantConfig
+from kvframework.config.schema import LEAST_CHUNK, MOST_CHUNK, ServerConfig, TenantConfig
 from kvframework.errors import NotRegistered, RequestError
 from kvframework.logs.process_log import log_status
 from kvframework.record_ring import RecordRing
@@ -82,7 +82,7 @@ class CacheService(CacheServices):
         self._stopping = False
         self._listeners = listeners or Listeners(RecordRing())
         self.boot_id = secrets.token_bytes(16)
-        self.chunk_size = config.most_chunk
+        self.chunk_size = config.chunk_size or MOST_CHUNK
         self.contexts: Contexts = {}
         self.storage = storage
         self.hasher = hasher
@@ -214,7 +214,7 @@ class CacheService(CacheServices):
 
     def _least_chunk(self) -> int:
         """Return `least` for `with_chunk`: a chunk holds whole blocks of each listener."""
-        least = math.lcm(LEAST_CHUNK, *self._listeners.block_tokens())
+        least = math.lcm(LEAST_CHUNK, self._listeners.block_tokens)
         return 0 if self._config.chunk_size or least > self.chunk_size else least
 
     def start(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -79,21 +80,19 @@ class Listeners:
         self.ring = ring
         self.doors = ListenerDoors()
         self._running: list[_Running] = []
+        self.block_tokens = 1
 
     def add(self, name: str, listener: Listener) -> None:
         """Add one, before `start`."""
         self._running.append(_Running(name, listener, self.ring.open()))
         self.ring.wants_contents |= listener.wants != "none"
+        self.block_tokens = math.lcm(self.block_tokens, listener.block_tokens)
 
     @property
     def features(self) -> tuple[str, ...]:
         """Names for HELLO of the contents that listeners want."""
         wanted = {feature for each in self._running for feature in _FEATURES[each.listener.wants]}
         return tuple(sorted(wanted))
-
-    def block_tokens(self) -> list[int]:
-        """Return the tokens of a block in which each listener counts."""
-        return [each.listener.block_tokens for each in self._running]
 
     def start(self, *, keeps: bool) -> None:
         """Start all; `keeps`: what L1 holds outlives the server. Blocks as they do. Raises what they raise; those that

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from kvf_dev.inspection.names import name_fault
 from kvframework import __version__
-from kvframework.api.installing import SOURCES, requirement, wheel_command
+from kvframework.api.installing import SOURCES, requirement
 from kvframework.errors import KVFrameworkError
 from kvframework.registry.discovery import KINDS, discover
 
@@ -204,7 +204,7 @@ def _words(names: PluginNames) -> dict[str, str]:
         # For pip 0.3.0.dev0 is lower than 0.3.
         "PRESENT_MINOR": ".".join(__version__.split(".")[:2]) + ".0.dev0",
         "KITS_REQUIREMENT": kits_requirement(names),
-        "WHEEL_COMMAND": wheel_command(*names.requires[1:]),
+        "WHEEL_COMMAND": _wheel_command(*names.requires[1:]),
         "REQUIRED_BESIDE": "".join(f" {requirement(distribution=each)}" for each in names.requires[1:]),
         "SUBDIRECTORIES": "".join(
             f' "$KVFRAMEWORK#subdirectory={SOURCES[each].partition("/")[2]}"' for each in names.requires[1:]
@@ -268,3 +268,9 @@ def _failed(folder: Path, error: OSError) -> ScaffoldError:
         where="--path",
         hint="give --path a folder in which you may create folders",
     )
+
+
+def _wheel_command(*distributions: str) -> str:
+    """Return the command for wheels of kvframework, its kits and `distributions`, for pip's `--find-links wheels`."""
+    wanted = ("kvframework", "kvframework-dev", *distributions)
+    return f"pip wheel --no-deps --wheel-dir wheels {' '.join(SOURCES[each] for each in wanted)}"
