@@ -297,6 +297,7 @@ class Instance:
         except BaseException:
             self._unregister(urgent=True)  # the engine's side refuses what the server has registered
             raise
+        self._declared = own = replace(own, chunk_tokens=whole.chunk_tokens)  # also at a later server
         return Registered(replace(moved, layout=own, desc=whole), moved, shards)
 
     def _shards(self, desc: MemoryLayoutDesc, hello: m.HelloReply) -> Shards | None:

@@ -16,6 +16,7 @@ from kvframework.wire import messages as m
 from kvframework.wire.protocol import non_gpu_namespace
 from tests.support.engines import BLOCK, LAYERS, PagedEngine
 from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient
 
 pytestmark = pytest.mark.torch
@@ -83,6 +84,20 @@ def test_the_configured_chunk_is_that_of_every_model() -> None:
     with ServerProcess("server.chunk_size=192") as server, KVClient(server.endpoint) as client:
         assert (client.hello.chunk_size, client.hello.least_chunk) == (192, 0)
         assert PagedEngine(client, wide=WIDE).chunk == 192
+
+
+@pytest.mark.parametrize("settings", [(), ("server.chunk_size=256",), ("server.chunk_size=256", "server.chunk_size=0")])
+def test_an_engine_keeps_its_chunk_at_a_server_that_sizes_chunks_by_another_rule(settings: tuple[str, ...]) -> None:
+    with ServerProcess(*settings[:-1]) as server, KVClient(server.endpoint, deadline_scale=20.0) as client:
+        engine = PagedEngine(client, wide=WIDE)
+        boot, blocks = client.hello.boot_id, list(range(engine.chunk // BLOCK))
+        server.stop()
+        server.set(*settings[-1:])
+        server.start()
+        wait_until(lambda: client.hello.boot_id != boot and len(server.status()["instances"]) == 1, 60, "the engine")
+        request = engine.request(list(range(engine.chunk)))
+        assert engine.store(request, blocks)
+        assert engine.hit(request) == engine.chunk
 
 
 def test_an_older_client_and_the_eight_fields_beside_an_engine() -> None:
