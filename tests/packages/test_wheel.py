@@ -38,7 +38,7 @@ def test_child_processes_test_the_wheel() -> None:
 @wheel
 def test_the_wheel_has_no_benchmarks() -> None:
     files = metadata.files("kvframework") or []
-    assert any(file.name == "app.py" for file in files)
+    assert any(file.name == "commands.py" for file in files)
     assert not [file for file in files if "bench" in str(file)]
 
 
