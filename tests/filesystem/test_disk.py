@@ -44,7 +44,7 @@ def values_in(folder: Path) -> list[Path]:
 def test_a_server_killed_in_mid_write_finds_what_it_wrote(tmp_path: Path, seed: int, kills: int, hidden: int) -> None:
     chance = random.Random(f"{seed}/kills")
     folder, prompts = tmp_path / "kv", [prompt([number]) for number in range(128)]
-    with ServerProcess(*settings(folder, timeout_s=20), capacity="192MiB") as server:
+    with ServerProcess("server.chunk_size=256", *settings(folder, timeout_s=20), capacity="192MiB") as server:
         for number in range(kills):
             with Engine(server.endpoint, hidden=hidden) as engine:
                 before = count(engine.client, "stored")

@@ -33,6 +33,7 @@ class Fleet:
         self.addresses = [f"127.0.0.1:{free_port()}" for _ in range(number)]
         listed = "[" + ",".join(f'"{each}"' for each in self.addresses) + "]"
         common = [
+            "server.chunk_size=256",
             "l2.0.use=peers",
             f"l2.0.token_file={token}",
             f"l2.0.peers={listed}",

@@ -144,7 +144,7 @@ def one_port(bench: Bench) -> str:
 # Texts that need nothing beside the case's directory: its `Bench.toml` has these parts.
 TEXTS: dict[str, dict[str, str]] = {
     "syntax": {"server": "[server\n"},
-    "value": {"server": "chunk_size = 0\n"},
+    "value": {"server": "chunk_size = -1\n"},
     "plugin": {"tables": '[hasher]\nuse = "sha265"\n'},
     "option": {"tables": '[[l2]]\nuse = "filesystem"\npaht = "/x"\n'},
     "codec": {"tables": "[codecs.zstd]\n"},
@@ -161,7 +161,7 @@ MADE = {
 } | {each.__name__: each for each in (held, open_directory, no_socket, taken_port, one_port)}
 CASES = {
     "syntax": ("config.file", "not valid TOML, line "),
-    "value": ("config.field", "expected `int` >= 1"),
+    "value": ("config.field", "expected `int` >= 0"),
     "plugin": ("plugin.not_found", "hasher 'sha265'"),
     "option": ("config.field", "unknown key 'paht'"),
     "codec": ("config.field", "codec 'zstd' is not in use"),

@@ -174,7 +174,7 @@ print("survived", flush=True)
 
 @pytest.mark.parametrize("how", ["kill", "close"])
 def test_an_engine_survives_the_end_of_its_arena_in_mid_copy(how: str) -> None:
-    with ServerProcess(capacity="256MiB") as server:
+    with ServerProcess("server.chunk_size=256", capacity="256MiB") as server:
         engine = subprocess.Popen(
             [sys.executable, "-c", f"AXES = {AXES!r}\n{COPIER}", server.endpoint, how],
             stdout=subprocess.PIPE,

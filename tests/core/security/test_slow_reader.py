@@ -25,7 +25,7 @@ WIDE = 256  # 1 MiB an object
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RemoteServer]:
-    with remote_server("server.retrieve_lease_s=1", curve=False, capacity="32MiB") as running:
+    with remote_server("server.chunk_size=256", "server.retrieve_lease_s=1", curve=False, capacity="32MiB") as running:
         yield running
 
 
@@ -69,7 +69,9 @@ def test_what_one_client_leaves_unread_is_bounded(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("kvframework.service.chunks_over_wire.MAX_UNSENT_BYTES", 60 << 20)
     port = free_port()
     with (
-        serving(f"server.tcp=tcp://127.0.0.1:{port}", "server.insecure=true", capacity="32MiB") as running,
+        serving(
+            "server.chunk_size=256", f"server.tcp=tcp://127.0.0.1:{port}", "server.insecure=true", capacity="32MiB"
+        ) as running,
         WireClient(running.endpoint) as owner,
         StallingProxy(port, after=1 << 20) as proxy,
     ):

@@ -109,7 +109,10 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
 def test_many_times_the_arena_leaves_the_servers_memory_as_it_was(store: list[str]) -> None:
     # Of 64 MiB each, all of which is written and read in one batch.
     prompts = [prompt(range(100 * number, 100 * number + 4)) for number in range(8)]
-    with ServerProcess(*store, capacity="128MiB") as server, Engine(server.endpoint, hidden=HIDDEN) as engine:
+    with (
+        ServerProcess("server.chunk_size=256", *store, capacity="128MiB") as server,
+        Engine(server.endpoint, hidden=HIDDEN) as engine,
+    ):
         engine.store(prompt([10**6]))
         await_written(engine.client)
         peak = Peak(server.pid)

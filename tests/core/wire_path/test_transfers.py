@@ -108,7 +108,7 @@ def test_many_batches_and_everything_skipped(client: KVClient, monkeypatch: pyte
 
 def test_a_full_l1_keeps_the_beginning_of_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvf_cpu_gather.wire_path.BATCH_BYTES", 1 << 20)
-    with remote_server(capacity="4MiB") as small, small.connect() as client:
+    with remote_server("server.chunk_size=256", capacity="4MiB") as small, small.connect() as client:
         engine = PagedEngine(client, blocks=160, wide=256)  # 1 MiB an object
         old = engine.request([9] * 512, "old")
         assert engine.store(old, BLOCKS)

@@ -11,7 +11,7 @@ import hashlib
 import hmac
 import struct
 from collections.abc import Sequence
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -103,6 +103,11 @@ class Get(msgspec.Struct, frozen=True, tag="get"):
 FromStranger = Hello
 FromHolder = Welcome | Refused
 FromReader = Ask | Get
+# Made once, here: two threads that first decode a type at the same moment crash in msgspec.
+_DECODERS: dict[object, msgspec.msgpack.Decoder[Any]] = {
+    kind: msgspec.msgpack.Decoder(kind)
+    for kind in (Greeting, Hello, Welcome, Refused, Ask, Found, Get, FromHolder, FromReader)
+}
 
 
 def encoded(message: msgspec.Struct) -> bytes:
@@ -116,7 +121,8 @@ def encoded(message: msgspec.Struct) -> bytes:
 def decoded(body: bytes, kind: type[M]) -> M:
     """Raise `ProtocolError`."""
     try:
-        return msgspec.msgpack.decode(body, type=kind)
+        decoder: msgspec.msgpack.Decoder[M] = _DECODERS[kind]
+        return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"no message as expected: {error}") from None
 
