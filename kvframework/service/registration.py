@@ -172,7 +172,7 @@ class Registrations:
                 hint='add [[transport]] use = "cpu_gather" to the server\'s TOML',
             )
         layout = non_gpu_layout(payload, self.chunk_size, self.least_chunk())
-        namespace = non_gpu_namespace(payload, self.hasher_fingerprint, self.chunk_size, self.least_chunk())
+        namespace = non_gpu_namespace(payload, self.hasher_fingerprint, layout.chunk_tokens or self.chunk_size)
         context = self._context(client, payload, engine_driven, layout, rank=None, namespace=namespace, plugin=None)
         return self._add(context, client, ())
 

@@ -117,7 +117,8 @@ class StepReport:
     copied_s: float = 0.0
 
     def __bool__(self) -> bool:
-        return self != StepReport()
+        news = self.served or self.loaded or self.ended or self.failed or self.unstored or self.adapters
+        return bool(news or self.weights or self.copied_s)
 
     def copied(self, tokens: float, seconds: float) -> None:
         self.copied_tokens += tokens
