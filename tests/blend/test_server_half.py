@@ -9,7 +9,7 @@ LOADED = """
 import sys
 import kvf_blend
 first = set(sys.modules)
-from kvf_dev.inspection.process import no_services
+from kvf_dev.inspection.creation import no_services
 (provider,) = kvf_blend.kvf_request_handlers()
 handlers = provider.create(provider.options(), no_services())
 print(*sorted(handler.spec.name for handler in handlers))

@@ -10,11 +10,11 @@ import warnings
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     from kvframework.testing import TierConformance
-    from kvframework.testing.faults import FaultyTier
+    from kvframework.testing.faults import FaultProxy
     import kvframework.testing.accelerator
 import kvf_dev.testing, kvf_dev.testing.accelerator, kvf_dev.testing.faults
 assert TierConformance is kvf_dev.testing.TierConformance
-assert FaultyTier is kvf_dev.testing.faults.FaultyTier
+assert FaultProxy is kvf_dev.testing.faults.FaultProxy
 assert kvframework.testing.accelerator is kvf_dev.testing.accelerator
 print(*(f"{each.category.__name__}: {each.message}" for each in caught if "kvf_dev" in str(each.message)), sep="\\n")
 """

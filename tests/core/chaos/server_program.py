@@ -3,6 +3,7 @@ fail proves nothing."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import kvf_filesystem.tier as filesystem
-from kvf_dev.testing.faults import FaultyTier
 from kvframework.api.tier import Tier
 from kvframework.cli.main import main
 from kvframework.storage import recovery as kept
@@ -24,27 +24,25 @@ SLOWNESS, PLANT = "KVFRAMEWORK_CHAOS_SLOWNESS", "KVFRAMEWORK_CHAOS_PLANT"
 RARELY = 4
 
 
-class SlowDisk(FaultyTier):
-    """Delay each call by the number of seconds that a file contains."""
-
-    def __init__(self, inner: Tier, slowness: Path) -> None:
-        super().__init__(inner, 0, ())
-        self._slowness = slowness
-
-    def _call(self) -> None:
-        try:
-            time.sleep(float(self._slowness.read_text()))
-        except (FileNotFoundError, ValueError):
-            return
-
-
 def slow_disk() -> None:
-    open_tier = filesystem.open_tier
+    """Delay each call of a tier by the number of seconds that a file contains."""
+    open_tier, slowness = filesystem.open_tier, Path(os.environ[SLOWNESS])
+
+    def delayed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wait_and_call(*arguments: Any, **options: Any) -> Any:
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                time.sleep(float(slowness.read_text()))
+            return call(*arguments, **options)
+
+        return wait_and_call
 
     def opened(*arguments: Any, **options: Any) -> Tier:
-        return SlowDisk(open_tier(*arguments, **options), Path(os.environ[SLOWNESS]))
+        tier = open_tier(*arguments, **options)
+        for name in ("contains", "get_into", "put", "delete", "touch", "usage", "scan"):
+            setattr(tier, name, delayed(getattr(tier, name)))
+        return tier
 
-    filesystem.open_tier = opened  # type: ignore[assignment]
+    filesystem.open_tier = opened
 
 
 # bugs

@@ -1,12 +1,12 @@
-"""A plugin whose tier is as slow as a file says: each call that reads takes so many seconds longer, by the fault kit.
+"""A plugin whose tier is as slow as a file says: each call that reads takes so many seconds longer.
 Runs in the server process, where a tier that nothing was loaded from is tried again after `PROBE_S` seconds."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvf_dev.testing.faults import FaultyTier, Parts
 from kvframework import pricing
 from kvframework.api.plugin import Options
 from kvframework.api.tier import Outcome, PackedKey, TierProvider, hookimpl
@@ -19,21 +19,19 @@ class SlowedOptions(Options, frozen=True):
     seconds: str
 
 
-class SlowedTier(FaultyTier):
+class SlowedTier(MemoryTier):
     """`seconds` is the file."""
 
     def __init__(self, seconds: Path) -> None:
-        super().__init__(MemoryTier(), 0, ("slow",), rate=0.0)
+        super().__init__()
         self.name = "slowed"
         self._seconds = seconds
 
-    def get_into(self, keys: Sequence[PackedKey], parts: Parts, *, deadline: float) -> list[int | Outcome]:
-        self._slow_s = float(self._seconds.read_text())
-        self._rate = 1.0 if self._slow_s else 0.0
-        try:
-            return super().get_into(keys, parts, deadline=deadline)
-        finally:
-            self._rate = 0.0
+    def get_into(
+        self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
+    ) -> list[int | Outcome]:
+        time.sleep(float(self._seconds.read_text()))
+        return super().get_into(keys, parts, deadline=deadline)
 
 
 @hookimpl

@@ -203,7 +203,7 @@ PLANTED = {
             return [CodecProvider(name="lacking", summary="l", create=lambda options: Lacking())]
         """),
         ("codec.lacking",),
-        {"missing-method codec.lacking": "Lacking"},
+        {"missing-method codec.lacking": ""},
     ),
     "planted_hooks": Planted(
         _module(HOOKS),

@@ -172,18 +172,6 @@ def test_a_plugin_with_required_options_is_made_with_those_that_are_given(site: 
     assert fails.fact.startswith("create() with the options path raises FileNotFoundError: [Errno 2]")
 
 
-def test_of_what_was_not_made_the_declared_class_is_read(site: Path) -> None:
-    half = "class Half(Tier):\n    name = 'half'\n    def close(self): ...\ndef made(options, context) -> Half: ...\n"
-    source = NEEDS_PATH.replace("@hookimpl", f"{half}@hookimpl").replace("create=create", "create=made")
-    install(site, "acme", {"tier.deep": "halves"}, {"halves": source}, metadata=PROPER)
-    report = inspect_plugin("tier.deep")
-    assert {each.id for each in report.problems} == {"missing-method"}
-    assert {each.fact for each in report.problems} >= {"it has no put()", "it has no contains()"}
-    (note,) = report.notes
-    assert note.startswith("tier.deep: none was created here: its option path has no default, give --set path=VALUE; ")
-    assert note.endswith("; its class Half was checked instead")
-
-
 def test_options_of_a_module_are_refused(site: Path) -> None:
     install(site, "acme", {"tier.deep": "deep"}, {"deep": NEEDS_PATH}, metadata=PROPER)
     with pytest.raises(ConfigFieldError, match="of one plugin"):

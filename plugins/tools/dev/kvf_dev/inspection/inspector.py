@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 import kvframework
-from kvf_dev.inspection.cost import cost_problems
+from kvf_dev.inspection.cost import cost_problems, last_line
 from kvf_dev.inspection.names import name_fault
 from kvf_dev.inspection.problems import Line, Problem, Target, problem
 from kvframework.api.plugin import API_VERSION, ENTRY_POINT_GROUP
@@ -21,17 +21,10 @@ from kvframework.errors import ConfigFieldError, PluginNotFound
 from kvframework.registry.discovery import KINDS, EntryPointInfo, discover
 from kvframework.registry.plugin_check import release_wanted
 from kvframework.registry.registry import PluginRegistry
-from kvframework.supervise.child import Ran, run_isolated
+from kvframework.supervise.child import run_isolated
 
 DEADLINE_S = 20.0
-_OURS = "kvframework"
-_PUBLIC = (
-    "kvframework.api",
-    "kvframework.client",
-    "kvframework.status",
-    "kvframework.errors",
-    "kvf_dev.testing",
-)
+_PUBLIC = ("kvframework.api", "kvframework.client", "kvframework.status", "kvframework.errors", "kvf_dev.testing")
 _MOST_FILES = 500
 
 
@@ -65,39 +58,19 @@ def inspect_plugin(text: str, options: Mapping[str, object] | None = None, *, de
 
 
 def _inspect(target: Target, deadline_s: float) -> Iterator[Line]:
-    for each in metadata_problems(target):
-        yield Line(problem=each)
-    for each in import_problems(target.module):
-        yield Line(problem=each)
     found, importable = cost_problems(
         target.module, {offer.distribution for offer in target.offers}, deadline_s=deadline_s
     )
-    for each in found:
+    for each in (*metadata_problems(target), *import_problems(target.module), *found):
         yield Line(problem=each)
     if importable:
         ran = run_isolated("kvf_dev.inspection.process", msgspec.json.encode(target), deadline_s=deadline_s)
         lines = [msgspec.json.decode(line, type=Line) for line in ran.lines]
         yield from lines
         if ran.ended:
-            yield Line(problem=_death(target, ran, [line.step for line in lines if line.step][-1]))
-
-
-def _death(target: Target, ran: Ran, step: str) -> Problem:
-    said = ran.printed.strip().splitlines()
-    cause = f": {said[-1]}" if said else ""
-    if step.startswith("create of "):
-        name, where = "create-dies", step.removeprefix("create of ")
-    elif step.startswith("the probe of "):
-        name, where = "probe-fails", step.removeprefix("the probe of ")
-    else:
-        name, where = ("import-fails" if step == "import" else "hook-fails"), target.value
-    return problem(
-        name,
-        where,
-        f"{step}: the process {ran.ended}{cause}",
-        expected="a call that returns",
-        hint="a plugin raises errors, and gives every wait a deadline",
-    )
+            last = [line for line in lines if line.step][-1]
+            fact = f"{last.step}: the process {ran.ended}: {last_line(ran)}"
+            yield Line(problem=problem(last.dies, last.where, fact.removesuffix(": "), "a call that returns"))
 
 
 def find_targets(text: str, options: Mapping[str, object]) -> list[Target]:
@@ -156,36 +129,22 @@ def _exists(module: str) -> bool:
 def metadata_problems(target: Target) -> Iterator[Problem]:
     """Problems of the metadata. Blocking: reads metadata files."""
     if not target.offers:
-        yield problem("not-installed", target.module, expected=f'[project.entry-points."{ENTRY_POINT_GROUP}"]')
+        fact = "no installed distribution has an entry point for it"
+        yield problem("not-installed", target.module, fact, f'[project.entry-points."{ENTRY_POINT_GROUP}"]')
     for rival in target.rivals:
-        yield problem("name-conflict", rival.title, f"{rival.origin} offers it too")
+        yield problem("name-conflict", rival.title, f"{rival.origin} offers it too", "a name of its own")
+    ours = {each.title for each in target.offers if each.api_major == API_VERSION[0]}
     for offer in target.offers:
-        if offer.api_major != API_VERSION[0] and offer.title not in {
-            each.title for each in target.offers if each.api_major == API_VERSION[0]
-        }:
-            yield problem(
-                "api-version",
-                offer.title,
-                f"its entry point is of plugin API {offer.api_major}",
-                expected=f"the group {ENTRY_POINT_GROUP}",
-                hint="offer it in this group as well",
-            )
+        if offer.title not in ours:
+            fact = f"its entry point is of plugin API {offer.api_major}"
+            hint = "offer it in this group as well"
+            yield problem("api-version", offer.title, fact, f"the group {ENTRY_POINT_GROUP}", hint)
         if offer.kind not in KINDS:
-            yield problem(
-                "entry-point-name",
-                offer.title,
-                "its entry point names no kind of plugin",
-                expected=f"KIND.NAME, with one of {', '.join(KINDS)}",
-                hint="rename the entry point",
-            )
+            fact = "its entry point names no kind of plugin"
+            yield problem("entry-point-name", offer.title, fact, f"KIND.NAME, with one of {', '.join(KINDS)}")
         elif fault := name_fault(offer.kind, offer.name):
-            yield problem(
-                "plugin-name",
-                offer.title,
-                fault.fact,
-                expected=fault.available,
-                hint=f"call it {offer.kind}.{fault.nearest}" if fault.nearest else "choose another name",
-            )
+            hint = f"call it {offer.kind}.{fault.nearest}" if fault.nearest else ""
+            yield problem("plugin-name", offer.title, fault.fact, fault.available, hint)
     for name in dict.fromkeys(offer.distribution for offer in target.offers):
         yield from _distribution_problems(name)
 
@@ -196,18 +155,15 @@ def _distribution_problems(name: str) -> Iterator[Problem]:
     except metadata.PackageNotFoundError:
         return
     if not found.metadata["Requires-Python"]:
-        yield problem("no-requires-python", name)
+        fact = "its metadata has no Requires-Python"
+        yield problem("no-requires-python", name, fact, 'requires-python = ">=3.10"')
     if wanted := release_wanted(name):
-        yield problem(
-            "api-version",
-            name,
-            f"it requires kvframework {wanted}",
-            expected=f"a range with kvframework {kvframework.__version__}",
-            hint="widen the range in its pyproject.toml, or check it with a kvframework in the range",
-        )
+        expected = f"a range with kvframework {kvframework.__version__}"
+        yield problem("api-version", name, f"it requires kvframework {wanted}", expected)
     needed = {re.split(r"[^A-Za-z0-9._-]", each.strip(), maxsplit=1)[0].lower() for each in found.requires or ()}
-    if _OURS not in {*needed, name.lower()}:
-        yield problem("no-dependency", name)
+    if "kvframework" not in {*needed, name.lower()}:
+        fact = "its metadata does not depend on kvframework"
+        yield problem("no-dependency", name, fact, 'dependencies = ["kvframework>=..."]')
 
 
 def _sources(module: str) -> Iterator[tuple[str, Path]]:
@@ -233,12 +189,8 @@ def import_problems(module: str) -> Iterator[Problem]:
             continue  # not a source file of this Python: the import reports more
         for node in ast.walk(tree):
             for imported in filter(_internal, _imported(node)):
-                yield problem(
-                    "internal-import",
-                    f"{name}, line {getattr(node, 'lineno', 0)}",
-                    f"it imports {imported}",
-                    expected=f"imports of {', '.join(_PUBLIC)} only",
-                )
+                where = f"{name}, line {getattr(node, 'lineno', 0)}"
+                yield problem("internal-import", where, f"it imports {imported}", f"only {', '.join(_PUBLIC)}")
 
 
 def _imported(node: ast.AST) -> Iterator[str]:
@@ -252,6 +204,5 @@ def _imported(node: ast.AST) -> Iterator[str]:
 
 
 def _internal(name: str) -> bool:
-    if name in ("kvframework", "kvframework.__version__") or not name.startswith("kvframework."):
-        return False
-    return not any(name == public or name.startswith(f"{public}.") for public in _PUBLIC)
+    public = ("kvframework.__version__", *_PUBLIC)
+    return name.startswith("kvframework.") and not any(f"{name}.".startswith(f"{each}.") for each in public)

@@ -1,5 +1,5 @@
-"""The problems that an inspection reports: their stable ids, and the severity of each; and what its processes tell each
-other."""
+"""The problems that an inspection reports: the severity of each id, and the usual way to correct it; and what its
+processes tell each other."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ from typing import Any, Literal, NamedTuple
 
 from msgspec import Struct
 
+from kvframework.api.plugin import ENTRY_POINT_GROUP
 from kvframework.registry.discovery import EntryPointInfo
 
 Severity = Literal["error", "warning"]
 
 
 class Line(Struct, omit_defaults=True):
-    """One line of the report: the next step, a problem, or a note on a part that could not be inspected."""
+    """One line of the report: the next step, a problem, or a note on a part that could not be inspected. `dies` is the
+    id of the problem if the process ends during the step, and `where` its place."""
 
     step: str = ""
+    dies: str = ""
+    where: str = ""
     problem: Problem | None = None
     note: str = ""
     provider: str = ""
@@ -40,89 +44,49 @@ class Target(Struct, frozen=True):
 
 
 class Kind(NamedTuple):
-    """What all problems of one id have in common, as far as they do."""
-
     severity: Severity
-    fact: str = ""
-    expected: str = ""
-    hint: str = ""
+    hint: str
 
 
 _IMPORT_LATER = "import it inside `create`, or in a module that only `create` imports"
+_MARK = "mark the function that returns the providers with @kvframework.api.plugin.hookimpl"
+_LIST = "a hook returns a list of provider descriptors of its own kind"
+_PROJECT = "write it into [project] of pyproject.toml"
+_CONTRACT = "implement it as its base class describes it"
 PROBLEMS = {
-    "import-fails": Kind("error", "", "", _IMPORT_LATER),
-    "import-dies": Kind("error", "", "an import that ends", _IMPORT_LATER),
-    "heavy-import": Kind("error", "", "", _IMPORT_LATER),
-    "eager-import": Kind("warning", "", "", _IMPORT_LATER),
-    "internal-import": Kind("warning", "", "", "the rest changes without notice"),
-    "misspelt-hook": Kind("error"),
-    "unmarked-hook": Kind(
-        "error", "it looks like a hook but is not marked", "", "mark it with @kvframework.api.plugin.hookimpl"
-    ),
-    "async-hook": Kind(
-        "error",
-        "it is a coroutine function or a generator",
-        "def that returns a list",
-        "hooks run once, at startup, in a process without an event loop",
-    ),
-    "hook-arguments": Kind("error", "", "no parameter", "hooks are called without arguments; options come to `create`"),
-    "no-hook": Kind(
-        "error",
-        "nothing in it is marked with @hookimpl",
-        "",
-        "mark the function that returns the providers with @kvframework.api.plugin.hookimpl",
-    ),
-    "hook-fails": Kind("error"),
-    "wrong-kind": Kind("error"),
-    "api-version": Kind("error"),
-    "name-conflict": Kind("error", "", "a name of its own", "choose another name, or uninstall the other one"),
-    "entry-point-name": Kind("error"),
-    "plugin-name": Kind("error"),
-    "no-entry-point": Kind("error", "no entry point names this provider"),
-    "not-installed": Kind(
-        "warning", "no installed distribution has an entry point for it", "", "install the plugin: pip install -e ."
-    ),
-    "no-requires-python": Kind(
-        "warning",
-        "its metadata has no Requires-Python",
-        'requires-python = ">=3.10"',
-        "write it into [project] of pyproject.toml",
-    ),
-    "no-dependency": Kind(
-        "warning",
-        "its metadata does not depend on kvframework",
-        'dependencies = ["kvframework>=..."]',
-        "write it into [project] of pyproject.toml",
-    ),
-    "no-summary": Kind("warning", "its summary is empty", "a line of text", "`kvframework plugins info` shows it"),
-    "probe-fails": Kind(
-        "error", "", "None, or why it cannot run here", "find out with importlib.util.find_spec, without an import"
-    ),
-    "undocumented-option": Kind("error", "the option has no description", "", "`kvframework plugins info` shows it"),
-    "wrong-default": Kind(
-        "error",
-        "",
-        "a value that TOML can express, within the option's bounds",
-        "take a text, number, boolean, array, table or None, and make the rest of it in `create`",
-    ),
-    "unreadable-option": Kind(
-        "error",
-        "",
-        "a type that msgspec reads by itself, or ByteSize",
-        "take a string, and build the rest from it in `create`",
-    ),
-    "reserved-option": Kind("error", "", "", "rename the option"),
-    "create-fails": Kind(
-        "error", "", "", "raise a KVFrameworkError for what is not available here, or report it in the probe"
-    ),
-    "options-refused": Kind("error"),
-    "create-dies": Kind("error"),
-    "missing-method": Kind("error"),
-    "missing-attribute": Kind("error", "", "", "set it in the class or in __init__"),
-    "wrong-signature": Kind("error"),
-    "async-method": Kind(
-        "error", "it is asynchronous", "def", "write def; a handler returns a Future for what takes time"
-    ),
+    "import-fails": Kind("error", _IMPORT_LATER),
+    "import-dies": Kind("error", _IMPORT_LATER),
+    "heavy-import": Kind("error", _IMPORT_LATER),
+    "eager-import": Kind("warning", _IMPORT_LATER),
+    "internal-import": Kind("warning", "the rest changes without notice"),
+    "misspelt-hook": Kind("error", "rename it"),
+    "unmarked-hook": Kind("error", _MARK),
+    "async-hook": Kind("error", "hooks run once, at startup, in a process without an event loop"),
+    "hook-arguments": Kind("error", "hooks are called without arguments; options come to `create`"),
+    "no-hook": Kind("error", _MARK),
+    "hook-fails": Kind("error", _LIST),
+    "wrong-kind": Kind("error", _LIST),
+    "api-version": Kind("error", "lower what the plugin asks for, or check it with a kvframework that has it"),
+    "name-conflict": Kind("error", "choose another name, or uninstall the other one"),
+    "entry-point-name": Kind("error", "rename one of them"),
+    "plugin-name": Kind("error", "choose another name"),
+    "no-entry-point": Kind("error", f'write it into [project.entry-points."{ENTRY_POINT_GROUP}"]'),
+    "not-installed": Kind("warning", "install the plugin: pip install -e ."),
+    "no-requires-python": Kind("warning", _PROJECT),
+    "no-dependency": Kind("warning", _PROJECT),
+    "no-summary": Kind("warning", "`kvframework plugins info` shows it"),
+    "probe-fails": Kind("error", "find out with importlib.util.find_spec, without an import"),
+    "undocumented-option": Kind("error", "`kvframework plugins info` shows it"),
+    "wrong-default": Kind("error", "take a text, number, boolean, array, table or None; make the rest in `create`"),
+    "unreadable-option": Kind("error", "take a string, and build the rest from it in `create`"),
+    "reserved-option": Kind("error", "rename the option"),
+    "create-fails": Kind("error", "raise a KVFrameworkError for what is not available here, or say it in the probe"),
+    "options-refused": Kind("error", "give other values"),
+    "create-dies": Kind("error", "a plugin raises errors, and gives every wait a deadline"),
+    "missing-method": Kind("error", _CONTRACT),
+    "missing-attribute": Kind("error", "set it in the class or in __init__"),
+    "wrong-signature": Kind("error", "take the parameters of the contract, by these names; more need defaults"),
+    "async-method": Kind("error", "write def; a handler returns a Future for what takes time"),
 }
 
 
@@ -138,7 +102,7 @@ class Problem(Struct, frozen=True):
     hint: str = ""
 
 
-def problem(name: str, where: str, fact: str = "", *, expected: str = "", hint: str = "") -> Problem:
-    """A problem, with what its id says of all such. Raises `KeyError` for an id that is not in `PROBLEMS`."""
+def problem(name: str, where: str, fact: str, expected: str = "", hint: str = "") -> Problem:
+    """Return a problem, with the usual hint of its id if none is given. Raises `KeyError` for an unknown id."""
     known = PROBLEMS[name]
-    return Problem(name, known.severity, where, fact or known.fact, expected or known.expected, hint or known.hint)
+    return Problem(name, known.severity, where, fact, expected, hint or known.hint)

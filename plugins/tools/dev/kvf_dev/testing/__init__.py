@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvf_dev.testing.codec import CodecConformance
     from kvf_dev.testing.eviction import EvictionConformance
-    from kvf_dev.testing.faults import FaultProxy, FaultyTier
+    from kvf_dev.testing.faults import FaultProxy
     from kvf_dev.testing.hasher import HasherConformance
     from kvf_dev.testing.layout import LayoutConformance
     from kvf_dev.testing.listener import ListenerConformance
@@ -21,7 +21,6 @@ __all__ = [
     "CodecConformance",
     "EvictionConformance",
     "FaultProxy",
-    "FaultyTier",
     "HasherConformance",
     "LayoutConformance",
     "ListenerConformance",
