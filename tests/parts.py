@@ -85,7 +85,6 @@ PARTS: dict[str, tuple[str, ...]] = {
         "redis/test_cluster.py",
         "redis/test_doctor.py",
         "redis/test_failover.py",
-        "redis/test_faults_at_work.py",
         "route/test_process.py",
         "route/test_real_server.py",
         "run/test_run.py",

@@ -222,6 +222,12 @@ def test_an_instance_that_has_ended_is_granted_nothing(server: ServerProcess) ->
         worker.close()
         wait_until(lambda: not asking(scheduler, key, 7).grants, what="the worker's end")
         assert asking(scheduler, key, free=(lease,)).hit_tokens == 512
+        with server.client() as again:
+            again.register(7)
+            kept = asking(scheduler, key, 7).grants[0].lease
+            with pytest.raises(LeaseUnknown):
+                again.call("COMMIT_RETRIEVE", m.Commit(lease))
+            assert again.call("COMMIT_RETRIEVE", m.Commit(kept)).held
 
 
 def test_an_instance_that_does_not_say_of_which_rank_it_is_gets_none(server: ServerProcess) -> None:
@@ -259,13 +265,14 @@ def test_each_rank_is_granted_its_own_objects(server: ServerProcess) -> None:
                 assert worker.call("COMMIT_RETRIEVE", m.Commit(grant.lease)).held
 
 
-def test_grants_leave_leases_for_other_transfers(server: ServerProcess) -> None:
-    with server.client() as worker:
+def test_grants_leave_leases_for_other_transfers_and_other_askers(server: ServerProcess) -> None:
+    with server.client() as worker, server.client() as other:
         key = key_for(worker.register(7), TOKENS)
         worker.store(key, b"x", 7)
         grants = [asking(worker, key, 7).grants for _ in range(MAX_OF_ASKER + 1)]
         assert all(grants[:-1])
         assert grants[-1] == ()
+        assert asking(other, key, 7).grants != ()
         assert worker.prepare_retrieve(key, 7).hit
         assert asking(worker, key, free=(grants[0][0].lease,)).hit_tokens == 512
         assert asking(worker, key, 7).grants != ()

@@ -193,26 +193,3 @@ def test_an_engine_survives_the_end_of_its_arena_in_mid_copy(how: str) -> None:
             engine.kill()
             engine.communicate()
         assert (engine.returncode, out.strip()) == (0, "survived"), err
-
-
-def test_a_forked_child_may_close_what_it_inherited(server: ServerProcess) -> None:
-    script = (
-        "import mmap, os, sys\n"
-        "from kvframework.client import KVClient\n"
-        "client = KVClient(sys.argv[1], deadline_scale=20.0)\n"
-        "assert client.wait_up(20)\n"
-        "child = os.fork()\n"
-        "if child == 0:\n"
-        "    own = [mmap.mmap(-1, 1 << 20) for _ in range(200)]\n"
-        "    client.close(); client._down(); del client\n"
-        "    for each in own: each[:] = b'x' * (1 << 20)\n"
-        "    os._exit(0)\n"
-        "status = os.waitpid(child, 0)[1]\n"
-        "assert client.usable\n"
-        "client.close()\n"
-        "sys.exit(0 if status == 0 else 3)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script, server.endpoint], capture_output=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr.decode()

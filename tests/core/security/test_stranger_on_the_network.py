@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import resource
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +18,6 @@ from kvframework.wire import messages as m
 from kvframework.wire.frames import join, split
 from tests.core.messaging.lab import HASHER, connected
 from tests.core.wire_path.remote import Keys, RemoteServer, remote_server
-from tests.support.processes import descriptors
-from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for
 
 TOKENS = list(range(512))
@@ -83,42 +79,6 @@ def test_what_others_hold_is_out_of_its_reach(server: RemoteServer, remote: Wire
         assert remote.call("END_SESSION", m.EndSession(key.request_id)) == m.SessionEnded(0, 0)
         assert owner.call("COMMIT_RETRIEVE", lease).held is True
         assert owner.call("FREE_LOOKUP_LOCKS", m.TicketRef(ticket)).pins == 2
-
-
-def test_another_salt_is_another_object(server: RemoteServer, remote: WireClient) -> None:
-    with server.local() as owner:
-        key = key_for(owner.register(), TOKENS[::-1], cache_salt="tenant a")
-        assert owner.store(key, b"mine")
-        registered = remote.register(2)
-        for salt in ("", "tenant b", "tenant a "):
-            assert remote.lookup(key_for(registered, TOKENS[::-1], cache_salt=salt)).hit_tokens == 0
-        assert remote.lookup(key).hit_tokens == len(TOKENS), "the salt is a name, whoever says it"
-
-
-def test_connections_that_say_nothing_cost_others_nothing(server: RemoteServer) -> None:
-    """More than there are descriptors: no new client comes in meanwhile, those who are in go on."""
-    host, _, port = server.tcp.removeprefix("tcp://").rpartition(":")
-    pid = server.process.pid
-    with server.local() as inside, contextlib.ExitStack() as strangers:
-        before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-        in_use = len(descriptors(pid))
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, (in_use + 20, before[1]))
-        try:
-            for _ in range(60):
-                # Once the server has no descriptor left, connections wait in the kernel's queue.
-                with contextlib.suppress(TimeoutError):
-                    strangers.enter_context(socket.create_connection((host, int(port)), timeout=0.2))
-            # However many of them came in before.
-            wait_until(
-                lambda: any("descriptors are in use" in each["fact"] for each in inside.status()["problems"]),
-                what="the server's word that new connections are not accepted",
-            )
-            for _ in range(20):
-                assert inside.call("PING", m.Empty())
-        finally:
-            resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
-    with server.connect() as client:
-        assert client.wait_up(20)
 
 
 def test_a_half_spoken_handshake_is_cut_off(server: RemoteServer) -> None:

@@ -307,20 +307,6 @@ def test_server_driven_requests_are_refused_for_an_engine_driven_instance(client
             client.call(name, m.TransferRequest(key, 1, (b"",)))
 
 
-@pytest.mark.parametrize("name", ["COMMIT_STORE", "ABORT", "COMMIT_RETRIEVE"])
-def test_strange_leases_are_refused(server: ServerProcess, client: WireClient, name: str) -> None:
-    key = key_for(client.register(), TOKENS)
-    if name == "COMMIT_RETRIEVE":
-        client.store(key, b"x")
-        mine = client.prepare_retrieve(key).lease
-    else:
-        mine = client.prepare_store(key).lease
-    with server.client() as other:
-        for lease in ("feedbeef-1", mine):
-            with pytest.raises(errors.LeaseUnknown):
-                other.call(name, m.LeaseRef(lease))
-
-
 def test_the_server_has_not_loaded_torch(server: ServerProcess) -> None:
     with open(f"/proc/{server.pid}/maps") as maps:
         assert "libtorch" not in maps.read()

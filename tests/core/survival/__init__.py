@@ -2,13 +2,14 @@
 
 * A malformed message of any frame count, from anybody who can connect: others are served without a pause; counted;
   health probes the serving loop itself.
-  `test_malformed_messages.py`; answer by answer in `messaging/test_hostile_frames.py`, `messaging/test_liveness.py`.
+  `fuzz/test_flood.py`, `messaging/test_hostile_frames.py`, `messaging/test_liveness.py`; the probe in
+  `test_failing_requests.py`.
 * A handler raises, an unknown request, an undecodable payload: a typed error in milliseconds; no caller waits longer
   than its own deadline.
   `test_failing_requests.py`; the client's half in `messaging/test_requests.py`.
 * A worker dies or is stopped between PREPARE and COMMIT, or in the middle of a wire store: nothing unwritten is ever a
   hit; a stopped writer that wakes up harms nobody; the range comes back after ABORT, COMMIT or EOF.
-  `test_writers.py`; over the wire `wire_path/test_under_way.py`.
+  `test_engine_processes.py`; over the wire `wire_path/test_under_way.py`.
 * A reader is stopped while it copies, and its pin expires: COMMIT_RETRIEVE says so; the engine recomputes.
   `test_readers.py`; also `wire_path/test_under_way.py`.
 * The same request id with other tokens; two engines with the same request id: keys follow the content, pins follow the
@@ -36,7 +37,7 @@
   a miss until it is back.
   `test_server_stopped.py`; with other waits `client/test_deadlines.py`.
 * Redis stalls, dies, returns, answers garbage, holds corrupt values, under 8 clients' load.
-  `test_redis_under_eight_clients.py`; on two nodes, and each kind of damage, `redis/test_faults_at_work.py`.
+  `test_redis_under_eight_clients.py`; each kind of damage in `redis/test_tier.py`.
 * 10,000 registrations, sessions, forks and aborted requests later: resident memory, descriptors, arena ranges are flat.
   `test_nothing_grows.py`.
 """

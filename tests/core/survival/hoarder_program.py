@@ -1,16 +1,13 @@
 """A client process that frees nothing: it fills L1 with its prompts, a chunk each, then does what each line says.
 
-Arguments: endpoint, number of prompts, the first token. A line is `look`, `load`, or `grant ID` (for the instance of
-another client); how many prompts were hits, loads or grants goes out.
+Arguments: endpoint, number of prompts, the first token. A line is `look` or `load`; how many prompts were
+hits or loads goes out.
 """
 
 from __future__ import annotations
 
 import sys
 
-import msgspec
-
-from kvframework.wire import messages as m
 from tests.support.wire_client import WireClient, key_for
 
 
@@ -21,16 +18,10 @@ def main(endpoint: str, prompts: str, first: str) -> None:
         stored = sum(bool(client.store(key, b"h")) for key in keys)
         print(stored, flush=True)
         for line in sys.stdin:
-            what, *instances = line.split()
-            done = 0
-            for key in keys:
-                if what == "load":
-                    done += client.prepare_retrieve(key).hit
-                else:
-                    grant = tuple(map(int, instances))
-                    asked = m.Lookup(msgspec.structs.replace(key, worker_id=None), grant=grant)
-                    reply = client.call("LOOKUP", asked)
-                    done += len(reply.grants) if grant else reply.hit_tokens == 256
+            if line == "load\n":
+                done = sum(client.prepare_retrieve(key).hit for key in keys)
+            else:
+                done = sum(client.lookup(key).hit_tokens == 256 for key in keys)
             print(done, flush=True)
 
 

@@ -52,11 +52,14 @@ class Others:
         """Store twice what L1 holds, one object a prompt. Returns the places of those that are there, by prompt."""
         first, self._prompts = self._prompts, self._prompts + 2 * IN_ALL
         for prompt in range(first, self._prompts):
-            plan = self._instance.prepare_store(about(prompt, 1), keys(prompt, 1)).result(60)
-            for place in plan.ranges:
-                plan.arena[place.offset : place.offset + OBJECT] = _content(prompt)
-            plan.commit().result(60)
+            self.store(prompt, 1)
         return self.found(range(first, self._prompts))
+
+    def store(self, prompt: int, chunks: int) -> int:
+        plan = self._instance.prepare_store(about(prompt, chunks), keys(prompt, chunks)).result(60)
+        for place in plan.ranges:
+            plan.arena[place.offset : place.offset + OBJECT] = _content(prompt)
+        return plan.commit().result(60).stored
 
     def found(self, prompts: Any) -> dict[int, int]:
         """The places of the prompts that are there, whose every byte is compared."""
@@ -169,6 +172,31 @@ def test_a_stopped_worker_wakes_up_after_its_scheduler_has_died(server: ServerPr
         nobody_else_gets(others, worker, offsets)
         assert others.found(there).items() <= there.items()
         worker.kill9()
+        all_of_l1_comes_back(server, others)
+
+
+@pytest.mark.parametrize("end", ["abort", "commit", "death"])
+def test_the_places_of_a_stopped_engine_come_back(server: ServerProcess, others: Others, end: str) -> None:
+    """It wakes up after its lease: the places are nobody's until it has said so, or is dead."""
+    with engine(server) as (scheduler, worker, offsets):
+        for each in (scheduler, worker):
+            each.signal(signal.SIGSTOP)
+        wait_until(lambda: quarantined(server) == CHUNKS * OBJECT, PATIENCE_S, "the quarantine")
+        assert len(others.fill()) == IN_ALL - CHUNKS
+        assert others.places(-1, CHUNKS) == []
+        assert others.store(-1, CHUNKS) == CHUNKS, "the keys are free for another writer"
+        if end == "death":
+            worker.kill9()
+            scheduler.kill9()
+        else:
+            for each in (scheduler, worker):
+                each.signal(signal.SIGCONT)
+            worker.ask("write", offsets, LATE)
+            assert quarantined(server) > 0, "it lives and has said nothing"
+            assert not scheduler.ask(end)
+        wait_until(lambda: quarantined(server) == 0, PATIENCE_S, "the end of the quarantine")
+        assert not set(others.places(-1, CHUNKS)) & set(offsets)
+        assert others.found([-1]).keys() == {-1}, "of the other writer"
         all_of_l1_comes_back(server, others)
 
 

@@ -1,8 +1,12 @@
 """A handler that raises, a request that nobody knows, a payload that cannot be decoded: the caller has a typed error in
-milliseconds, others notice nothing, and nobody waits longer than for his own deadline."""
+milliseconds, others notice nothing, and nobody waits longer than for his own deadline. The health probe asks the
+serving loop itself."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -133,3 +137,34 @@ def test_no_caller_waits_longer_than_its_own_deadline(
         assert answer(client, wedged) == "done"
         wait_until(lambda: engine.usable, PATIENCE_S, "the client to heal")
         wait_until(lambda: scheduler.lookup(request).hit_tokens == 256, PATIENCE_S, "hits")
+
+
+def status_check(server: ServerProcess, timeout: float) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvframework.cli.main", "status", "--check", "--timeout", str(timeout)]
+    return subprocess.run(
+        [*command, "--endpoint", server.endpoint],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+
+
+def test_the_health_probe_asks_the_serving_loop(tmp_path: Path) -> None:
+    """The process lives, its sockets take connections, its other threads work; only its loop is stuck."""
+    gate = tmp_path / "gate"
+    with faulty_server(tmp_path) as server, server.client(timeout=60.0) as client:
+        wedged = send(client, "WEDGES", str(gate))
+        wait_until(begun(gate).exists, 20.0, "the wedge")
+        began = time.monotonic()
+        probe = status_check(server, 1.0)
+        assert probe.returncode == 2, probe.stdout
+        assert "run.server_gone" in probe.stderr
+        assert time.monotonic() - began < 20
+        assert server.process is not None
+        assert server.process.poll() is None
+        gate.touch()
+        assert answer(client, wedged) == "done"
+        healthy = status_check(server, 20.0)
+        assert (healthy.returncode, healthy.stdout) == (0, "ok\n")

@@ -10,15 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
 from kvf_observe.explain import why
 from kvframework.api.requests import CacheKey
-from kvframework.config.layers import read_layers
-from kvframework.errors import AlreadyRegistered, LeaseUnknown
-from kvframework.service.engine_driven import MAX_OF_ASKER
+from kvframework.errors import AlreadyRegistered
 from kvframework.wire import messages as m
 from tests.support.line_process import LineProcess
 from tests.support.server_process import ServerProcess
@@ -100,18 +97,6 @@ def test_hits_that_are_never_freed_do_not_keep_another_engine_from_storing() -> 
         assert "ended or refused by pin_share" in run.stdout
 
 
-@pytest.mark.parametrize("share", ["0.1", "1.0"])
-def test_the_share_is_the_configured_one(share: str) -> None:
-    with ServerProcess(capacity=CAPACITY) as server, hoarder_at(server) as hoarder, server.client() as other:
-        hoarder.do("look")
-        layers = read_layers(None, (*server._settings, f"server.pin_share={share}"), {})
-        applied = other.call("APPLY_CONFIG", m.ApplyConfig(msgspec.json.encode(layers.raw), "test"))
-        assert [each.key for each in applied.changes] == ["server.pin_share"]
-        assert store_nine(other) == (0 if share == "1.0" else 9)
-        held = session_of(server, hoarder.pid)["pinned_bytes"]
-        assert held == 1 << 20 if share == "1.0" else 0 < held <= (1 << 20) // 10
-
-
 def test_loads_that_are_never_ended_do_not_keep_another_engine_from_storing() -> None:
     with (
         ServerProcess("server.retrieve_lease_s=1", capacity=CAPACITY) as server,
@@ -134,36 +119,6 @@ def test_loads_that_are_never_ended_do_not_keep_another_engine_from_storing() ->
         # Its unpinned prompts made room for others.
         assert {each.reason for each in misses} == {"dropped_share", "evicted"}
         assert any("was refused, as its client keeps its share of L1" in why(each, 0.0) for each in misses)
-
-
-def test_one_client_does_not_use_up_what_another_ones_lookups_are_granted() -> None:
-    with ServerProcess(capacity="64MiB") as server, server.client() as engine:
-        (key,) = keys_of(engine.register(2), 1000, 1)
-        engine.store(key, b"n", 2)
-        with hoarder_at(server, 600) as hoarder:
-            assert hoarder.do("grant 2") == MAX_OF_ASKER, "so many of its own"
-            (grant,) = look_up(engine, key, 2).grants
-            assert engine.call("COMMIT_RETRIEVE", m.Commit(grant.lease)).held
-            mine = session_of(server, os.getpid())
-            assert mine["pinned_bytes"] == 1 << 15, "a ticket is its own, and what others ask for is not"
-
-
-def test_only_the_session_of_its_instance_loads_by_a_grant_also_after_a_reconnect() -> None:
-    with ServerProcess() as server, server.client() as scheduler, server.client() as stranger:
-        with server.client() as worker:
-            (key,) = keys_of(worker.register(2), 1000, 1)
-            worker.store(key, b"n", 2)
-            (before,) = look_up(scheduler, key, 2).grants
-            for other in (scheduler, stranger):
-                with pytest.raises(LeaseUnknown):
-                    other.call("COMMIT_RETRIEVE", m.Commit(before.lease))
-        wait_until(lambda: not server.status()["instances"], what="the end of the worker")
-        with server.client() as worker:
-            worker.register(2)
-            (after,) = look_up(scheduler, key, 2).grants
-            with pytest.raises(LeaseUnknown):
-                worker.call("COMMIT_RETRIEVE", m.Commit(before.lease))
-            assert worker.call("COMMIT_RETRIEVE", m.Commit(after.lease)).held
 
 
 @pytest.mark.parametrize("is_granted", [True, False])
@@ -206,14 +161,3 @@ def test_a_worker_is_not_of_a_scheduler_that_has_ended() -> None:
             assert worker.call("COMMIT_RETRIEVE", m.Commit(grant.lease)).held
             assert worker.prepare_retrieve(more[0], 2).hit
         assert server.status()["l1"]["counters"]["over_share"] == 0
-
-
-def test_after_a_takeover_shares_begin_anew() -> None:
-    with ServerProcess(capacity=CAPACITY) as server:
-        with hoarder_at(server) as hoarder:
-            hoarder.do("look")
-            server.take_over()
-        assert all(not each["pinned_bytes"] for each in server.status()["messaging"]["sessions"])
-        with hoarder_at(server, first=100) as hoarder, server.client() as other:
-            assert hoarder.do("look") == ROOM
-            assert store_nine(other) == 9

@@ -1,7 +1,7 @@
 """Redis stalls, dies, refuses, talks garbage and holds corrupt values while eight engine processes store and load.
 
-Every engine checks each byte that it loads and times each LOOKUP; see `tests.core.tiers.engine_program`. Other ways of
-dying and each kind of damage by itself: `tests/redis/test_faults_at_work.py`.
+Every engine checks each byte that it loads and times each LOOKUP; see `tests.core.tiers.engine_program`. Each kind of
+damage by itself: `tests/redis/test_tier.py`.
 """
 
 from __future__ import annotations

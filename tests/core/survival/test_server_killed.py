@@ -1,22 +1,25 @@
-"""The server is killed and started again, quickly or slowly, while engine processes store and load."""
+"""The server is killed and started again, quickly or slowly, while engines store and load."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
+import random
+import threading
 import time
+import traceback
 from pathlib import Path
 
-import msgspec
 import pytest
 
-pytest.importorskip("torch")
-
 from kvframework.api.layout import MemoryLayoutDesc
+from kvframework.client import KVClient
 from kvframework.wire import messages as m
 from tests.core.survival.holdings import held
-from tests.core.survival.survivor_program import KNOWN, MODEL, tokens_of
-from tests.core.survival.survivors import Survivors
 from tests.core.tiers.nodes import await_count
+from tests.support.engines import CHUNK, PagedEngine
+from tests.support.lazy import torch
 from tests.support.processes import arenas, children, descriptors
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
@@ -25,7 +28,75 @@ from tests.support.wire_client import WireClient, key_for, register_tiny
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 
 NOTICED_S = 2.0
+# No call may take longer. What is waited for at the most is the wire's patience with bulk data.
+PATIENCE_S = 15.0
 DEATHS = ["quickly", "slowly"]
+MISSES = 20
+KNOWN, CHUNKS = 8, 2  # the prompts that an engine begins with, and their chunks
+HERE, THERE = list(range(32)), list(range(32, 64))
+
+
+class Watched(KVClient):
+    """`gone_at` is when it saw the end of its last server."""
+
+    gone_at = 0.0
+
+    def _down(self) -> None:
+        self.gone_at = time.monotonic()
+        super()._down()
+
+
+class Engine(threading.Thread):
+    """It looks prompts up, loads the hits, computes and stores, and compares every byte, until it is stopped. `worked`
+    has the servers from which it has loaded, and at which it has stored."""
+
+    def __init__(self, endpoint: str, number: int, path: str) -> None:
+        super().__init__()
+        # The machine that runs tests is slower than an engine allows its cache to be.
+        self.client = Watched(endpoint, deadline_scale=20.0)
+        assert self.client.wait_up(20)
+        self.engine = PagedEngine(self.client, number, path=path)
+        self.known = [1000 * number + prompt for prompt in range(KNOWN)]
+        self.worked: set[bytes] = set()
+        self.misses = 0
+        self.broken = ""
+        self._over = threading.Event()
+        self._chance = random.Random(number)
+
+    def run(self) -> None:
+        try:
+            for token in self.known:
+                self._turn(token)
+            fresh = itertools.count(1_000_000 * self.known[0])
+            while not self._over.wait(0.005):
+                self._turn(self._chance.choice([*self.known, *itertools.islice(fresh, KNOWN)]))
+        except BaseException:  # noqa: BLE001  the test shows it
+            self.broken = traceback.format_exc()
+
+    def stop(self) -> None:
+        self._over.set()
+        self.join(60)
+        assert not self.broken, self.broken
+        self.client.close()
+
+    def _turn(self, token: int) -> None:
+        engine, boot, began = self.engine, self.client.boot_id, time.monotonic()
+        request = engine.request([token] * CHUNKS * CHUNK, str(token))
+        generator = torch.Generator().manual_seed(token)
+        content = {name: torch.randn(kv[:, HERE].shape, generator=generator) for name, kv in engine.kv.items()}
+        for name, kv in engine.kv.items():
+            kv[:, HERE], kv[:, THERE] = content[name], -1
+        found = engine.scheduler.wait(engine.scheduler.lookup(request), 2.0)
+        loaded = found.hit_tokens == CHUNKS * CHUNK and engine.retrieve(request, THERE)
+        assert not loaded or all(torch.equal(kv[:, THERE], content[name]) for name, kv in engine.kv.items()), "BYTES"
+        stored = engine.store(request, HERE)
+        engine.scheduler.free(found)
+        assert str(token) in engine.worker.get_finished()[0], "a store is still under way"
+        engine.worker.take_failed_blocks()
+        assert time.monotonic() - began < PATIENCE_S
+        self.misses += not loaded and boot is None
+        if loaded and stored and boot is not None and boot == self.client.boot_id:
+            self.worked.add(boot)
 
 
 @pytest.mark.parametrize(
@@ -37,47 +108,42 @@ def test_engines_outlive_every_death_of_their_server(
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     tier = ("l2.0.use=filesystem", f"l2.0.path={tmp_path / 'l2'}", "l2.0.timeout_s=10")
-    with ServerProcess(*tier, capacity="32MiB") as server:
-        # Of the processes that are started from here on.
+    with ServerProcess(*tier, capacity="32MiB") as server, contextlib.ExitStack() as stack:
+        # Of the servers that are started from here on.
         monkeypatch.setenv("TMPDIR", str(temporary))
         endpoint_folder = server.log_file.parent
-        with Survivors(server.endpoint, tmp_path, ["arena", "arena", "wire"]) as survivors:
-            engines = survivors.engines
+        engines = [Engine(server.endpoint, number, path) for number, path in enumerate(["arena", "arena", "wire"], 1)]
+        for engine in engines:
+            stack.callback(engine.stop)
+            engine.start()
+        namespace = engines[0].engine.registration.namespace
+        with server.client() as watcher:
+            # The oldest are written first.
+            await_count(watcher, "stored", len(engines) * KNOWN * CHUNKS + 1)
+        await_work(engines, boot_of(server))
+        open_before, mapped, fresh_server = len(descriptors(os.getpid())), arenas(os.getpid()), None
+
+        for death in deaths:
+            killed, misses = time.monotonic(), [engine.misses for engine in engines]
+            server.kill9()
+            if death == "slowly":
+                for engine, before in zip(engines, misses, strict=True):
+                    wait_until(lambda engine=engine, before=before: engine.misses >= before + MISSES, what="misses")
+            server.start()
             with server.client() as watcher:
-                namespace = await_known(watcher)
-                boot = boot_of(watcher)
-            for engine in engines:
-                engine.await_event("worked", boot=boot)
-            open_before = {engine.instance_id: descriptors(engine.process.pid) for engine in engines}
-            fresh_server = None
+                for token in (token for engine in engines for token in engine.known):
+                    assert hit(watcher, namespace, token) == CHUNKS * CHUNK, "L2 has them all"
+            await_work(engines, boot_of(server))
+            assert all(0 < engine.client.gone_at - killed < NOTICED_S for engine in engines)
+            assert server.status()["non_gpu_instance_ids"] == [1, 2, 3]
+            wait_until(lambda: arenas(os.getpid()) <= mapped, what="the end of the old arena")
+            wait_until(lambda: len(descriptors(os.getpid())) <= open_before, what="the end of what was open")
+            assert children(server.pid) == set()
+            fresh_server = fresh_server or sorted(path.name for path in endpoint_folder.iterdir())
+            assert sorted(path.name for path in endpoint_folder.iterdir()) == fresh_server
 
-            for death in deaths:
-                killed = time.monotonic()
-                server.kill9()
-                if death == "slowly":
-                    for engine in engines:
-                        engine.await_event("missed", since=killed)
-                server.start()
-                with server.client() as watcher:
-                    assert hits(watcher, namespace) == [len(prompt) * 256 for prompt in KNOWN], "L2 has them all"
-                    boot = boot_of(watcher)
-                    for engine in engines:
-                        assert engine.await_event("gone", since=killed).at - killed < NOTICED_S
-                        engine.await_event("up", boot=boot)
-                        engine.await_event("worked", boot=boot)
-                    status = watcher.status()
-                    assert status["non_gpu_instance_ids"] == [engine.instance_id for engine in engines]
-                for engine in engines:
-                    pid, most = engine.process.pid, open_before[engine.instance_id]
-                    wait_until(lambda pid=pid: arenas(pid) == 1, what="the end of the old arena")  # type: ignore[misc]
-                    await_no_more(pid, most)
-                    assert children(pid) == set()
-                assert children(server.pid) == set()
-                fresh_server = fresh_server or sorted(path.name for path in endpoint_folder.iterdir())
-                assert sorted(path.name for path in endpoint_folder.iterdir()) == fresh_server
-
-            reports = [engine.stop() for engine in engines]
-            assert all(report.stored > len(KNOWN) and report.loaded > 0 for report in reports), reports
+        for engine in engines:
+            engine.stop()
         with server.client() as watcher:
             wait_until(lambda: watcher.status()["non_gpu_instance_ids"] == [], what="the end of the engines")
             wait_until(lambda: held(watcher) == {}, what="what they held")
@@ -86,6 +152,14 @@ def test_engines_outlive_every_death_of_their_server(
         assert "Traceback" not in server.log
     assert list(temporary.iterdir()) == []
     assert not list((tmp_path / "l2").glob("??/.*.tmp")), "half-written values"
+
+
+def await_work(engines: list[Engine], boot: str) -> None:
+    def done() -> bool:
+        assert not any(engine.broken for engine in engines), [engine.broken for engine in engines]
+        return all(bytes.fromhex(boot) in engine.worked for engine in engines)
+
+    wait_until(done, 60, "stores and loads of every engine")
 
 
 def test_what_is_in_flight_at_the_death_fails_at_once(tmp_path: Path) -> None:
@@ -122,32 +196,11 @@ def test_what_is_in_flight_at_the_death_fails_at_once(tmp_path: Path) -> None:
             assert time.monotonic() - killed < 30
 
 
-def await_known(client: WireClient) -> bytes:
-    """Waits until L2 has what all engines have in common; the namespace."""
-    (namespace,) = client.status()["namespaces"]
-    found = bytes.fromhex(namespace)
-    # The oldest are written first.
-    await_count(client, "stored", sum(map(len, KNOWN)) + 1)
-    return found
+def hit(client: WireClient, namespace: bytes, token: int) -> int:
+    """The tokens that a LOOKUP finds, of a client that has registered nothing."""
+    registered = m.Registered(namespace, MemoryLayoutDesc(CHUNK, ()))
+    return client.hit(key_for(registered, [token] * CHUNKS * CHUNK, model_name="m"))
 
 
-def hits(client: WireClient, namespace: bytes) -> list[int]:
-    """What a LOOKUP of each known prompt ends with, from a client that has registered nothing."""
-    replies = []
-    registered = m.Registered(namespace, MemoryLayoutDesc(256, ()))
-    for prompt in KNOWN:
-        key = msgspec.structs.replace(key_for(registered, tokens_of(prompt)), model_name=MODEL)
-        replies.append(client.hit(key))
-    return replies
-
-
-def await_no_more(pid: int, before: dict[int, str]) -> None:
-    """The process has no more descriptors open than before."""
-    with contextlib.suppress(AssertionError):
-        wait_until(lambda: len(descriptors(pid)) <= len(before))
-    now = descriptors(pid)
-    assert len(now) <= len(before), f"opened: {now.items() - before.items()}, closed: {before.items() - now.items()}"
-
-
-def boot_of(client: WireClient) -> str:
-    return str(client.status()["server"]["boot_id"])
+def boot_of(server: ServerProcess) -> str:
+    return str(server.status()["server"]["boot_id"])

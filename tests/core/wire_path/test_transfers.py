@@ -120,24 +120,6 @@ def test_a_full_l1_keeps_the_beginning_of_what_is_stored(monkeypatch: pytest.Mon
         assert engine.scheduler.lookup(request).hit_tokens == 4 * CHUNK
 
 
-def test_a_restarted_server_is_found_again(server: RemoteServer) -> None:
-    with remote_server() as own, own.connect(deadline_scale=1.0) as client:
-        assert client.wait_up(30)
-        engine = PagedEngine(client)
-        boot = client.boot_id
-        assert engine.store(engine.request(TOKENS), BLOCKS)
-        own.process.kill9()
-        wait_until(lambda: not client.usable, 30, "the client to notice")
-        assert engine.store(engine.request(TOKENS), BLOCKS) is False
-        own.process.start()
-        wait_until(lambda: client.usable, 30, "the client to come back")
-        assert client.boot_id != boot
-        assert engine.retrieve(engine.request(TOKENS), OTHERS) is False
-        assert engine.store(engine.request(TOKENS), BLOCKS)
-        assert engine.retrieve(engine.request(TOKENS), OTHERS)
-        assert torch.equal(engine.tokens(OTHERS), engine.tokens(BLOCKS))
-
-
 def test_a_broken_connection_takes_its_registration_along(server: RemoteServer) -> None:
     """The new session replaces the old one at once, which nobody would hear of over TCP for half a minute."""
     with server.connect() as client:

@@ -119,23 +119,6 @@ def test_control_is_answered_while_bulk_stands_still(server: RemoteServer, watch
         assert engine.scheduler.lookup(engine.request(TOKENS)).hit_tokens == 1024
 
 
-def test_a_retrieve_that_outlives_its_pins_is_false(server: RemoteServer, watcher: WireClient) -> None:
-    with engine_at(server.tcp, 2) as writer:
-        assert writer.store(writer.request(TOKENS), BLOCKS)
-    with proxy_of(server) as proxy, engine_at(proxy.endpoint) as engine:
-        results: list[bool] = []
-        thread = threading.Thread(target=lambda: results.append(engine.retrieve(engine.request(TOKENS), OTHERS)))
-        thread.start()
-        wait_until(proxy.stalled.is_set, what="the middle of the retrieve")
-        assert watcher.status()["l1"]["pins"] >= 4
-        wait_until(lambda: watcher.status()["l1"]["counters"]["lapsed"], what="the lapse of the pins")
-        watcher.call("CLEAR", m.Clear())
-        proxy.release()
-        thread.join(20)
-        assert results == [False]
-        wait_until(lambda: held(watcher) == (0, 0, 0, 0))
-
-
 def test_the_server_stops_cleanly_while_it_sends(server: RemoteServer) -> None:
     with engine_at(server.tcp, 2) as writer:
         assert writer.store(writer.request(TOKENS), BLOCKS)
