@@ -79,11 +79,12 @@ def common_refusals(config: Config, registry: PluginRegistry, *, running: bool =
 
 
 class RunningServer(NamedTuple):
-    """This user's own server at the endpoint of a configuration, and the source of its own configuration: what it
-    holds is free once it has ended, so it keeps only a second one from starting."""
+    """This user's own server at the endpoint of a configuration, the source of its own configuration, and the bytes of
+    its L1: what it holds is free once it has ended, so it keeps only a second one from starting."""
 
     pid: int
     source: str
+    capacity: int
 
     def __str__(self) -> str:
         return (
@@ -105,8 +106,8 @@ def running_server(config: Config) -> RunningServer | None:
         with KVClient(endpoint, name="preflight", connect_timeout_s=_ANSWER_S) as client:
             _ = client.hello
             reply = client.request("REPORT_STATUS", m.Empty(), m.StatusReply, timeout=_ANSWER_S)
-        server = msgspec.json.decode(reply.document)["server"]
-        return RunningServer(server["pid"], server["config"])
+        status = msgspec.json.decode(reply.document)
+        return RunningServer(status["server"]["pid"], status["server"]["config"], status["l1"]["capacity_bytes"])
     except (KVFrameworkError, OSError, KeyError):
         return None
 

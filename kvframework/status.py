@@ -139,6 +139,15 @@ class ModelLookups(Part, frozen=True):
     l2_tokens: int = 0
 
 
+class LastHour(Part, frozen=True):
+    """Lookups of the last hour, to a minute, with tokens asked and found, and the seconds of prefill saved."""
+
+    lookups: int = 0
+    asked_tokens: int = 0
+    hit_tokens: int = 0
+    prefill_saved_s: float = 0.0
+
+
 class Lookups(Part, frozen=True):
     """Lookups since the start, with tokens asked and found, and misses by reason."""
 
@@ -147,6 +156,7 @@ class Lookups(Part, frozen=True):
     hit_tokens: int = 0
     unknown_namespace: int = 0
     prefill_saved_s: float = 0.0
+    last_hour: LastHour = LastHour()
     by_model: dict[str, ModelLookups] = {}
     misses: dict[str, int] = {}
 

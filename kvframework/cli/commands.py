@@ -29,46 +29,48 @@ if TYPE_CHECKING:
 NAME = "kvframework"
 GROUP = "kvframework.commands"
 
-# The module of each command of the core, whose `typer.Typer` is its `app` or is named, and the first sentence of its
-# help.
-CORE = {
-    "serve": ("kvframework.cli.serve:serve_app", "Run the server of this node in the foreground."),
-    "hold": (
-        "kvframework.cli.serve:hold_app",
-        "Run the server of this node in a child process, and keep its L1 over the server's end.",
-    ),
-    "config": ("kvframework.cli.config:app", "Check and show the configuration."),
-    "plugins": ("kvframework.cli.plugins:app", "List, describe and check plugins."),
-    "doctor": (
-        "kvframework.doctor.checkup:app",
-        "Check this machine, this installation and a configuration, and give advice for each problem.",
-    ),
+# The commands by what they are for, in the order of the help, each with its first sentence: those of the core with
+# the place of their `typer.Typer`, other first-party ones with their distribution. Those of third parties come last.
+SECTIONS = {
+    "Use": {
+        "run": ("kvframework-run", "Run an engine with the cache; start the server if there is none."),
+        "serve": ("kvframework.cli.serve:serve_app", "Run the server of this node in the foreground."),
+        "hold": ("kvframework.cli.serve:hold_app", "Run the server in a child process, and keep L1 over its end."),
+        "stop": ("kvframework-run", "End the server that `run` has started."),
+        "restart": ("kvframework-run", "Have the installed release take over from the server of `run`."),
+        "try": ("kvframework-run", "Prove a deployment from outside, by its OpenAI interface."),
+        "demo": ("kvframework-demo", "See it work: a second process skips the prefill."),
+    },
+    "Look": {
+        "stats": ("kvframework-run", "Show what the cache has saved, on one screen."),
+        "status": ("kvframework-observe", "Show the state of a running server."),
+        "top": ("kvframework-observe", "Show a live picture of the server in the terminal."),
+        "explain": ("kvframework-observe", "Say what requests found in the cache, and why not more."),
+        "logs": ("kvframework-run", "Show the log of the server that `run` has started."),
+        "observe": ("kvframework-observe", "Serve metrics, health and a live page over HTTP."),
+    },
+    "Operate": {
+        "doctor": ("kvframework.doctor.checkup:app", "Check machine, installation and configuration, with advice."),
+        "config": ("kvframework.cli.config:app", "Check and show the configuration."),
+        "plugins": ("kvframework.cli.plugins:app", "List, describe and check plugins."),
+        "clear": ("kvframework-observe", "Drop what a running server caches. Engines compute it again."),
+        "dump": ("kvframework-observe", "Write what a bug report needs into one file."),
+        "keys": ("kvframework-observe", "CURVE keys, for servers at tcp:// endpoints."),
+        "tenants": ("kvframework-observe", "Tenants by name, with shares of L1."),
+        "plan": ("kvframework-plan", "Size a cache for a trace and a goal."),
+        "simulate": ("kvframework-plan", "Replay a trace against a configuration, in virtual time."),
+        "trace": ("kvframework-plan", "Record, check and describe traces of requests."),
+        "route": ("kvframework-route", "Tell which node holds how much of a prompt."),
+    },
+    "Develop": {
+        "new": ("kvframework-dev", "Write a new plugin's distribution, which works as it is."),
+        "bench": ("kvframework-bench", "Measure this machine, and kvframework next to it."),
+    },
 }
-# The distribution of each first-party command that has one of its own, and its help.
-KNOWN = {
-    "bench": ("kvframework-bench", "Measure this machine, and kvframework next to it."),
-    "clear": ("kvframework-observe", "Drop what a running server caches. Engines compute it again."),
-    "demo": ("kvframework-demo", "See it work: a second process skips the prefill."),
-    "dump": ("kvframework-observe", "Write what a bug report needs into one file."),
-    "explain": ("kvframework-observe", "Say what requests found in the cache, and why not more."),
-    "keys": ("kvframework-observe", "CURVE keys, for servers at tcp:// endpoints."),
-    "logs": ("kvframework-run", "Show the log of the server that `run` has started."),
-    "new": ("kvframework-dev", "Write a new plugin's distribution, which works as it is."),
-    "observe": ("kvframework-observe", "Serve metrics, health and a live page over HTTP."),
-    "plan": ("kvframework-plan", "Size a cache for a trace and a goal."),
-    "plugins.check": ("kvframework-dev", "Check a plugin before it is published."),
-    "restart": ("kvframework-run", "Have the installed release take over from the server that `run` has started."),
-    "route": ("kvframework-route", "Tell which node holds how much of a prompt."),
-    "run": ("kvframework-run", "Run an engine with the cache; start the server if there is none."),
-    "simulate": ("kvframework-plan", "Replay a trace against a configuration, in virtual time."),
-    "stats": ("kvframework-run", "Show what the cache has saved, on one screen."),
-    "status": ("kvframework-observe", "Show the state of a running server."),
-    "stop": ("kvframework-run", "End the server that `run` has started."),
-    "tenants": ("kvframework-observe", "Tenants by name, with shares of L1."),
-    "top": ("kvframework-observe", "Show a live picture of the server in the terminal."),
-    "trace": ("kvframework-plan", "Record, check and describe traces of requests."),
-    "try": ("kvframework-run", "Prove a deployment from outside, by its OpenAI interface."),
-}
+_ALL = {name: row for section in SECTIONS.values() for name, row in section.items()}
+CORE = {name: row for name, row in _ALL.items() if ":" in row[0]}
+KNOWN = {name: row for name, row in _ALL.items() if name not in CORE}
+KNOWN["plugins.check"] = ("kvframework-dev", "Check a plugin before it is published.")
 
 
 class CommandGroup(QuickGroup):
@@ -91,6 +93,18 @@ class CommandGroup(QuickGroup):
         own = [*(CORE if not self.prefix else ()), *super().list_commands(ctx)]
         found = {name.removeprefix(self.prefix) for name in {*self._offers, *KNOWN} if name.startswith(self.prefix)}
         return [*own, *(name for name in sorted(found) if name not in own and "." not in name)]
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands by what they are for; those of a group as one list."""
+        if self.prefix:
+            super().format_commands(ctx, formatter)
+            return
+        others = [name for name in self.list_commands(ctx) if name not in _ALL]
+        for title, names in {**SECTIONS, "Of other distributions": others}.items():
+            helps = [(name, self.get_command(ctx, name).get_short_help_str(formatter.width - 14)) for name in names]
+            if helps:
+                with formatter.section(title):
+                    formatter.write_dl(helps, col_max=10)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command. For an unknown name the error proposes near ones, those of other distributions included."""
@@ -171,10 +185,10 @@ app = typer.Typer(
     cls=CommandGroup,
     help="A server that keeps the KV cache of LLM inference engines.",
     epilog=examples(
-        "kvframework demo                          see it work, nothing is downloaded",
-        "kvframework serve --config kvf.toml       run the server of this node",
-        "kvframework top                           look at it",
-        "kvframework --install-completion          complete with TAB",
+        "kvframework run -- vllm serve MODEL       an engine with the cache",
+        "kvframework serve --config kvf.toml       the server alone, in the foreground",
+        "kvframework stats                         what it has saved",
+        "kvframework COMMAND --help                options and examples of a command",
     ),
     no_args_is_help=True,
     pretty_exceptions_enable=False,

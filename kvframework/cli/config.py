@@ -24,11 +24,12 @@ from kvframework.api.command import (
 )
 from kvframework.api.console import print_document, print_error, print_rows, print_text, stdout
 from kvframework.api.toml import toml_value
+from kvframework.cli.serving import ServeOptions, with_capacity
 from kvframework.client import KVClient
 from kvframework.client.session import ENDPOINT_VARIABLE
 from kvframework.client.status_source import quiet_connection
 from kvframework.config.endpoint import default_endpoint
-from kvframework.config.layers import FIELD_DEFAULT, Layers, read_layers
+from kvframework.config.layers import FIELD_DEFAULT, Layers, apply_override, read_layers
 from kvframework.config.load import ARRAYS, assemble, load_config
 from kvframework.config.schema import Config, PluginTable
 from kvframework.errors import UnknownRequest, VersionMismatch
@@ -101,6 +102,9 @@ def show(config: ConfigFile = None, overrides: Overrides = None, as_json: AsJson
     The output is TOML. Secrets are masked: passwords in URLs, and the options that a plugin marks as secret.
     """
     layers = read_layers(config, overrides or (), os.environ)
+    sized = with_capacity(ServeOptions(config, overrides or (), {}, False), None)
+    for chosen in sized.overrides[len(layers.overrides) :]:
+        apply_override(layers.raw, chosen)
     view = view_config(layers, assemble(layers), PluginRegistry())
     if as_json:
         print_document(view)

@@ -34,7 +34,7 @@ serve_app, hold_app = typer.Typer(), typer.Typer()
 @serve_app.command(
     "serve",
     epilog=examples(
-        "kvframework serve",
+        "kvframework serve                          L1 gets 25 % of the available memory",
         "kvframework serve --config kvf.toml --log-format json",
         "kvframework serve --set l1.capacity=8GiB",
         "kvframework serve --set l2.0.use=redis --set l2.0.url=redis://cache:6379",
@@ -65,7 +65,7 @@ def serve(
 @hold_app.command(
     "hold",
     epilog=examples(
-        "kvframework hold                         a server by default values",
+        "kvframework hold                         L1 gets 25 % of the available memory",
         "kvframework hold -- --config kvf.toml    with options of `kvframework serve`",
         "kvframework hold --status                what is kept, and for which server",
         "kvframework hold --reload                the installed version takes over",
@@ -91,7 +91,7 @@ def hold(
     as_json: AsJson = False,
     overrides: Annotated[list[str] | None, typer.Option("--set", hidden=True)] = None,
 ) -> None:
-    """Run the server of this node in a child process, and keep its L1 over the server's end.
+    """Run the server in a child process, and keep L1 over its end.
 
     A server that ends, also by `kill -9`, starts again at once and has its objects again. SIGINT or SIGTERM ends both,
     and what is kept. SIGHUP and SIGUSR1 pass on to the server. Exit status 2: another one holds the endpoint, or the

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvframework.bounded_calls import bounded
-from kvframework.errors import ConfigFileError, EndpointError, KVFrameworkError
+from kvframework.errors import ArenaError, ConfigFileError, EndpointError, KVFrameworkError
 
 if TYPE_CHECKING:
     from kvframework.cli.signals import ServerSignals
@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 _SWITCH_S = 0.0005
 # Of glibc's mallopt.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+# The part of the available memory that L1 gets where nobody says how much, and the least that is worth a server.
+L1_SHARE, LEAST_L1 = 0.25, 64 << 20
 _LOG = {"--log-level": ("debug", "info", "warning", "error"), "--log-format": ("human", "json")}
 
 
@@ -104,6 +106,8 @@ def run_server(options: ServeOptions) -> None:
         try:
             settings = read()
             configure_logging(settings.log.level, settings.log.format)
+            options = with_capacity(options, keeper)
+            settings = read()
             server = _started(settings, signals, keeper, options.takeover)
             signals.reload_by(reload)
             with bounded(None):  # a command has a bound for its own thread, which serves from here on
@@ -114,6 +118,37 @@ def run_server(options: ServeOptions) -> None:
             log.info("stopped before it served")
         finally:
             end_logging()
+
+
+def with_capacity(options: ServeOptions, keeper: Keeper | None) -> ServeOptions:
+    """Return the options with a capacity of L1, which is logged, where no file and no override names one: that of the
+    L1 to go on with, else a share of the memory that is available. Raises `ArenaError` where that is too little."""
+    from kvframework.api.memory import available_memory
+    from kvframework.api.plugin import ByteSize
+    from kvframework.config.layers import CONFIG_VARIABLE
+    from kvframework.config.load import load_config
+    from kvframework.preflight import running_server
+    from kvframework.storage.recovery import ARENA
+
+    named = {each.partition("=")[0].strip() for each in options.overrides}
+    if options.config is not None or os.environ.get(CONFIG_VARIABLE) or named & {"l1.use", "l1.capacity"}:
+        return options
+    running = running_server(load_config(None, options.overrides)) if options.takeover else None
+    capacity = running.capacity if running else keeper.nbytes(ARENA) if keeper else 0
+    why = "as before"
+    if not capacity:
+        available = available_memory()
+        capacity = int(available * L1_SHARE) >> 21 << 21
+        why = f"{L1_SHARE:.0%} of the {ByteSize(available)} of memory that are available"
+    if capacity < LEAST_L1:
+        raise ArenaError(
+            f"L1 would get {ByteSize(capacity)}, {why}",
+            where="[l1] capacity",
+            available=f"{ByteSize(LEAST_L1)} or more",
+            hint="free memory, or name a size: --set l1.capacity=32MiB",
+        )
+    log.info("L1 has %s, %s; [l1] capacity names another size", ByteSize(capacity), why)
+    return options._replace(overrides=(*options.overrides, f"l1.capacity={capacity}"))
 
 
 def _started(settings: Config, signals: ServerSignals, keeper: Keeper | None, takeover: bool) -> Server:

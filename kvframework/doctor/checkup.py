@@ -141,7 +141,7 @@ def run_check(subject: str, check: Check, timeout_s: float | None = None) -> lis
     )
 )
 def doctor(config: ConfigFile = None, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Check this machine, this installation and a configuration, and give advice for each problem.
+    """Check machine, installation and configuration, with advice.
 
     Run it as the server's user and with the server's limits, before the server starts or while it runs: it changes
     nothing. It checks the interpreter, memory, limits, the socket, every configured plugin with its devices and nodes,

@@ -126,6 +126,10 @@ class Keeper:
         """Whether `kept` has yet to return a descriptor of this name."""
         return any(name == each for each, _ in self._found)
 
+    def nbytes(self, name: str) -> int:
+        """Return the size of the file of this name that `kept` has yet to return, 0 without one."""
+        return next((os.fstat(fd).st_size for each, fd in self._found if each == name), 0)
+
     def kept(self, names: Collection[str]) -> dict[str, int]:
         """Return what the keeper has had of `names`; the caller owns the descriptors. Any other, and all of a name that
         came more than once, are closed, and the keeper is asked to remove them. Once: empty from the second time on."""

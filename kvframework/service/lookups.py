@@ -26,7 +26,7 @@ from kvframework.service.miss_reasons import MissFacts
 from kvframework.service.pricing import Pricing
 from kvframework.service.recent_requests import Recording
 from kvframework.service.records import PendingLookup, RequestLog
-from kvframework.service.usage_counts import Use
+from kvframework.service.usage_counts import LastHour, Use
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecord
 from kvframework.storage.tickets import Answer, LookupTickets, Wanted
@@ -157,6 +157,7 @@ class Lookups:
         self._grants = grants
         self.pricing = Pricing(storage, on=price)
         self.use = Use(storage, requests)
+        self._hour = LastHour(self._clock)
         self.recording = Recording(self._clock, trace_memory)
         self.miss_facts = MissFacts(storage)
         # Lookups whose answers were all pending so far, by ticket.
@@ -164,7 +165,12 @@ class Lookups:
 
     def status(self) -> dict[str, Any]:
         """Return the counters. `asked_tokens` and `hit_tokens` of the lookups that have ended give the hit rate."""
-        return {**self._counters, **self.use.lookups(), "prefill_saved_s": self.pricing.prefill_saved_s}
+        found = self.use.lookups()
+        totals = self._totals()
+        return {**totals, **found, "last_hour": self._hour.status(totals)}
+
+    def _totals(self) -> dict[str, float]:
+        return {**self._counters, "hit_tokens": self.use.hit_tokens, "prefill_saved_s": self.pricing.prefill_saved_s}
 
     def end_session(self, session_id: int) -> None:
         """Forget a session that has ended, once its tickets have."""
@@ -213,6 +219,7 @@ class Lookups:
         if payload.free:
             self.free(client, payload.free)
         check_key(key)
+        self._hour.lookup(self._totals)
         self._counters["lookups"] += 1
         self._counters["asked_tokens"] += key.end - key.start
         record = self._storage.records.get(key.namespace)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import math
 import secrets
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -25,6 +26,7 @@ from kvframework.wire.messages import LOST_AMOUNTS, LOST_CALLS, MAX_LOST, MOST_L
 
 # Prefixes that a cut keeps, and that are counted between two cuts: those make a cut's cost small for each.
 ENTRIES, MOST = 256, 2048
+HOUR_S, MINUTE_S = 3600, 60
 SHOWN = 16
 _SHOWN_BYTES = 4
 
@@ -73,6 +75,26 @@ class HotPrefixes:
         ]
 
 
+class LastHour:
+    """The growth of totals in the last hour, to a minute: their values before the first lookup of each minute."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._before: deque[tuple[float, dict[str, float]]] = deque(maxlen=HOUR_S // MINUTE_S + 1)
+        self._next_at = -math.inf
+
+    def lookup(self, totals: Callable[[], dict[str, float]]) -> None:
+        """Take note of a lookup before it is counted."""
+        if (now := self._clock()) >= self._next_at:
+            self._next_at = now + MINUTE_S
+            self._before.append((now, totals()))
+
+    def status(self, totals: dict[str, float]) -> dict[str, float]:
+        since = self._clock() - HOUR_S
+        before = next((each for at, each in list(self._before) if at >= since), totals)
+        return {name: total - before[name] for name, total in totals.items()}
+
+
 # Rows with a name of their own, of each kind: names come from clients.
 MAX_ROWS = 64
 OTHER = "other"
@@ -102,7 +124,7 @@ class Use:
         requests.listeners.append(self.heard)
         self._hot = HotPrefixes(self._model_of)
         self._engines: dict[int, str] = {}
-        self._hit_tokens = self._unknown = 0
+        self.hit_tokens = self._unknown = 0
         self._misses = Counter(dict.fromkeys(REASONS, 0))
 
     def begin_session(self, client: ClientInfo) -> None:
@@ -118,7 +140,7 @@ class Use:
         if record.request != "LOOKUP":
             return
         hit, namespace = record.l1_tokens + record.l2_tokens, record.prefix[:NAMESPACE_BYTES]
-        self._hit_tokens += hit
+        self.hit_tokens += hit
         if record.reason:
             self._misses[record.reason] += 1
             self._unknown += not namespace
@@ -133,7 +155,6 @@ class Use:
         accounts = self._storage.table.accounts.items()
         models = ((self._model_of(key[1]) or OTHER, account) for key, account in accounts if account.lookups)
         return {
-            "hit_tokens": self._hit_tokens,
             "unknown_namespace": self._unknown,
             "by_model": _rows(models, _LOOKUPS),
             "misses": dict(self._misses),

@@ -28,9 +28,9 @@ HOSTILE = (
 )
 PANELS = [
     "Hit rate",
-    "Tokens of lookups, a second",
+    "Lookup tokens per second",
     "L1",
-    "Evictions from L1, a second",
+    "Evictions from L1 per second",
     "What more memory would give",
     "How long evicted objects were idle",
     "Why lookups missed",

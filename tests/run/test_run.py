@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from kvf_run.node_server import chosen_capacity, keeper_of
-from kvframework.errors import EndpointError
+from kvf_run.node_server import keeper_of
 from tests.support.terminal import Terminal
 from tests.support.user_node import SLOW_S, Node, user_node
 from tests.support.waiting import wait_until
@@ -185,13 +184,6 @@ def test_a_contradiction_starts_nothing(node: Node) -> None:
     done = node.ask("run", *SMALL, "--", "vllm", "serve", "m", "--kv-transfer-config", '{"kv_connector": "X"}', code=2)
     assert "contradicts" in done.stderr
     assert node.processes() == []
-
-
-def test_l1_is_a_share_of_what_is_free() -> None:
-    assert chosen_capacity(8 << 30) == 2 << 30
-    assert chosen_capacity((512 << 20) + 5) == 128 << 20
-    with pytest.raises(EndpointError, match="too little"):
-        chosen_capacity(200 << 20)
 
 
 def test_a_server_without_an_engine_ends_by_itself(node: Node) -> None:

@@ -22,8 +22,9 @@ from tests.support.wire_client import WireClient
 
 
 class ServerProcess:
-    """`kvframework serve` in its own process. Settings are `--set` overrides; `program` holds the interpreter's
-    arguments before `serve`; `output` is a descriptor for its standard output and error instead of `log_file`."""
+    """`kvframework serve` in its own process. Settings are `--set` overrides; with a `capacity` of "" the server
+    chooses; `program` holds the interpreter's arguments before `serve`; `output` is a descriptor for its standard
+    output and error instead of `log_file`."""
 
     def __init__(
         self,
@@ -38,7 +39,8 @@ class ServerProcess:
         self.log_file = Path(self._directory.name) / "server.log"
         self._program = program
         self._output = output
-        self._settings = (f"server.endpoint={self.endpoint}", f"l1.capacity={capacity}", *settings)
+        sized = (f"l1.capacity={capacity}",) if capacity else ()
+        self._settings = (f"server.endpoint={self.endpoint}", *sized, *settings)
         self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> ServerProcess:

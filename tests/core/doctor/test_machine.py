@@ -85,7 +85,7 @@ def test_the_directory_is_private_or_told(tmp_path: Path) -> None:
 
 def test_a_server_that_runs_is_named(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
-    endpoint, running = f"ipc://{tmp_path}/server.sock", RunningServer(7, "kvf.toml")
+    endpoint, running = f"ipc://{tmp_path}/server.sock", RunningServer(7, "kvf.toml", 1 << 20)
     assert "(process 7, configuration kvf.toml)" in by_id(socket_findings(endpoint, running))["socket.server"].fact
     assert by_id(socket_findings(endpoint))["socket.server"].fact == "no server of this user answers there"
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from kvframework.service import usage_counts
-from kvframework.service.usage_counts import MAX_ROWS, OTHER, HotPrefixes, _rows
+from kvframework.service.usage_counts import HOUR_S, MAX_ROWS, MINUTE_S, OTHER, HotPrefixes, LastHour, _rows
 from kvframework.storage.l1.entries import Account
 
 
@@ -56,3 +59,25 @@ def test_rows_are_bounded_and_lose_nothing() -> None:
     assert len(rows) == MAX_ROWS + 1
     assert rows[OTHER]["lookups"] == 10
     assert sum(row["hit_tokens"] for row in rows.values()) == sum(range(1, MAX_ROWS + 11))
+
+
+@given(st.lists(st.floats(0.0, 2000.0), max_size=400))
+def test_the_last_hour_is_right_to_a_minute(pauses: list[float]) -> None:
+    now, times = 0.0, list[float]()
+    hour = LastHour(lambda: now)
+    for pause in pauses:
+        now += pause
+        hour.lookup(lambda: {"lookups": len(times)})
+        times.append(now)
+        counted_now = hour.status({"lookups": len(times)})["lookups"]
+        assert sum(now - each <= HOUR_S - MINUTE_S for each in times) <= counted_now
+        assert counted_now <= sum(now - each <= HOUR_S for each in times)
+
+
+def test_an_hour_without_lookups_has_none() -> None:
+    now = 0.0
+    hour = LastHour(lambda: now)
+    hour.lookup(lambda: {"lookups": 0})
+    assert hour.status({"lookups": 1}) == {"lookups": 1}
+    now = HOUR_S + 1.0
+    assert hour.status({"lookups": 1}) == {"lookups": 0}

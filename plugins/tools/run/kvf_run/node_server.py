@@ -22,15 +22,12 @@ import kvframework
 from kvf_run.log_file import log_path
 from kvframework.api.console import short_duration
 from kvframework.api.endpoint import parse_endpoint
-from kvframework.api.memory import available_memory
 from kvframework.api.plugin import ByteSize
 from kvframework.client import StatusSource, quiet_connection
 from kvframework.errors import EndpointError, ServerGone
 from kvframework.status import Status
 
 IDLE_STOP_S = 30 * 60.0
-# The part of the memory that is available now which L1 gets, and the least that is worth a server.
-SHARE, LEAST = 0.25, 64 << 20
 _READY_S, _LOOK_S, _STOP_S = 60.0, 2.0, 15.0
 _PAUSE_S = 0.05
 
@@ -56,13 +53,13 @@ def ensure_server(wanted: Wanted) -> Found:
     """Find the server or start it, and wait until it answers. Blocks for a second, at most for `_READY_S`. Raises
     `KVFrameworkError`: there is no server then, and nothing of a failed start is left."""
     quiet_connection()
-    if (version := _version_of(wanted.endpoint)) is not None:
-        return _found(wanted, version)
+    if (running := _status_of(wanted.endpoint)) is not None:
+        return _found(wanted, running.server.version)
     if parse_endpoint(wanted.endpoint).kind != "ipc":
         raise EndpointError("no server answers there", where=wanted.endpoint, hint="start it on its own node")
     with _alone(wanted.endpoint):
-        version = _version_of(wanted.endpoint)
-        return _start(wanted) if version is None else _found(wanted, version)
+        running = _status_of(wanted.endpoint)
+        return _start(wanted) if running is None else _found(wanted, running.server.version)
 
 
 def keeper_of(endpoint: str) -> dict[str, Any] | None:
@@ -104,29 +101,14 @@ def end_keeper(pid: int, timeout_s: float = _STOP_S) -> bool:
         os.close(process)
 
 
-def chosen_capacity(available: int | None = None) -> ByteSize:
-    """Return the capacity of an L1 that nobody has named: `SHARE` of the memory that is available now, in whole MiB.
-    Raises `EndpointError` where that is too little."""
-    room = available_memory() if available is None else available
-    chosen = int(room * SHARE) >> 20 << 20
-    if chosen < LEAST:
-        raise EndpointError(
-            f"{ByteSize(room)} of memory is available: too little for L1",
-            where="kvframework run",
-            available=f"{ByteSize(int(LEAST / SHARE))} or more",
-            hint="give the engine less memory, or name --l1",
-        )
-    return ByteSize(chosen)
-
-
-def _version_of(endpoint: str) -> str | None:
-    """Return the release of the server that answers, None where none does. Blocks for `_LOOK_S` at most."""
+def _status_of(endpoint: str) -> Status | None:
+    """Return the status of the server that answers, None where none does. Blocks for `_LOOK_S` at most."""
     # A path without a socket needs no connection, which would be tried for its whole time.
     parsed = parse_endpoint(endpoint)
     if parsed.kind == "ipc" and not Path(parsed.path).exists():
         return None
     with contextlib.closing(StatusSource(endpoint, _LOOK_S, name="run")) as source, contextlib.suppress(ServerGone):
-        return msgspec.json.decode(source.ask(), type=Status).server.version
+        return msgspec.json.decode(source.ask(), type=Status)
     return None
 
 
@@ -145,17 +127,15 @@ def _found(wanted: Wanted, version: str) -> Found:
 
 
 def _start(wanted: Wanted) -> Found:
-    options, why = ["--set", f"server.endpoint={wanted.endpoint}", "--set", f"server.idle_stop_s={IDLE_STOP_S}"], ""
+    options = ["--set", f"server.endpoint={wanted.endpoint}", "--set", f"server.idle_stop_s={IDLE_STOP_S}"]
+    why = ""
     if wanted.config is not None:
         options += ["--config", str(wanted.config)]
-        why = f"configuration {wanted.config}"
+        why = f", configuration {wanted.config}"
     if wanted.l1 is not None:
         options += ["--set", f"l1.capacity={int(wanted.l1)}"]
-        why = f"L1 {wanted.l1}"
     elif wanted.config is None:
-        capacity = chosen_capacity()
-        options += ["--set", f"l1.capacity={int(capacity)}"]
-        why = f"L1 {capacity}, {SHARE:.0%} of the memory that is available"
+        why = ", 25 % of the memory that was available"
     for override in wanted.overrides:
         options += ["--set", override]
     log = log_path(wanted.endpoint)
@@ -163,12 +143,13 @@ def _start(wanted: Wanted) -> Found:
     # At once: a `run` that is killed while it waits leaves a server that `stop` knows.
     _lock_path(wanted.endpoint).write_text(f"{keeper.pid}\n")
     try:
-        _wait_ready(keeper, wanted.endpoint, log)
+        status = _wait_ready(keeper, wanted.endpoint, log)
     except BaseException:
         end_keeper(keeper.pid)
         raise
     stops = f"stops after {short_duration(IDLE_STOP_S)} without an engine"
-    return Found(wanted.endpoint, True, [f"started the server at {wanted.endpoint}: {why}; {stops}; log: {log}"])
+    l1 = f"L1 {ByteSize(status.l1.capacity_bytes)}{why}"
+    return Found(wanted.endpoint, True, [f"started the server at {wanted.endpoint}: {l1}; {stops}; log: {log}"])
 
 
 def _spawned(log: Path, options: Sequence[str]) -> subprocess.Popen[bytes]:
@@ -195,14 +176,15 @@ def _command(name: str) -> list[str]:
     return [sys.executable, "-m", "kvframework", name]
 
 
-def _wait_ready(keeper: subprocess.Popen[bytes], endpoint: str, log: Path) -> None:
+def _wait_ready(keeper: subprocess.Popen[bytes], endpoint: str, log: Path) -> Status:
     deadline = time.monotonic() + _READY_S
-    while _version_of(endpoint) is None:
+    while (status := _status_of(endpoint)) is None:
         code = keeper.poll()
         if code is not None or time.monotonic() > deadline:
             why = "did not answer in time" if code is None else f"ended with status {code}"
             raise EndpointError(f"the server {why}: {_last_line(log)}", where=endpoint, hint=f"see {log}")
         time.sleep(_PAUSE_S)
+    return status
 
 
 def _last_line(log: Path) -> str:

@@ -31,7 +31,7 @@ def stop(endpoint: Endpoint = None, config: EndpointConfig = None) -> None:
 
 @restart_app.command("restart", epilog=examples("kvframework restart     after an upgrade: L1 stays"))
 def restart(endpoint: Endpoint = None, config: EndpointConfig = None) -> None:
-    """Have the installed release take over from the server that `kvframework run` has started. L1 stays."""
+    """Have the installed release take over from the server of `run`. L1 stays."""
     chosen = server_endpoint(endpoint, config)
     _keeper(chosen)
     command = [sys.executable, "-m", "kvframework", "hold", "--reload", "--endpoint", chosen]

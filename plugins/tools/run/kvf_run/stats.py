@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
@@ -12,14 +12,15 @@ from kvframework.api.command import AsJson, Endpoint, EndpointConfig, examples
 from kvframework.api.console import print_document, print_text, short_count, short_duration
 from kvframework.api.plugin import ByteSize
 from kvframework.client import StatusSource, quiet_connection, server_endpoint
-from kvframework.status import REASONS, Lookups, Status
+from kvframework.status import REASONS, LastHour, Lookups, Status
 
 app = typer.Typer()
 
 
 class Stats(msgspec.Struct, frozen=True):
-    """What the server has answered since its start. `l1_tokens` and `l2_tokens` are the tokens found by source.
-    `prefill_saved_s` are the seconds in which the engines would have computed them, at the speed that they report."""
+    """What the server has answered since its start, and in the last hour. `l1_tokens` and `l2_tokens` are the tokens
+    found by source. `prefill_saved_s` is an estimate: the time in which the engines would have computed the tokens
+    found, at the speed that they report."""
 
     endpoint: str
     uptime_s: float
@@ -29,6 +30,7 @@ class Stats(msgspec.Struct, frozen=True):
     l1_tokens: int
     l2_tokens: int
     prefill_saved_s: float
+    last_hour: LastHour
     l1_used_bytes: int
     l1_capacity_bytes: int
     engines: int
@@ -51,6 +53,7 @@ def stats_of(status: Status) -> Stats:
         sum(each.l1_tokens for each in models),
         sum(each.l2_tokens for each in models),
         lookups.prefill_saved_s,
+        lookups.last_hour,
         status.l1.used_bytes,
         status.l1.capacity_bytes,
         len({each.pid for each in status.instances}),
@@ -61,11 +64,10 @@ def stats_of(status: Status) -> Stats:
 
 def summary(stats: Stats) -> list[str]:
     """Return three lines. Pure."""
-    share = f" ({stats.hit_tokens / stats.asked_tokens:.0%})" if stats.asked_tokens else ""
-    found = f"{short_count(stats.hit_tokens)} of {short_count(stats.asked_tokens)} prompt tokens{share}"
+    found, asked = _share(stats.hit_tokens, stats.asked_tokens), short_count(stats.asked_tokens)
     return [
-        f"{found} were found in {stats.lookups} lookups",
-        f"prefill saved: {short_duration(stats.prefill_saved_s)}, at the speed that engines report",
+        f"{found} of {asked} prompt tokens were found in {stats.lookups} lookups",
+        f"prefill saved: {short_duration(stats.prefill_saved_s)}, estimated at the speed that engines report",
         f"L1: {ByteSize(stats.l1_used_bytes)} of {ByteSize(stats.l1_capacity_bytes)} in use",
     ]
 
@@ -84,7 +86,7 @@ def stats(
     timeout: Annotated[float, typer.Option(min=0.01, max=3600, help="Seconds to wait for the server.")] = 3.0,
     as_json: AsJson = False,
 ) -> None:
-    """Show what the cache has saved since the server's start."""
+    """Show what the cache has saved since the server's start, and in the last hour."""
     found = read_stats(server_endpoint(endpoint, config), timeout)
     if as_json:
         print_document(msgspec.structs.asdict(found))
@@ -94,17 +96,26 @@ def stats(
 
 
 def _screen(found: Stats) -> list[str]:
-    rows: list[tuple[str, Any]] = [
-        ("server", f"{found.endpoint}, since {short_duration(found.uptime_s)}"),
-        ("engines", found.engines),
-        ("lookups", short_count(found.lookups)),
-        ("prompt tokens", short_count(found.asked_tokens)),
-        ("  found in L1", short_count(found.l1_tokens)),
-        ("  found in L2", short_count(found.l2_tokens)),
-        ("prefill saved", f"{short_duration(found.prefill_saved_s)}, at the speed that engines report"),
-        ("L1 in use", f"{ByteSize(found.l1_used_bytes)} of {ByteSize(found.l1_capacity_bytes)}"),
-        *((f"missed: {reason}", short_count(count)) for reason, count in sorted(found.misses.items())),
+    hour = found.last_hour
+    rows: list[tuple[str, str, str]] = [
+        ("", "since the start", "last hour"),
+        ("lookups", short_count(found.lookups), short_count(hour.lookups)),
+        ("prompt tokens", short_count(found.asked_tokens), short_count(hour.asked_tokens)),
+        ("found", _share(found.hit_tokens, found.asked_tokens), _share(hour.hit_tokens, hour.asked_tokens)),
+        ("  in L1", short_count(found.l1_tokens), ""),
+        ("  in L2", short_count(found.l2_tokens), ""),
+        ("prefill saved, estimated", short_duration(found.prefill_saved_s), short_duration(hour.prefill_saved_s)),
+        *((f"missed: {reason}", short_count(count), "") for reason, count in sorted(found.misses.items())),
+    ]
+    lines = [f"{name:<28} {total:>15} {last:>10}".rstrip() for name, total, last in rows]
+    lines += [
+        f"L1: {ByteSize(found.l1_used_bytes)} of {ByteSize(found.l1_capacity_bytes)} in use; engines: {found.engines}",
+        f"server: {found.endpoint}, for {short_duration(found.uptime_s)}",
     ]
     if found.most_frequent_miss:
-        rows.append(("most frequent miss", found.most_frequent_miss))
-    return [f"{name:<28} {value}" for name, value in rows]
+        lines.append(f"most frequent miss: {found.most_frequent_miss}")
+    return lines
+
+
+def _share(found: int, asked: int) -> str:
+    return f"{short_count(found)} ({found / asked:.0%})" if asked else short_count(found)

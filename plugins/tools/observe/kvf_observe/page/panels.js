@@ -34,6 +34,7 @@ export const PANELS = {
     return [
       tile("Hit rate", percent(minute.rate()), `last minute; ${percent(found / lookups.asked_tokens)} since the start`),
       tile("Tokens saved", `${count(minute.per("l1_tokens") + minute.per("l2_tokens"))}/s`, `last minute; ${count(found)} since the start`),
+      tile("Prefill saved", seconds(lookups.last_hour?.prefill_saved_s), `last hour; ${seconds(lookups.prefill_saved_s)} since the start`),
       tile("Lookups", `${count(minute.per("lookups"))}/s`, `last minute; ${count(lookups.lookups)} since the start`),
       tile("L1 used", percent(used), `of ${bytes(l1.capacity_bytes)}, ${counted(l1.objects, "object")}`),
       tile("Evictions", `${count(minute.per("evicted_objects"))}/s`, `last minute; ${count(l1.evictions)} since the start`),
@@ -50,7 +51,7 @@ export const PANELS = {
     const rate = (name) => (stretch) => stretch.per(name);
     const missed = (stretch) => stretch.per("asked_tokens") - stretch.per("l1_tokens") - stretch.per("l2_tokens");
     const series = [...FOUND.map((each) => ({ ...each, of: rate(`${each.look}_tokens`) })), { ...MISSED, of: missed }];
-    return overTime(place, "Tokens of lookups, a second", stretches, series, (value) => `${count(value)}/s`);
+    return overTime(place, "Lookup tokens per second", stretches, series, (value) => `${count(value)}/s`);
   },
 
   l1({ status, stretches }, place) {
