@@ -116,6 +116,59 @@ def test_two_commands_at_once_start_one_server(node: Node) -> None:
     assert sum("started the server" in each for each in said) == 1
 
 
+def test_it_works_under_torchrun_and_before_it(node: Node) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
+    show = [sys.executable, "-c", SHOW]
+    under = [*torchrun, *node.command("run", *SMALL, "--", *show)]
+    done = subprocess.run(under, env=node.environ, capture_output=True, text=True, timeout=SLOW_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split().count(node.endpoint) == 2
+    assert done.stderr.count("started the server") == 1
+    before = node.ask("run", "--", *torchrun, *show)
+    assert before.stdout.split().count(node.endpoint) == 2
+    assert "that is known here" not in before.stderr
+
+
+def test_the_first_process_of_a_container_takes_the_server_with_it(node: Node) -> None:
+    """A namespace of processes ends with its first process, as a container does."""
+    container = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    if subprocess.run([*container, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine gives users no namespaces")
+    program = "import os, sys; print(os.getpid()); sys.exit(7)"
+    command = [*container, *node.command("run", *SMALL, "--", sys.executable, "-c", program)]
+    done = subprocess.run(command, env=node.environ, capture_output=True, text=True, timeout=SLOW_S, check=False)
+    assert (done.returncode, done.stdout) == (7, "1\n"), done.stderr
+    assert "the server ends with it" in done.stderr
+    wait_until(lambda: node.processes() == [], SLOW_S, "the end of the container")
+
+
+def test_two_users_have_two_servers(node: Node) -> None:
+    # The other one may read the interpreter, which may lie in root's home, and no more.
+    other = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    other += ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
+    if subprocess.run([*other, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("only root can be two users")
+    folder = node.folder / "other"
+    folder.mkdir(mode=0o700)
+    node.folder.chmod(0o711)
+    os.chown(folder, 65534, 65534)
+    mine = node.engine(SHOW, *SMALL).stdout
+    # The runtime folder is still the first user's, as after `su`.
+    environ = node.environ | {"TMPDIR": str(folder), "HOME": str(folder)}
+
+    def as_other(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [*other, *node.command(*words)]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=SLOW_S, check=False)
+        assert done.returncode == 0, done.stderr
+        return done
+
+    theirs = as_other("run", *SMALL, "--", sys.executable, "-c", SHOW)
+    assert theirs.stdout == f"ipc://{folder}/kvframework-65534/server.sock\n" != mine
+    assert "started the server" in theirs.stderr
+    as_other("stop")
+    assert node.engine(SHOW).stdout == mine
+
+
 def test_stale_files_of_a_killed_server_do_not_matter(node: Node) -> None:
     node.ask("run", *SMALL)
     keeper = keeper_of(node.endpoint)

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import pytest
 from kvf_run.openai import OpenAI, Reply
 from kvf_run.try_out import judged, text_of
 from kvframework.errors import EndpointError
+from tests.support.tls_proxy import TlsProxy
 
 
 class Engine(ThreadingHTTPServer):
@@ -125,6 +127,16 @@ def test_a_reset_is_asked_for_and_takes_the_path_that_the_engine_has(engine: Eng
 def test_a_key_that_is_wrong_is_named(engine: Engine) -> None:
     engine.key = "secret"
     assert "--api-key-file" in tried("--url", engine.url, "--model", "tiny", code=2).stderr
+
+
+def test_a_gateway_with_tls_and_a_key(engine: Engine, tmp_path: Path) -> None:
+    engine.key = "secret"
+    (tmp_path / "key").write_text("secret\n")
+    with TlsProxy(tmp_path, engine.server_address[1]) as gateway:
+        url = f"https://localhost:{gateway.port}/v1"
+        trusting = "--url", url, "--cafile", str(gateway.certificate), "--api-key-file", str(tmp_path / "key")
+        assert json.loads(tried(*trusting, "--json", code=0).stdout)["hit"]
+        assert "certificate verify failed" in tried("--url", url, code=2).stderr
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://here", "http://127.0.0.1:1"])
