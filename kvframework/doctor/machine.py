@@ -8,10 +8,11 @@ import resource
 import sys
 import sysconfig
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import kvframework
-from kvframework.api.installing import kernels_hint, missing_kernels
+from kvframework.api.installing import install_command, kernels_hint, missing_kernels
 from kvframework.api.memory import cgroup_limits
 from kvframework.api.plugin import ByteSize, Finding
 from kvframework.config.schema import SAFE_LIMIT, SESSIONS_SHARE
@@ -36,6 +37,14 @@ def installation() -> Iterator[Finding]:
         yield Finding("kvframework.kernels", "warn", what, kernels_hint())
     else:
         yield Finding("kvframework.kernels", "ok", "the compiled kernels are there")
+    for engine, package in (("vllm", "kvf_vllm"), ("sglang", "kvf_sglang")):
+        if find_spec(engine) is not None:
+            distribution = f"kvframework-{engine}"
+            if find_spec(package) is not None:
+                yield Finding("kvframework.engine", "ok", f"{engine} has {distribution} beside it")
+            else:
+                what = f"{engine} is installed here without {distribution}: it computes everything"
+                yield Finding("kvframework.engine", "warn", what, install_command(distribution=distribution))
 
 
 # docs/sizing.md: 64 for the server and 4 for each client process.

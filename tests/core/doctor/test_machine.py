@@ -156,3 +156,17 @@ def test_a_build_without_the_lock_is_warned_of(monkeypatch: pytest.MonkeyPatch) 
     assert by_id(checks.python())["python.gil"].level == "ok"
     monkeypatch.setattr(checks.sysconfig, "get_config_var", lambda _: 1)
     assert by_id(checks.python())["python.gil"].level == "warn"
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engine_without_its_package_is_named_with_the_line_that_installs_it(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = {engine}
+    monkeypatch.setattr(checks, "find_spec", lambda name: object() if name in here else None)
+    (found,) = (each for each in checks.installation() if each.id == "kvframework.engine")
+    assert (found.level, f"without kvframework-{engine}" in found.fact) == ("warn", True)
+    assert found.advice == f"pip install DIR-OF-CLONE/plugins/engines/{engine}"
+    here.add(f"kvf_{engine}")
+    (found,) = (each for each in checks.installation() if each.id == "kvframework.engine")
+    assert found.level == "ok"
