@@ -77,7 +77,6 @@ PARTS: dict[str, tuple[str, ...]] = {
         "observe/test_traces.py",
         "peers/test_conformance.py",
         "peers/test_doctor.py",
-        "peers/test_hints.py",
         "peers/test_nodes.py",
         "plan/simulate/test_equal_by_policy.py",
         "plan/simulation/test_planted.py",

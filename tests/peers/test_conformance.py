@@ -46,7 +46,7 @@ class TestPeers(TierConformance):
 
     def reopen(self, tier: Tier) -> Tier:
         assert isinstance(tier, StoredAtPeers)
-        addresses = [str(peer.address) for peer in tier.reader._directory.peers()]
+        addresses = [str(peer.address) for peer in tier.reader._peers]
         token = Path(tier.reader._settings.options.token_file)
         return StoredAtPeers(peers_tier(token, peers=addresses, ask_s=10), tier.nodes)
 

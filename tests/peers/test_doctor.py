@@ -5,12 +5,9 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-import pytest
-
 from tests.core.doctor.tables import ask, levels
 from tests.support.peer_nodes import Lender, ValuesNode, token_file
 from tests.support.ports import free_port
-from tests.support.redis_server import RedisServer
 
 
 def test_nodes_that_answer_and_agree_are_ok(tmp_path: Path) -> None:
@@ -67,26 +64,3 @@ def test_plain_text_beyond_this_machine_is_warned_of_or_refused(tmp_path: Path) 
     (refused,) = ask("peers", token_file=str(token), listen="0.0.0.0:1").values()
     assert refused.level == "fail"
     assert "in plain text" in refused.fact
-
-
-def test_an_address_that_leads_elsewhere_is_found(tmp_path: Path) -> None:
-    token, silent = token_file(tmp_path), f"redis://127.0.0.1:{free_port()}/0"
-    common = {"token_file": str(token), "hints": silent, "trusted_network": True}
-    with Lender(token) as one, Lender(token) as other:
-        found = ask("peers", listen=one.address, advertise=other.address, **common)
-        same = ask("peers", listen=one.address, advertise=one.address.replace("127.0.0.1", "localhost"), **common)
-    assert found["peers.advertise"].level == "fail"
-    assert found["peers.advertise"].fact.startswith(f"another node answers at {other.address}")
-    assert same["peers.advertise"].level == "ok"
-    assert found["peers.hints"].level == "fail"
-
-
-@pytest.mark.redis
-def test_the_redis_of_the_hints_is_asked(tmp_path: Path) -> None:
-    token = token_file(tmp_path)
-    with RedisServer(tmp_path) as redis:
-        options = {"token_file": str(token), "hints": redis.url, "trusted_network": True}
-        assert ask("peers", **options)["peers.hints"].level == "warn"
-        with redis.client() as client:
-            client.config_set("maxmemory-policy", "allkeys-lru")
-        assert ask("peers", **options)["peers.hints"].level == "ok"

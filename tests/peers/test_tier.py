@@ -49,7 +49,7 @@ def load(tier: PeersTier, key: bytes, nbytes: int, deadline: float | None = None
 
 
 def state(tier: PeersTier, at: int = 0) -> Peer:
-    return tier._directory.peers()[at]
+    return tier._peers[at]
 
 
 @pytest.fixture
@@ -718,15 +718,13 @@ def test_no_answer_writes_beyond_its_room(status: int, nbytes: int, room: int) -
 @pytest.mark.parametrize(
     ("options", "fact"),
     [
-        ({}, "neither peers nor hints nor listen"),
+        ({}, "neither peers nor listen"),
         ({"listen": "10.0.0.7:9310"}, "without TLS the KV of prompts would go to and from 10.0.0.7:9310 in plain text"),
         ({"peers": ["10.0.0.7:9310"]}, "in plain text"),
         ({"listen": "0.0.0.0:9310"}, "in plain text"),
         ({"peers": ["nonsense"]}, "'nonsense' is no HOST:PORT"),
         ({"peers": ["host:0"]}, "is no HOST:PORT"),
         ({"peers": ["127.0.0.1:1"], "tls_ca": "ca.pem"}, "tls_cert is missing: TLS needs all three"),
-        ({"peers": ["127.0.0.1:1"], "hints": "redis://h"}, "both peers and hints"),
-        ({"listen": "0.0.0.0:1", "hints": "redis://h", "trusted_network": True}, "cannot reach 0.0.0.0:1"),
     ],
 )
 def test_options_that_cannot_be(token: Path, options: dict[str, object], fact: str) -> None:

@@ -99,8 +99,6 @@ def token_file(folder: Path, token: str = "a token for tests") -> Path:
 
 
 def peers_tier(token: Path, **options: object) -> PeersTier:
-    if "hints" in options:  # which may lead anywhere
-        options = {"trusted_network": True, **options}
     if "lent_bytes" in options:
         options["lent_bytes"] = ByteSize(options["lent_bytes"])  # type: ignore[call-overload]
     return open_tier(PeersOptions(token_file=str(token), **options), where=WHERE)  # type: ignore[arg-type]

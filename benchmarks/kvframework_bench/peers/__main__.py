@@ -6,14 +6,11 @@ from typing import Annotated
 
 import typer
 
-from kvframework_bench.peers.fleet import fleet_rows
 from kvframework_bench.peers.lending import lending_rows
 from kvframework_bench.peers.transfer import transfer_rows
 
 
 def main(
-    nodes: Annotated[str, typer.Option(help="Sizes of the simulated fleets; empty: none.")] = "8,100,1000,10000",
-    turns: Annotated[int, typer.Option(help="Requests of each node in the simulation.")] = 60,
     mib: Annotated[str, typer.Option(help="Sizes of the values in MiB; empty: no transfers.")] = "4,32",
     rounds: Annotated[int, typer.Option(help="Rounds of the transfers.")] = 9,
     lookups: Annotated[int, typer.Option(help="Rounds of LOOKUPs beside lending; 0: none.")] = 20,
@@ -39,25 +36,6 @@ def main(
         )
         for row in lending_rows(gb_s, lookups):
             _line(row)
-        typer.echo()
-    fleets = [int(each) for each in nodes.split(",") if each]
-    if fleets:
-        _table(
-            (
-                "nodes",
-                "hits of own L1",
-                "and of peers",
-                "questions to Redis a second",
-                "keys in them",
-                "nodes asked for each",
-                "asked in vain",
-                "hints written a second",
-                "hints",
-                "their bytes",
-            )
-        )
-        for number in fleets:
-            _line(fleet_rows(number, turns))
 
 
 def _table(heads: tuple[str, ...]) -> None:

@@ -7,10 +7,10 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from kvframework.api.plugin import ByteSize, Finding, Options, SecretUrl
+from kvframework.api.plugin import ByteSize, Finding, Options
 from kvframework.api.tier import TableContext, Tier, TierProvider, hookimpl
 
-# More nodes than that are found by hints: each is asked about each prompt that L1 lacks.
+# Each is asked about each prompt that L1 lacks; larger fleets share a store.
 MOST_ASKED = 8
 
 
@@ -46,17 +46,6 @@ class PeersOptions(Options, frozen=True):
     tls_ca: Annotated[str, Meta(description="certificates that sign those of the nodes, a PEM file; turns TLS on")] = ""
     tls_cert: Annotated[str, Meta(description="this node's certificate, for both directions, a PEM file")] = ""
     tls_key: Annotated[str, Meta(description="its private key, a PEM file")] = ""
-    hints: Annotated[
-        SecretUrl,
-        Meta(
-            description="redis://HOST:PORT/DB of a Redis that knows which node has what, for more than 8 nodes; needs "
-            "redis-py. empty: all peers are asked"
-        ),
-    ] = ""
-    advertise: Annotated[
-        str, Meta(description="with hints: HOST:PORT at which other nodes reach this one; empty: what listen says")
-    ] = ""
-    hint_ttl_s: Annotated[int, Meta(ge=2, le=3600, description="seconds that a hint lives unless it is renewed")] = 900
     ask_s: Annotated[
         float, Meta(gt=0, le=10, description="longest wait, in seconds, for the answers who has a prompt")
     ] = 0.25

@@ -26,7 +26,7 @@ def diagnose(options: PeersOptions, context: TableContext, deadline: float) -> l
     `ConfigFieldError`."""
     settings = read_settings(options, where=context.where)
     own = settings.listen
-    asked = list(dict.fromkeys(each for each in (own, settings.advertise, *settings.peers) if each is not None))
+    asked = list(dict.fromkeys(each for each in (own, *settings.peers) if each is not None))
     until = min(deadline, time.monotonic() + _MOST_S)
     with ThreadPoolExecutor(max(len(asked), 1)) as pool:
         answers = list(pool.map(lambda each: _hello(each, settings, until), asked))
@@ -37,8 +37,7 @@ def diagnose(options: PeersOptions, context: TableContext, deadline: float) -> l
     if own is not None and own in failed:
         del failed[own]
         findings += _listens(own)
-    findings += [*_reachable(known, failed), *_trusted(apart), *_agreement(known), *_advertised(settings, known)]
-    return [*findings, _hints(settings, until)] if options.hints else findings
+    return [*findings, *_reachable(known, failed), *_trusted(apart), *_agreement(known)]
 
 
 def _listens(own: Address) -> Iterator[Finding]:
@@ -48,36 +47,6 @@ def _listens(own: Address) -> Iterator[Finding]:
     except OSError as error:
         advice = "name a free address of this machine in listen: until then it lends nothing"
         yield Finding("peers.listen", "fail", f"{own}: {explain(error)}", advice)
-
-
-def _advertised(settings: Settings, known: dict[Address, Welcome]) -> Iterator[Finding]:
-    """Whether the address in the hints leads here; without a finding if this node does not run."""
-    here, told = settings.listen, settings.advertise
-    if here not in known or told not in known or here == told:
-        return
-    if known[here].boot_id == known[told].boot_id:
-        yield Finding("peers.advertise", "ok", f"{told} leads to this node")
-    else:
-        fact = f"another node answers at {told}: hints of this one are passed over"
-        yield Finding("peers.advertise", "fail", fact, "name the address at which other nodes reach this one")
-
-
-def _hints(settings: Settings, until: float) -> Finding:
-    from redis.exceptions import RedisError
-
-    from redis import Redis
-
-    left_s = max(until - time.monotonic(), 0.1)
-    try:
-        with Redis.from_url(settings.options.hints, socket_timeout=left_s, socket_connect_timeout=left_s) as redis:
-            policy = redis.info("memory").get("maxmemory_policy", "?")
-    except (RedisError, OSError, ValueError) as error:
-        fact = f"the Redis with the hints cannot be asked: {type(error).__name__}"
-        return Finding("peers.hints", "fail", fact, "until it answers, nothing of other nodes is found")
-    if policy == "noeviction":
-        fact = "the Redis with the hints evicts nothing (maxmemory-policy noeviction)"
-        return Finding("peers.hints", "warn", fact, "allkeys-lru: a full one would take no hint")
-    return Finding("peers.hints", "ok", "the Redis with the hints answers")
 
 
 def _network(settings: Settings) -> Finding:

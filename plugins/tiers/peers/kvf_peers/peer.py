@@ -10,8 +10,7 @@ import logging
 import socket
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, NamedTuple
 
@@ -19,7 +18,7 @@ from kvf_peers import messages as m
 from kvf_peers.settings import Address, Settings
 from kvf_peers.wire import Wire, explain, introduce
 from kvframework.api.process import Backoff
-from kvframework.api.tier import Node, Outcome, PackedKey
+from kvframework.api.tier import Outcome, PackedKey
 from kvframework.errors import ConfigFieldError, TierError
 
 log = logging.getLogger(__name__)
@@ -162,13 +161,6 @@ class Peer:
 
     def close(self) -> None:
         """End its calls in flight. Blocks for a connection that is being made, half a second at most."""
-        self.leave()
-        thread = self._thread
-        if thread is not None:
-            thread.join(0.5)
-
-    def leave(self) -> None:
-        """End its calls in flight. Never blocks: a connection that is being made ends later."""
         with self.changed:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -177,6 +169,9 @@ class Peer:
             self.changed.notify_all()
         for wire in idle:
             wire.close()
+        thread = self._thread
+        if thread is not None:
+            thread.join(0.5)
 
     # the connections
 
@@ -318,7 +313,7 @@ class Peer:
             self._pause(backoff.delay(time.monotonic()))
 
     def _pause(self, pause_s: float) -> None:
-        """Wait before the next attempt; not for one that was judged again, nor after `leave`."""
+        """Wait before the next attempt; not for one that was judged again, nor after `close`."""
         with self.changed:
             pause_s = _USELESS_S if self.state == "useless" else pause_s
             self.changed.wait_for(lambda: self._closed or self.state in ("up", "connecting"), pause_s)
@@ -367,56 +362,3 @@ def _receive(wire: Wire, parts: Sequence[memoryview], room: int, deadline: float
 
 def _said(error: BaseException) -> str:
     return error.fact if isinstance(error, ConfigFieldError) else explain(error)
-
-
-class Directory(ABC):
-    """Thread-safe. What it says is a hint: the nodes are asked before anything is loaded."""
-
-    @abstractmethod
-    def peers(self) -> Sequence[Peer]:
-        """Return the nodes that are known now."""
-
-    @abstractmethod
-    def candidates(self, keys: Sequence[PackedKey], until: float) -> Mapping[Peer, Sequence[int]]:
-        """Return the nodes to ask, each with the indices of the keys to ask it for. Blocks until `until` at most.
-        Raises `TierError` if it cannot say."""
-
-    def attach(self, node: Node) -> None:
-        """Tell others from now on what this node has, where that is the directory's work."""
-        return
-
-    def ping(self, until: float) -> None:
-        """Raise `TierError` if what it asks besides the nodes does not answer."""
-        return
-
-    def problems(self) -> Sequence[str]:
-        """Return what keeps it from working, see `Tier.problems`."""
-        return ()
-
-    def status(self) -> Mapping[str, object]:
-        """What other nodes learned of this one since `attach`, for the server's status."""
-        return {}
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close the nodes, too."""
-
-
-class AskAll(Directory):
-    """A fixed list of nodes, all of which are asked."""
-
-    def __init__(self, peers: Sequence[Peer]) -> None:
-        self._peers = tuple(peers)
-
-    def peers(self) -> Sequence[Peer]:
-        return self._peers
-
-    def candidates(self, keys: Sequence[PackedKey], until: float) -> Mapping[Peer, Sequence[int]]:
-        everything = range(len(keys))
-        for peer in self._peers:
-            peer.start()
-        return {peer: everything for peer in self._peers if peer.settle(until)}
-
-    def close(self) -> None:
-        for peer in self._peers:
-            peer.close()

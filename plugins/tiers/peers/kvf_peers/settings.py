@@ -9,12 +9,10 @@ import re
 import ssl
 import stat
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 from kvf_peers import PeersOptions
-from kvframework.api.installing import install_command
 from kvframework.api.process import LogLimit
 from kvframework.errors import ConfigFieldError
 
@@ -49,7 +47,6 @@ class Settings:
     where: str
     peers: tuple[Address, ...]
     listen: Address | None
-    advertise: Address | None
     tls: Tls | None
 
     def token(self) -> bytes:
@@ -61,20 +58,11 @@ def read_settings(options: PeersOptions, *, where: str) -> Settings:
     """Check the options. Raises `ConfigFieldError`."""
     peers = tuple(_address(each, f"{where} peers") for each in options.peers)
     listen = _address(options.listen, f"{where} listen") if options.listen else None
-    advertise = _address(options.advertise, f"{where} advertise") if options.advertise else listen
-    if not peers and not options.hints and listen is None:
-        raise ConfigFieldError("neither peers nor hints nor listen", where=where, hint="name the other nodes in peers")
-    if options.peers and options.hints:
-        raise ConfigFieldError("both peers and hints", where=f"{where} hints", hint="hints name the peers: leave one")
-    if options.hints:
-        _check_hints(options, where)
-        if advertise is not None and advertise.host in ("0.0.0.0", "::"):  # noqa: S104  nothing is bound to it here
-            raise ConfigFieldError(
-                f"other nodes cannot reach {advertise}", where=f"{where} advertise", hint="name this node's own address"
-            )
+    if not peers and listen is None:
+        raise ConfigFieldError("neither peers nor listen", where=where, hint="name the other nodes in peers")
     tls = _tls(options, where)
     _check_network(options, where, (*peers, *((listen,) if listen else ())), has_tls=tls is not None)
-    settings = Settings(options, where, peers, listen, advertise, tls)
+    settings = Settings(options, where, peers, listen, tls)
     settings.token()
     return settings
 
@@ -94,29 +82,11 @@ def _address(text: str, where: str) -> Address:
         raise ConfigFieldError(str(error), where=where, hint='write "10.0.0.7:9311"') from None
 
 
-def _check_hints(options: PeersOptions, where: str) -> None:
-    if find_spec("redis") is None:
-        raise ConfigFieldError(
-            "hints need redis-py, which is not installed",
-            where=f"{where} hints",
-            hint=install_command("hints", distribution="kvframework-peers"),
-        )
-    from redis.connection import parse_url
-
-    try:
-        parse_url(options.hints)  # type: ignore[no-untyped-call]
-    except (ValueError, TypeError):
-        raise ConfigFieldError(
-            "hints is no URL of a Redis", where=f"{where} hints", hint="write redis://HOST:PORT/DB"
-        ) from None
-
-
 def _check_network(options: PeersOptions, where: str, used: tuple[Address, ...], *, has_tls: bool) -> None:
     outside = next((each for each in used if not each.is_loopback), None)
-    beyond = str(outside) if outside else "the nodes that hints name" if options.hints else ""
-    if beyond and not has_tls and not options.trusted_network:
+    if outside and not has_tls and not options.trusted_network:
         raise ConfigFieldError(
-            f"without TLS the KV of prompts would go to and from {beyond} in plain text",
+            f"without TLS the KV of prompts would go to and from {outside} in plain text",
             where=where,
             hint="set tls_ca, tls_cert and tls_key; or trusted_network = true, if only the nodes are in that network",
         )

@@ -14,8 +14,8 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from kvf_peers import PeersOptions
 from kvf_peers.holder import Holder
 from kvf_peers.messages import Welcome
-from kvf_peers.peer import AskAll, Directory, Peer, Verdict
-from kvf_peers.settings import Address, Settings, read_settings
+from kvf_peers.peer import Peer, Verdict
+from kvf_peers.settings import Settings, read_settings
 from kvframework.api.process import LogLimit
 from kvframework.api.tier import Node, Outcome, PackedKey, Tier
 from kvframework.errors import TierError
@@ -44,7 +44,7 @@ class PeersTier(Tier):
         self._ask_s = settings.options.ask_s
         self._node: Node | None = None
         self._holder: Holder | None = None
-        self._directory = self._made_directory()
+        self._peers = tuple(Peer(address, settings, self._judged) for address in settings.peers)
         self._sources: OrderedDict[PackedKey, Peer] = OrderedDict()
         self._lock = threading.Lock()
         self._once = LogLimit.once()
@@ -58,8 +58,7 @@ class PeersTier(Tier):
         if self._settings.listen is not None:
             self._holder = Holder(self._settings, self._settings.listen, node)
             self._holder.start()
-        self._directory.attach(node)
-        for peer in self._directory.peers():
+        for peer in self._peers:
             peer.judge_again()
             peer.start()
 
@@ -116,45 +115,32 @@ class PeersTier(Tier):
         if self._node is None and not self._used:
             return  # a server pings before it attaches: then this node does not listen yet, and knows no other
         until = min(deadline, time.monotonic() + self._ask_s)
-        self._directory.ping(until)
-        peers = self._directory.peers()
-        for peer in peers:
+        for peer in self._peers:
             peer.start()
-        if peers and not any(peer.settle(until) or peer.state == "useless" for peer in peers):
-            raise self._nobody(peers)
+        if self._peers and not any(peer.settle(until) or peer.state == "useless" for peer in self._peers):
+            raise self._nobody()
 
     def problems(self) -> Sequence[str]:
         """Nodes that do not answer or cannot share, and why nothing is lent."""
-        of_directory = self._directory.problems()
-        found = [f"{peer.address}: {peer.problem}" for peer in self._directory.peers() if peer.problem]
+        found = [f"{peer.address}: {peer.problem}" for peer in self._peers if peer.problem]
         if self._holder is not None and self._holder.problem:
             found.insert(0, self._holder.problem)
-        return [*of_directory, *found, *self._other_names()]
+        return [*found, *self._other_names()]
 
     def status(self) -> Mapping[str, object]:
-        """`nodes`: what came from each, `lending`: what went to them, `hints`: what other nodes learn of this one."""
+        """`nodes`: what came from each, `lending`: what went to them."""
         return {
-            "nodes": [peer.status() for peer in self._directory.peers() if not self._is_own(peer)],
+            "nodes": [peer.status() for peer in self._peers if not self._is_own(peer)],
             "lending": self._holder.status() if self._holder is not None else {},
-            "hints": self._directory.status(),
         }
 
     def close(self) -> None:
         self._closed = True
         if self._holder is not None:
             self._holder.close()
-        self._directory.close()
+        for peer in self._peers:
+            peer.close()
         self._askers.shutdown(wait=False, cancel_futures=True)
-
-    def _made_directory(self) -> Directory:
-        if self._settings.options.hints:
-            from kvf_peers.hints import Hints
-
-            return Hints(self._settings, self._peer)
-        return AskAll([self._peer(address) for address in self._settings.peers])
-
-    def _peer(self, address: Address) -> Peer:
-        return Peer(address, self._settings, self._judged)
 
     def _check(self, deadline: float) -> None:
         if self._closed:
@@ -162,8 +148,8 @@ class PeersTier(Tier):
         if time.monotonic() >= deadline:
             raise TierError("the deadline has passed", where=self._settings.where)
 
-    def _nobody(self, peers: Sequence[Peer]) -> TierError:
-        last = next((f"{peer.address}: {peer.problem}" for peer in peers if peer.problem), "")
+    def _nobody(self) -> TierError:
+        last = next((f"{peer.address}: {peer.problem}" for peer in self._peers if peer.problem), "")
         return TierError("no other node answers", where=self._settings.where, available=last)
 
     # asking
@@ -179,29 +165,29 @@ class PeersTier(Tier):
         Raises `TierError` if none answers, unless some were tried."""
         self._used = True
         until = min(deadline, time.monotonic() + self._ask_s)
-        wanted = [keys[index] for index in indices]
         settled = time.monotonic() + (until - time.monotonic()) / 2
         asked: dict[Peer, tuple[list[int], Future[bytes]]] = {}
         unsure = False
-        for peer, all_its in self._directory.candidates(wanted, settled).items():
-            its = [at for at in all_its if tried.get(indices[at]) is not peer]
-            if its:
+        for peer in self._peers:
+            peer.start()
+        for peer in self._peers:
+            its = [index for index in indices if tried.get(index) is not peer]
+            if its and peer.settle(settled):
                 try:
-                    asked[peer] = its, self._askers.submit(peer.ask, [wanted[at] for at in its], until)
+                    asked[peer] = its, self._askers.submit(peer.ask, [keys[index] for index in its], until)
                 except RuntimeError:  # closed meanwhile, or the machine has no more threads
                     self._check(deadline)
                     unsure = True
         answers: dict[Peer, set[int]] = {}
         for peer, (its, answer) in asked.items():
             try:
-                answers[peer] = {indices[at] for at, there in zip(its, answer.result(), strict=True) if there}
+                answers[peer] = {index for index, there in zip(its, answer.result(), strict=True) if there}
             except (TierError, CancelledError):
                 unsure = True
-        if not answers and not tried:
-            known = self._directory.peers()
-            if unsure or (known and all(peer.state == "down" or peer.state == "connecting" for peer in known)):
-                self._check(deadline)
-                raise self._nobody(known)
+        none_answers = unsure or (bool(self._peers) and all(peer.state in ("down", "connecting") for peer in self._peers))
+        if none_answers and not answers and not tried:
+            self._check(deadline)
+            raise self._nobody()
         return _chosen(indices, answers), unsure
 
     def _fetch(
@@ -260,7 +246,7 @@ class PeersTier(Tier):
             return []
         own = self._node.models()
         found = []
-        for peer in self._directory.peers():
+        for peer in self._peers:
             who = peer.who
             if who is None or peer.state != "up":
                 continue
