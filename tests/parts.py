@@ -122,7 +122,6 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
     # The S3 tier on real servers, from their wheels.
     "s3": (
-        "s3/test_demo.py",
         "s3/test_faults.py",
         "s3/test_servers.py",
     ),

@@ -415,7 +415,7 @@ def policy(
 @app.command("blend")
 def blend(
     model: Annotated[
-        str, typer.Option(metavar="smollm2|random|DIR|FILE.gguf", help="As of kvframework demo blend.")
+        str, typer.Option(metavar="smollm2|random|DIR|FILE.gguf", help="As of kvframework demo.")
     ] = "smollm2",
     questions: Annotated[int | None, typer.Option(min=1, max=50, help="So many of the fifty.")] = None,
     orders: Annotated[int | None, typer.Option(min=1, max=24, help="So many orders of the documents.")] = None,

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from kvf_demo.redis_server import VARIABLE
-from kvf_demo.s3_server import weed_binary
 from kvframework.client import KVClient
 from kvframework.wire import messages as m
 from kvframework_bench.document import Document
@@ -19,8 +17,10 @@ from kvframework_bench.l2 import disk
 from kvframework_bench.l2.disk import COLD
 from kvframework_bench.l2.figures import L2Figures
 from kvframework_bench.l2.redis import parse_csv
+from kvframework_bench.l2.redis_binary import VARIABLE
 from kvframework_bench.l2.redis_reference import bare_cases, fastest_way
 from kvframework_bench.l2.run import bench_l2
+from kvframework_bench.l2.s3_server import weed_binary
 from kvframework_bench.l2.sizes import Sizes
 from kvframework_bench.l2.tier import await_written
 from kvframework_bench.machine import Load, describe_machine

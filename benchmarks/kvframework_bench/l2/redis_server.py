@@ -10,8 +10,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from kvf_demo.child import uninterrupted
-from kvf_demo.redis_server import INSTALL_HINT, redis_binary, redis_command
 from kvframework_bench.errors import BenchUnavailable
+from kvframework_bench.l2.redis_binary import INSTALL_HINT, redis_binary, redis_command
 from kvframework_bench.process import BenchChild
 
 _START_S = 30.0

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 
 from kvf_demo.child import uninterrupted
-from kvf_demo.s3_server import BUCKET, INSTALL_HINT, S3Site, weed_binary
 from kvframework.api.plugin import ByteSize
 from kvframework.api.tier import Outcome, Tier
 from kvframework.registry.registry import PluginRegistry
@@ -18,6 +17,7 @@ from kvframework_bench.console import Stage
 from kvframework_bench.errors import BenchUnavailable
 from kvframework_bench.l2.figures import S3Figures, S3Row
 from kvframework_bench.l2.s3_reference import AT_ONCE, PIECE_BYTES, BareStore
+from kvframework_bench.l2.s3_server import BUCKET, INSTALL_HINT, S3Site, weed_binary
 from kvframework_bench.l2.sizes import Sizes
 from kvframework_bench.l2.tier import Values, expect, keys_for, open_tier
 from kvframework_bench.process import BenchChild

@@ -8,8 +8,8 @@ from collections.abc import Coroutine, Sequence
 from types import TracebackType
 from typing import Any
 
-from kvf_demo.s3_server import BUCKET
 from kvframework_bench.errors import BenchUnavailable
+from kvframework_bench.l2.s3_server import BUCKET
 
 AT_ONCE = 16
 PIECE_BYTES = 2 << 20

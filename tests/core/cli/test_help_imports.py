@@ -50,7 +50,7 @@ def test_help_imports_no_command() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["hold", "status", "top", "config show", "keys new", "plugins check", "new", "doctor", "demo blend"]
+    "command", ["hold", "status", "top", "config show", "keys new", "plugins check", "new", "doctor", "demo"]
 )
 def test_help_of_a_command_imports_no_work_of_plugins(command: str) -> None:
     found = imported(*command.split(), "--help")

@@ -184,7 +184,9 @@ class PeersTier(Tier):
                 answers[peer] = {index for index, there in zip(its, answer.result(), strict=True) if there}
             except (TierError, CancelledError):
                 unsure = True
-        none_answers = unsure or (bool(self._peers) and all(peer.state in ("down", "connecting") for peer in self._peers))
+        none_answers = unsure or (
+            bool(self._peers) and all(peer.state in ("down", "connecting") for peer in self._peers)
+        )
         if none_answers and not answers and not tried:
             self._check(deadline)
             raise self._nobody()

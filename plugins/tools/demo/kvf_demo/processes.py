@@ -1,4 +1,4 @@
-"""The child processes of `kvframework demo`: a server, a Redis or S3, and the engines. Every wait has a deadline."""
+"""The child processes of `kvframework demo`: a server and the engines. Every wait has a deadline."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,9 +18,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from kvf_demo.child import Child
-from kvf_demo.redis_server import redis_command
 from kvf_demo.result import Recovered
-from kvf_demo.s3_server import S3Site
 from kvframework.client import KVClient, StatusSource
 from kvframework.errors import KVFrameworkError
 from kvframework.status import Status
@@ -121,31 +118,6 @@ class HeldServerProcess(ServerProcess):
         super().kill()
 
 
-class RedisProcess(DemoChild):
-    """A real redis-server on a private socket; keeps nothing on disk."""
-
-    def __init__(self, binary: Path, directory: Path) -> None:
-        self._socket = directory / "redis.sock"
-        self.url = f"unix://{self._socket}"
-        super().__init__("redis", redis_command(binary, self._socket), directory)
-
-    def await_ready(self) -> None:
-        """Wait until it accepts connections. Raises `DemoFailed`."""
-        self.wait_until(lambda: _accepts(self._socket), "did not accept connections")
-
-
-class S3Process(DemoChild):
-    """A real SeaweedFS in the demo's directory, on ports of 127.0.0.1."""
-
-    def __init__(self, binary: Path, directory: Path) -> None:
-        self.site = S3Site(directory)
-        super().__init__("weed", self.site.command(binary), directory)
-
-    def await_ready(self) -> None:
-        """Wait until it stores values. Raises `DemoFailed`."""
-        self.wait_until(self.site.takes_values, "did not store values")
-
-
 class EngineProcess(DemoChild):
     """A new engine process that runs `module`; it is killed at its deadline."""
 
@@ -197,8 +169,3 @@ def _status(endpoint: str) -> Status:
         client.wait_up(START_TIMEOUT_S)
     with contextlib.closing(StatusSource(endpoint, _STATUS_S, name="demo")) as source:
         return msgspec.json.decode(source.ask(), type=Status)
-
-
-def _accepts(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX) as probe:
-        return probe.connect_ex(str(path)) == 0

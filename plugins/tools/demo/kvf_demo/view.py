@@ -12,57 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kvf_demo.models import ChosenModel
-from kvf_demo.result import FAR_NEARER, OWN_MODEL, BlendResult, DemoResult, EngineRun, Recovered, WayResult
-from kvframework.api.console import counted, short_number
+from kvf_demo.result import DemoResult, EngineRun, Recovered
+from kvframework.api.console import counted
 from kvframework.api.plugin import ByteSize
-
-_NAMES = {"full": "full", "blend": "blend", "rotated": "rotated only", "naive": "naive"}
-_COLUMNS = ("first token", "loaded", "recomputed", "logits off", "KL", "token")
-_LEGEND = (
-    "full: the whole prompt is computed, as without a cache",
-    "naive: the stored KV one behind the other as it is",
-    "logits off: how far they are from those of full, by their length (relative L2)",
-    "KL: divergence of the next token's distribution from that of full, in nats",
-)
-_OWN_MODEL = "model: random weights; attention falls with distance, as in trained ones"
-
-
-def show_blend(result: BlendResult, console: Console) -> None:
-    """Print one line per way, and the verdict."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("", style="bold", no_wrap=True)
-    for column in _COLUMNS:
-        table.add_column(column, justify="right", no_wrap=True)
-    for way, name in _NAMES.items():
-        done = result.ways[way]
-        off = ("-", "-", "-") if way == "full" else _off(done)
-        table.add_row(name, f"{done.ttft_s:.2f} s", str(done.hit_tokens), _recomputed(done), *off)
-    console.print()
-    console.print(table, soft_wrap=False)
-    console.print()
-    if result.ways["full"].text:
-        console.print(Text(result.question, style="bold"))
-        for way, name in _NAMES.items():
-            console.print(Text(f"{name}: {result.ways[way].text.strip()} …"))
-        console.print()
-    sooner = f"with blend the TTFT is {result.ttft_ratio:.1f} times shorter."
-    console.print(Text(f"{len(result.documents)} documents in another order: {sooner}"))
-    legend = [*_LEGEND, _OWN_MODEL] if result.model.startswith(OWN_MODEL) else _LEGEND
-    for line in legend:
-        console.print(Text(line, style="dim"))
-    if not result.all_hit:
-        console.print(Text("Not all documents were hit.", style="bold red"))
-        return
-    style = "bold green" if result.times_nearer >= FAR_NEARER else "bold red"
-    console.print(Text(f"Blend is {result.times_nearer:.1f} times nearer to full than naive.", style=style))
-
-
-def _off(done: WayResult) -> tuple[str, str, str]:
-    return f"{done.distance:.2%}", f"{short_number(done.divergence, 2)}", "same" if done.same_token else "other"
-
-
-def _recomputed(done: WayResult) -> str:
-    return f"{done.recomputed / done.hit_tokens:.0%}" if done.hit_tokens else "100%"
 
 
 class Step:
@@ -145,11 +97,6 @@ class DemoView:
 def moved(run: EngineRun) -> str:
     """Return what an engine restored, for the line of its step."""
     return f"{run.hit_tokens} of {run.prompt_tokens} tokens, {_moved(run.restored_bytes, run.restored_s)}"
-
-
-def copied(nbytes: int) -> str:
-    """Return the amount copied, for the line of a step."""
-    return f"{ByteSize(nbytes)} of KV"
 
 
 def _after_the_kill(found: Recovered, *, hit: bool) -> Text:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvf_demo.redis_server import VARIABLE, redis_binary, redis_command
+from kvframework_bench.l2.redis_binary import VARIABLE, redis_binary, redis_command
 
 
 def executable(path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""The redis-server of a command, as `kvframework demo` and `kvframework bench` have one: which binary, and its options.
+"""The redis-server of the benchmark's own: which binary, and its options.
 
 Starts nothing itself.
 """

@@ -1,5 +1,4 @@
-"""The S3 server of a command, as `kvframework demo` and `kvframework bench` have one: SeaweedFS, where it listens, and
-its options.
+"""The S3 server of the benchmark's own: SeaweedFS, where it listens, and its options.
 
 Starts nothing itself.
 """
