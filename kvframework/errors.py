@@ -171,7 +171,7 @@ class VersionMismatch(ProtocolError, code="protocol.version"):
 
 
 class HelloRequired(ProtocolError, code="protocol.hello_required"):
-    """A request came before HELLO, or from a session that has ended.
+    """A request arrived before HELLO, or from a session that has ended.
 
     What to do: connect again: `KVClient` does so by itself."""
 

@@ -92,7 +92,7 @@ def check_private_directory(path: Path, *, owner: int | None = None) -> None:
         raise EndpointError(
             f"the directory belongs to uid {status.st_uid}, not to {owner}",
             where=str(path),
-            hint=f"a server sets [server] endpoint to a directory of its own; a client that trusts uid {status.st_uid}"
+            hint=f"a server sets [server] endpoint to a separate directory; a client that trusts uid {status.st_uid}"
             f" sets {SERVER_UID_VARIABLE}={status.st_uid}",
         )
     forbidden = 0o077 if path == default_directory() else 0o022

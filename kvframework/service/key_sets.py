@@ -169,7 +169,7 @@ def check_groups(key: CacheKey, desc: MemoryLayoutDesc, groups: Sequence[KeyGrou
         raise MessageTooLarge(f"{objects} keys", where="groups", available=f"1 to {MAX_OBJECTS}")
     if key.start % unit or key.end % unit or key.tokens or key.digests:
         raise BadRange(
-            f"start {key.start} and end {key.end}, or a content of its own",
+            f"start {key.start} and end {key.end}, or separate content",
             where="key",
             available=f"multiples of {unit} tokens, and keys by group only",
         )

@@ -202,7 +202,7 @@ class Registrations:
             if known.memory is None or known.memory.failure() is None:
                 raise AlreadyRegistered(
                     f"instance {payload.instance_id} is registered by process {known.pid}",
-                    hint="unregister it first; every worker process needs an instance id of its own",
+                    hint="unregister it first; every worker process needs a separate instance id",
                 )
             self._end(known)
         if len(namespace) != 16:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Container, Iterator
 from functools import cache
@@ -81,6 +82,29 @@ def test_the_site_renders_its_tables_and_links(source: str) -> None:
 
 def test_every_page_is_in_the_menu_of_the_site() -> None:
     site.check_menu((ROOT / "docs" / "site" / "zensical.toml").read_text())
+
+
+# messages
+
+
+def messages(source: str) -> Iterator[str]:
+    """The texts that a module gives to errors, findings, options and the log: literals in the arguments of a call."""
+    for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
+        name = ast.unparse(call.func)
+        if name.startswith(("log.", "_log.")) or name.rpartition(".")[2][:1].isupper():
+            for argument in (*call.args, *(each.value for each in call.keywords)):
+                pieces = argument.values if isinstance(argument, ast.JoinedStr) else [argument]
+                literals = (each.value for each in pieces if isinstance(each, ast.Constant))
+                yield "{}".join(text for text in literals if isinstance(text, str))
+
+
+@pytest.mark.parametrize("folder", ["kvframework", "plugins"])
+def test_the_wording_of_messages(folder: str) -> None:
+    found = []
+    for file in (ROOT / folder).rglob("*.py"):
+        texts = [text for text in messages(file.read_text()) if " " in text]
+        found += [f"{name(file)}: {text}" for text in texts for pattern in BANNED if re.search(pattern, text)]
+    assert found == []
 
 
 # links

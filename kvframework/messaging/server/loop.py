@@ -346,7 +346,7 @@ class MessageServer:
             self._hello(identity, session, envelope)
             self._took("HELLO", received)
         elif session is None:
-            raise HelloRequired(f"{envelope.type!r} came before HELLO or after the session's end", hint="say HELLO")
+            raise HelloRequired(f"{envelope.type!r} arrived before HELLO or after the session's end", hint="say HELLO")
         elif envelope.type == "GOODBYE":
             self._goodbye(identity, session, envelope)
             self._took("GOODBYE", received)

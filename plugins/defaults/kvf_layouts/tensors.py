@@ -162,8 +162,8 @@ def check_apart(tensors: Mapping[str, torch.Tensor]) -> None:
                 raise BadLayout(
                     f"shares memory with layer {name}",
                     where=f"layer {other_name}",
-                    available="layers of one group have memory of their own",
-                    hint="declare `groups` where layers share memory under block ids of their own; leave out a layer "
+                    available="the layers of one group have separate memory",
+                    hint="declare `groups` where layers share memory under separate block ids; leave out a layer "
                     "that uses the KV of another",
                 )
 

@@ -61,7 +61,7 @@ def check(options: EventsOptions, context: TableContext | ListenerContext) -> No
         is_tcp = parse_endpoint(endpoint, where=f"{where} {key}").kind == "tcp"
         if is_tcp and not server.has_keys and not options.insecure:
             raise EndpointError(
-                "tcp:// needs CURVE keys, or insecure = true: token ids of prompts are told there",
+                "tcp:// needs CURVE keys, or insecure = true: it publishes the token ids of prompts",
                 where=f"{where} {key}",
                 available="[server.curve] secret_key = FILE, clients = DIR; or [events] insecure = true",
                 hint="make keys with: kvframework keys new DIR",

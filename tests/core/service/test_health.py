@@ -166,7 +166,7 @@ def test_the_report_names_what_has_grown_once() -> None:
     assert report.is_due(100.0 + EVERY_S)
     bad = document(messaging={"counters": {"malformed": 6, "late": 1}})
     assert report.changes(bad, 110.0) == (
-        "1 answers came after their deadline (messaging.counters.late); "
+        "1 answers arrived after their deadline (messaging.counters.late); "
         "6 messages were malformed (messaging.counters.malformed)"
     )
     assert not report.is_due(111.0)

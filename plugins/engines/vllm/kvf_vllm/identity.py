@@ -54,7 +54,7 @@ class Named:
                 "the weights of the running engine were changed, not all of them by files",
                 where=facts.name,
                 available='collective_rpc("reload_weights", kwargs={"weights_path": ...}), which shares',
-                hint="this engine finds only what it has stored since",
+                hint="this engine finds only KV that it stored after that change",
             )
         own = self.facts.files
         if self.weights and own and facts.files == own and not changed_since(own, self.facts.started):

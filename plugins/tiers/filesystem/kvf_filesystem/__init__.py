@@ -26,7 +26,7 @@ class FilesystemOptions(Options, frozen=True):
     fsync: Annotated[
         Literal["none", "data", "full"],
         Meta(
-            description='what is on the disk before a put returns: "none", nothing for sure; "data", the file; "full", '
+            description='written to the disk before a put returns: "none", nothing for sure; "data", the file; "full", '
             "also its name. Only a power failure or a crash of the kernel makes a difference, and what it tears "
             "is found by its checksum"
         ),

@@ -32,7 +32,7 @@ class PeersOptions(Options, frozen=True):
         list[str],
         Meta(
             max_length=MOST_ASKED,
-            description='the nodes to ask, up to 8: ["HOST:PORT", ...], what they have in listen; this one may be one '
+            description='the nodes to ask, up to 8: ["HOST:PORT", ...], the value of their listen; this one may be one '
             "of them, so that all nodes have the same list",
         ),
     ] = []  # noqa: RUF012  msgspec gives each its own

@@ -80,7 +80,7 @@ def _room(facts: dict[str, str]) -> Iterator[Finding]:
         "redis.maxmemory",
         "warn",
         f"maxmemory is 0: it grows until the machine{f' ({ByteSize(int(machine))})' if machine else ''} has no memory",
-        "CONFIG SET maxmemory SIZE, and the same in redis.conf: what the KV of all nodes needs, within what it has",
+        "CONFIG SET maxmemory SIZE, and the same in redis.conf: as the KV of all nodes needs, below the machine's",
     )
 
 

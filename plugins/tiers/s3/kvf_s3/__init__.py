@@ -108,7 +108,7 @@ class S3Options(Options, frozen=True):
         bool,
         Meta(
             description="the signature covers the bytes of a value as well: costs three to four times the processor "
-            "time of a put, and the framework has a checksum of its own"
+            "time of a put, and the framework already has a checksum"
         ),
     ] = False
     concurrency: Annotated[int, Meta(ge=1, le=256, description="requests of one call that are under way at once")] = 16

@@ -44,7 +44,7 @@ def _strangers(names: list[str], address: Address) -> Finding:
     if not foreign:
         return Finding("s3.prefix", "ok", f"the first {len(names)} names below the prefix are this tier's")
     fact = f"{len(foreign)} of the first {len(names)} names below the prefix are not this tier's, and are passed over"
-    return Finding("s3.prefix", "warn", fact, "name a prefix of its own in url: each listing reads all names below it")
+    return Finding("s3.prefix", "warn", fact, "name a separate prefix in url: each listing reads all names below it")
 
 
 def _bound(options: S3Options) -> Finding:

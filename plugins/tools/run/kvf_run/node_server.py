@@ -214,7 +214,7 @@ def _alone(endpoint: str) -> Iterator[None]:
         raise EndpointError(
             f"no server can be started here: {error.strerror}",
             where=str(path.parent),
-            hint="set XDG_RUNTIME_DIR to a folder of yours, or name another --endpoint",
+            hint="set XDG_RUNTIME_DIR to a folder that you own, or name another --endpoint",
         ) from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)

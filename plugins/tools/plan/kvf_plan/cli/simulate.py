@@ -107,6 +107,6 @@ def _engines(count: int | None, prefill: float | None, attention: float, lookahe
         return None
     if prefill is None:
         raise SimulationError(
-            "how fast are the engines?", where="--engines", available="tokens a second", hint="add --prefill 25000"
+            "how fast are the engines?", where="--engines", available="tokens per second", hint="add --prefill 25000"
         )
     return Engines(count or 1, prefill, attention, lookahead)

@@ -50,7 +50,7 @@ def parse_rate(text: str, where: str) -> float:
             return float(ByteSize.parse(size))
     except ValueError:
         pass  # bits, a misspelt unit
-    raise SimulationError(f"{text!r} is no rate", where=where, available="bytes a second, such as 3GB/s or 800MiB/s")
+    raise SimulationError(f"{text!r} is no rate", where=where, available="bytes per second, such as 3GB/s or 800MiB/s")
 
 
 def _slow(text: str, where: str) -> SlowTime:

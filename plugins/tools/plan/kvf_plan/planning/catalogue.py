@@ -167,7 +167,7 @@ def engine_of(
 ) -> Engine:
     """Return it; "" and None: not given. Raises `PlanError` if the speed or the KV of a token is unknown."""
     if prefill is not None and not 0 < prefill < math.inf:
-        raise PlanError(f"{prefill} tokens a second", where="--prefill", available="a positive number")
+        raise PlanError(f"{prefill} tokens per second", where="--prefill", available="a positive number")
     if attention_tokens is not None and not 0 <= attention_tokens < math.inf:
         raise PlanError(f"{attention_tokens} tokens", where="--attention", available="a number, or 0 for none")
     if model and gpu:

@@ -134,7 +134,7 @@ def _tiers(settings: Settings, registry: PluginRegistry) -> tuple[SimulatedTier,
             raise SimulationError(
                 f"how fast is the tier {name!r}?",
                 where=table.tier.where,
-                available="bytes a second",
+                available="bytes per second",
                 hint=f"say so: --tier {name}=3GB/s",
             )
         speed, keys = speeds[name], table.keys

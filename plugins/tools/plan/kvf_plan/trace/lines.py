@@ -67,7 +67,7 @@ def read_lines(file: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
                 f"the line is longer than {MAX_LINE >> 20} MiB",
                 where=f"{name}:{number}",
                 available=FORM,
-                hint="give each request a line of its own",
+                hint="write one request per line",
             )
         if not line.isspace():
             yield number, line
