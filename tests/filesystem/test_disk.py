@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvf_filesystem.form import HEAD_BYTES, path_of
+from kvf_filesystem.form import path_of
 from kvf_filesystem.root import MARKER
-from kvframework.errors import TierError
 from kvframework.wire import messages as m
 from tests.core.cli.command import run
 from tests.core.tiers.damage import KINDS, damage_in_folder
@@ -26,7 +25,6 @@ from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 
 WIDE = 256  # objects of 1 MiB, which are written past the page cache where that is possible
-MIB = 1 << 20
 
 
 def settings(folder: Path, **table: object) -> list[str]:
@@ -66,36 +64,7 @@ def test_a_server_killed_in_mid_write_finds_what_it_wrote(tmp_path: Path, seed: 
                 await_rest(engine.client)
 
 
-def test_a_full_disk_fails_no_store_and_writes_again_once_there_is_room(tmp_path: Path) -> None:
-    with small_disk("4m") as disk, ServerProcess(*settings(disk / "kv")) as server, Engine(server.endpoint) as engine:
-        kept = prompt(range(8))
-        engine.store(kept)
-        await_written(engine.client)
-        others = disk / "others"
-        with others.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-            while True:
-                file.write(bytes(4096))
-        for number in range(1, 40):
-            each = prompt(range(1000 * number, 1000 * number + 4))
-            assert engine.store(each).stored == len(each)
-            assert engine.load(each) == len(each)
-        await_written(engine.client)
-        full = tier(engine.client)
-        assert full["evicted"] + full["store_failed"] > 0, "it was full"
-        assert full["state"] == "closed", "a full disk can still be read"
-        assert full["usage"]["capacity_bytes"] <= 4 * MIB
-        assert not list((disk / "kv").glob("??/.*.tmp"))
-
-        others.unlink()
-        fresh = prompt(range(50_000, 50_008))
-        engine.store(fresh)
-        await_written(engine.client)
-        engine.clear()
-        assert engine.load(fresh) == len(fresh)
-        assert count(engine.client, "corrupt") == 0
-
-
-def test_a_full_disk_is_seen_until_a_write_succeeds_again() -> None:
+def test_a_full_disk_fails_no_store_and_is_seen_until_a_write_succeeds_again() -> None:
     reason = "No space left on device"
     with (
         small_disk("4m") as disk,
@@ -112,7 +81,9 @@ def test_a_full_disk_is_seen_until_a_write_succeeds_again() -> None:
             while True:
                 file.write(bytes(4096))
         for number in range(1, 40):
-            engine.store(prompt(range(1000 * number, 1000 * number + 4)))
+            each = prompt(range(1000 * number, 1000 * number + 4))
+            assert engine.store(each).stored == len(each)
+            assert engine.load(each) == len(each)
         wait_until(lambda: problems_of(engine) == [{"where": "l2.0", "fact": seen}], 60, "the problem")
         assert tier(engine.client)["state"] == "closed", "a full disk can still be read"
         assert reason in tier(engine.client)["last_error"]
@@ -128,12 +99,19 @@ def test_a_full_disk_is_seen_until_a_write_succeeds_again() -> None:
         assert seen in told("/readyz?verbose")
         assert seen in told("/status"), "what the page shows"
 
+        await_written(engine.client)
+        assert not list((disk / "kv").glob("??/.*.tmp"))
         others.unlink()
-        engine.store(prompt(range(50_000, 50_008)))
+        fresh = prompt(range(50_000, 50_008))
+        engine.store(fresh)
         wait_until(lambda: problems_of(engine) == [], 60, "the end of the problem")
         assert check(server) == 0
         wait_until(lambda: 'kvframework_problem{where="l2.0"} 0' in told("/metrics"), 60, "the metric")
         assert 'kvframework_tier_problem{tier="filesystem",problem=""} 0' in told("/metrics")
+        await_written(engine.client)
+        engine.clear()
+        assert engine.load(fresh) == len(fresh)
+        assert count(engine.client, "corrupt") == 0
 
 
 def problems_of(engine: Engine) -> list[dict[str, str]]:
@@ -209,62 +187,6 @@ def test_a_folder_that_is_deleted_underneath_is_made_good(tmp_path: Path, seed: 
         assert [engine.load(each) for each in prompts.values()] == [6] * len(prompts)
         assert tier(engine.client)["state"] == "closed"
         await_rest(engine.client)
-
-
-@pytest.mark.parametrize("removal", ["clear", "eviction"])
-def test_folders_that_are_links_lose_and_gain_nothing_where_they_lead(tmp_path: Path, removal: str) -> None:
-    folder, outside = tmp_path / "kv", tmp_path / "outside"
-    table = settings(folder, capacity="1MiB", high_watermark=0.9, low_watermark=0.5)
-    with ServerProcess(*table) as server, Engine(server.endpoint) as engine:
-        kept = prompt(range(20))
-        engine.store(kept)
-        await_written(engine.client)
-        outside.mkdir()
-        for each in [path for path in folder.iterdir() if path.is_dir()]:
-            each.rename(outside / each.name)
-            each.symlink_to(outside / each.name)
-        before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in outside.rglob("*") if path.is_file()}
-        assert len(before) == len(kept) + 1, "with the record of the namespace"
-        if removal == "clear":
-            with pytest.raises(TierError, match="Not a directory"):
-                engine.client.call("CLEAR", m.Clear(l2=True))
-        else:
-            for number in range(1, 8):
-                engine.store(prompt(range(1000 * number, 1000 * number + 20)))
-            wait_until(lambda: tier(engine.client)["evicted"] + tier(engine.client)["errors"] > 0, 60)
-        engine.clear()
-        assert engine.load(kept) == 0
-        after = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in outside.rglob("*") if path.is_file()}
-        assert after == before
-        assert "Traceback" not in server.log
-
-
-def test_what_was_used_longest_ago_leaves_a_folder_at_its_capacity(tmp_path: Path) -> None:
-    folder = tmp_path / "kv"
-    table = settings(folder, capacity="4MiB", high_watermark=0.9, low_watermark=0.5)
-    with ServerProcess(*table, capacity="2MiB") as server, Engine(server.endpoint) as engine:
-        prompts = [prompt(range(1000 * number, 1000 * number + 10)) for number in range(20)]
-        for each in prompts[:10]:
-            engine.store(each)
-            await_written(engine.client)
-        assert count(engine.client, "evicted") == 0
-        assert tier(engine.client)["usage"]["capacity_bytes"] == 4 * MIB
-        used = [folder / path_of(object_key(engine.namespace, digest)) for digest in prompts[0].digests]
-        stored_at = [each.stat().st_mtime_ns for each in used]
-        assert engine.load(prompts[0]) == 10
-        known = lambda: all(each.stat().st_mtime_ns > at for each, at in zip(used, stored_at, strict=True))  # noqa: E731
-        wait_until(known, 30, "uses that the folder knows of")
-        for each in prompts[10:14]:
-            engine.store(each)
-            await_written(engine.client)
-            assert sum(file.stat().st_size - HEAD_BYTES for file in values_in(folder)) <= 0.9 * 4 * MIB
-        assert count(engine.client, "evicted") >= 50, "down to the low watermark"
-        usage = tier(engine.client)["usage"]
-        assert 0 < usage["used_bytes"] <= 0.9 * usage["capacity_bytes"]
-        engine.clear()
-        assert engine.load(prompts[0]) == 10, "it was used again"
-        assert engine.load(prompts[13]) == 10
-        assert [engine.load(each) for each in prompts[1:5]] == [0] * 4
 
 
 def _is_open(pid: int, path: Path) -> bool:

@@ -333,21 +333,6 @@ def test_a_broken_plugin_does_not_stop_the_engine(
         engine.close()
 
 
-def test_a_restarted_server_is_used_again(make: Any, server: ServerProcess) -> None:
-    engine = make()
-    server.kill9()
-    request = FakeRequest("a", list(range(CHUNK)))
-    wait_until(lambda: not engine.clients[0].usable, what="the loss of the server")
-    assert engine.match(request) == 0
-    engine.compute(request, [[1, 2]])
-    server.start()
-    wait_until(lambda: all(client.usable for client in engine.clients), 30, "the reconnect")
-    later = FakeRequest("b", list(range(CHUNK)))
-    assert engine.match(later) == 0
-    engine.compute(later, [[3, 4]])
-    assert engine.match(FakeRequest("c", list(range(CHUNK)))) == CHUNK
-
-
 def test_tensors_that_are_not_as_declared_are_refused() -> None:
     tensor = torch.zeros(BLOCKS, 2)
     with pytest.raises(BadLayout, match="no KV tensor"):
@@ -362,48 +347,6 @@ def test_a_layer_that_uses_the_kv_of_another_is_left_out_and_cut_blocks_are_join
     assert list(found) == ["l.0"]
     assert found["l.0"].shape == (BLOCKS, 4, 3)
     assert torch.equal(found["l.0"][2].reshape(-1), torch.arange(2 * 12, 3 * 12))
-
-
-def test_engines_of_other_layouts_and_kinds_read_each_others_objects(make: Any, server: ServerProcess) -> None:
-    pytest.importorskip("transformers")
-    from kvf_transformers.cache_form import CacheForm
-    from kvf_transformers.named_model import ModelNow
-    from kvf_transformers.session import CacheSession
-
-    on_cpu, opaque = make(form=canonical("CPU_ATTN", "vec", "LBHNC")), make()
-    side_by_side = make(form=canonical("FLASH_ATTN", "", "LBHNC"))
-    tokens, blocks = list(range(2 * CHUNK)), [3, 1, 9, 8]
-    on_cpu.compute(FakeRequest("a", tokens), [blocks])
-
-    again = FakeRequest("b", tokens)
-    assert opaque.match(again) == 0
-    assert side_by_side.match(again) == 2 * CHUNK
-    assert side_by_side.load(again, [[4, 5, 6, 7]], 2 * CHUNK) == ({"b"}, set())
-    template = torch.empty(1, HEADS, 0, DIM)
-    now = ModelNow(KvIdentity("m", "r"), "cpu", CacheForm(((template, template),) * 2, (0, 1)))
-    session = CacheSession(
-        endpoint=server.endpoint,
-        cache_salt="",
-        transport="auto",
-        connect_timeout_s=5.0,
-        deadline_scale=20.0,
-        transfer_timeout_s=10.0,
-    )
-    try:
-        # One token is always left to compute.
-        session.attach(now, 30.0)
-        pairs = session.load(now, [*tokens, 7]).pairs
-    finally:
-        session.close()
-
-    for layer, (keys, values) in enumerate(pairs):
-        packed = on_cpu.memory[layer, blocks].reshape(4, HEADS, 2, BLOCK * DIM)
-        wanted_keys = packed[:, :, 0].reshape(4, HEADS, DIM, BLOCK).permute(1, 0, 3, 2).reshape(HEADS, -1, DIM)
-        wanted_values = packed[:, :, 1].reshape(4, HEADS, BLOCK, DIM).transpose(0, 1).reshape(HEADS, -1, DIM)
-        assert torch.equal(keys[0], wanted_keys)
-        assert torch.equal(values[0], wanted_values)
-        loaded = side_by_side.memory[layer, 4:8].transpose(0, 1).reshape(HEADS, -1, 2 * DIM)
-        assert torch.equal(loaded, torch.cat([wanted_keys, wanted_values], dim=-1))
 
 
 @pytest.mark.engine_feature("vLLM", "sleep and wake", "stand-ins")

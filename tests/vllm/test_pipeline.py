@@ -146,13 +146,6 @@ def test_stages_of_a_hybrid_load_keys_and_values_or_states_or_both(make: Any, st
                 assert torch.equal(other.kv[stage][name], wanted), name
 
 
-def test_a_hybrid_without_a_state_at_its_end_is_no_hit_in_any_stage(make: Any) -> None:
-    first = make(RECURRENT)
-    tokens = list(range(2 * BLOCK + 1))
-    first.compute(FakeRequest("a", tokens), [[1, 2, 3], [0, 4, 5], [0, 6, 7]])
-    assert make(RECURRENT).match(FakeRequest("b", tokens)) == 0
-
-
 @pytest.mark.engine_feature("vLLM", "pipeline parallel", "stand-ins")
 def test_a_hit_ends_where_every_stage_can_end_it(make: Any, process: ServerProcess) -> None:
     """One stage has less than the other, whose states lie elsewhere: the first state that both can use is the hit."""

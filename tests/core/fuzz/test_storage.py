@@ -6,7 +6,6 @@ import logging
 import resource
 from collections.abc import Sequence
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +25,7 @@ from kvframework.storage.namespaces import (
 from tests.core.fuzz.bounds import bounded, check_words
 from tests.core.fuzz.effort import fuzzed
 from tests.core.fuzz.mutation import mutated
-from tests.core.fuzz.strategies import mangled, mutations, randoms, valid
+from tests.core.fuzz.strategies import mangled, mutations, randoms
 from tests.core.storage.test_namespaces import records
 
 KEY = bytes(range(72))
@@ -175,11 +174,3 @@ def test_a_record_is_plausible_or_a_miss(packed: bytes, off: int, padded: bool) 
     assert record.desc.chunk_tokens >= 1
     assert all(group.window >= 0 and 1 <= group.nbytes <= 1 << 30 for group in record.desc.groups)
     assert len(layout_fingerprint(record.desc)) == 16
-
-
-@fuzzed
-@given(valid(NamespaceRecord))
-def test_a_record_never_loses_anything(record: NamespaceRecord) -> None:
-    packed = msgspec.msgpack.encode(record)
-    again = decode_record(len(packed).to_bytes(4, "little") + packed)
-    assert again in (None, record)

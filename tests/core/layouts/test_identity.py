@@ -106,20 +106,6 @@ def test_equal_content_is_one_object_and_comes_back(pairs, seed, skip, data):
         )
 
 
-def test_a_state_is_left_alone_where_all_is_skipped() -> None:
-    group = Group(("block", "dim"), layers=1, planes=1, heads=1, dim=2, dtype="float64", block_size=12, state=True)
-    source = Engine([group], [group.content(8, 1)], CHUNK)
-    tokens = source.desc.chunk_tokens * CHUNKS
-    ids = [list(range(tokens // group.block_size))]
-    assert source.store(ids, CHUNKS).result()
-    target = Engine([group], [group.content(8, 2)], CHUNK, link=source.link)
-    before = target.blocks(0).clone()
-    assert target.load(ids, CHUNKS, tokens).result()
-    assert torch.equal(target.blocks(0), before)
-    assert target.load(ids, CHUNKS, tokens - 1).result()
-    assert not torch.equal(target.blocks(0), before)
-
-
 def _first_block(group: Group, tokens: int) -> int:
     if group.state:
         return tokens // group.block_size - 1

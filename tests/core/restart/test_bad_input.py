@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import random
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,24 +13,14 @@ from resource import RLIM_INFINITY, RLIMIT_FSIZE, prlimit
 
 import pytest
 
-from kvframework.storage.l1.journal import (
-    HEADS_AT,
-    IDENTITY_AT,
-    PREFIX,
-    RECORDS_AT,
-    SLOT_BYTES,
-    SLOTS_AT,
-    STARTS_AT,
-)
 from tests.core.restart.planted_server import FILE_TEXT, NAMES, PLANT, STRANGERS
-from tests.core.restart.prompts import CAPACITY, OBJECTS, hits, overwrite_all, store
+from tests.core.restart.prompts import CAPACITY, hits, overwrite_all, store
 from tests.support.held_server import HeldServer
 from tests.support.processes import has_ended, send
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
-SEED = int(os.environ.get("KVFRAMEWORK_TEST_SEED", random.SystemRandom().randrange(1 << 32)))
 KNOWN = range(8)
 
 
@@ -91,43 +80,6 @@ def why_cold(server: HeldServer) -> str:
         assert client.status()["l1"]["recovered"]["why_cold"] == ""
         assert hits(client, 1, KNOWN) == len(KNOWN)
     return str(recovered["why_cold"])
-
-
-PLACES = {
-    "prefix": (0, PREFIX.size),
-    "identity": (IDENTITY_AT, 200),
-    "starts": (STARTS_AT, 120),
-    "namespaces": (HEADS_AT, 64),
-    "records": (RECORDS_AT, 200),
-    "slots": (SLOTS_AT, 2 * OBJECTS * SLOT_BYTES),
-}
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_bits_that_flip(server: HeldServer, place: str) -> None:
-    chance = random.Random(f"{SEED}/{place}")
-    first, nbytes = PLACES[place]
-    with between(server) as journal:
-        for _ in range(chance.choice((1, 1, 10))):
-            journal[first + chance.randrange(nbytes)] ^= 1 << chance.randrange(8)
-    assert why_cold(server).split(":")[0] in ("", "damaged", "no_journal", "other_release"), f"seed {SEED}"
-
-
-def test_a_journal_of_chance(server: HeldServer) -> None:
-    chance = random.Random(f"{SEED}/all")
-    with between(server) as journal:
-        journal[SLOTS_AT : SLOTS_AT + 8192] = chance.randbytes(8192)
-    assert why_cold(server).startswith("damaged"), f"seed {SEED}"
-
-
-@pytest.mark.parametrize("size", [0, 100, SLOTS_AT - 1, SLOTS_AT + 3 * SLOT_BYTES, SLOTS_AT + 3 * SLOT_BYTES + 1])
-def test_a_journal_cut_off(server: HeldServer, size: int) -> None:
-    with between(server):
-        fd = server.journal()
-        os.ftruncate(fd, size)
-        os.close(fd)
-    # A whole number of slots is a journal; what is cut off holds nothing.
-    assert why_cold(server).startswith("damaged") == ((size - SLOTS_AT) % SLOT_BYTES != 0 or size < SLOTS_AT)
 
 
 @pytest.mark.parametrize("name", NAMES)

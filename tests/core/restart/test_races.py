@@ -33,34 +33,6 @@ def quarantined(client: WireClient) -> int:
     return int(client.status()["l1"]["quarantined_bytes"])
 
 
-def test_a_range_stays_with_a_writer_that_lives_over_the_kill(server: HeldServer) -> None:
-    with server.client() as writer:
-        key = key_for(writer.register(1), [7] * 512)
-        plan = writer.prepare_store(key)
-        assert writer.arena is not None
-        half = [(place, place.length // 2) for place in plan.ranges]
-        for place, middle in half:
-            writer.arena[place.offset : place.offset + middle] = b"w" * middle
-        server.kill9()
-        server.start()
-        with server.client() as other:
-            assert quarantined(other) == 2 * OBJECT
-            taken = overwrite_all(other, 2)
-            assert taken.isdisjoint(place.offset for place in plan.ranges)
-            for place, middle in half:
-                writer.arena[place.offset + middle : place.offset + place.length] = b"w" * middle
-            with pytest.raises(KVFrameworkError):
-                other.call("COMMIT_STORE", m.LeaseRef(plan.lease))
-            assert other.retrieve(key, 2) is None
-            assert quarantined(other) == 2 * OBJECT
-            # Once more: the reservation outlives any number of servers.
-            server.kill9()
-            server.start()
-    with server.client() as other:
-        server.unwritten(other)
-        assert {place.offset for place in plan.ranges} <= overwrite_all(other, 3, first=5000)
-
-
 def test_a_writer_that_was_killed_with_its_server_holds_nothing(server: HeldServer) -> None:
     with engine(server, "waits") as running:
         running.said("ranges")

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from kvframework import errors
-from kvframework.api.layout import KVLayout, LayerGroup, canonical_desc, chunk_tokens_for
+from kvframework.api.layout import KVLayout, LayerGroup, chunk_tokens_for
 from kvframework.messaging.server.sessions import SessionTable
-from kvframework.storage.namespaces import MAX_NAMESPACES, NamespaceRecord, NamespaceRecords
 from kvframework.storage.tickets import MAX_LOADS
 from kvframework.wire import messages as m
 from kvframework.wire.frames import MAX_ERROR_TEXT
@@ -100,22 +99,6 @@ def test_a_namespace_in_use_is_not_pushed_out_by_others(monkeypatch: pytest.Monk
             flood.register(7, model_name=f"model {number}")
             flood.call("UNREGISTER_KV_CACHE", m.Unregister(7))
         assert client.lookup(key).hit_tokens == len(TOKENS)
-
-
-def test_records_that_nobody_holds_go_first() -> None:
-    records = NamespaceRecords()
-    desc = canonical_desc(KVLayout("canonical", (LayerGroup(1, 16, 1, 8, "float32"),)), 256)
-    names = [number.to_bytes(16, "big") for number in range(MAX_NAMESPACES + 2)]
-    records.add(names[0], NamespaceRecord("m", 1, desc))
-    records.retain(names[0])
-    for name in names[1:]:
-        records.add(name, NamespaceRecord("m", 1, desc))
-    assert records.get(names[0]) is not None
-    assert records.get(names[1]) is None
-    records.release(names[0])
-    records.add(b"one more" * 2, NamespaceRecord("n", 1, desc))
-    assert records.get(names[0]) is None
-    assert len(records) == MAX_NAMESPACES
 
 
 def test_instances_are_bounded_in_all(monkeypatch: pytest.MonkeyPatch) -> None:

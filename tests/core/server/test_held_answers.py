@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -46,7 +48,8 @@ class Node:
         self.server, self.tier, self.client = server, tier, client
         self.registered = client.register()
         self.key, self.other = (key_for(self.registered, tokens) for tokens in (TOKENS, NEVER_STORED))
-        client.store(self.key, b"0123456789abcdef")
+        for end in range(CHUNK, len(TOKENS) + CHUNK, CHUNK):
+            client.store(key_for(self.registered, TOKENS[:end], start=end - CHUNK), bytes([end // CHUNK]))
         wait_until(lambda: client.status()["l2"][0]["write_pending"] == 0, what="the write to L2")
         assert client.call("CLEAR", m.Clear()).in_use == 0
 
@@ -72,11 +75,16 @@ def hashes(client: KVClient) -> RequestHashes:
 
 
 @pytest.fixture
-def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+def loads() -> int:
+    return 1
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch, loads: int) -> Iterator[Node]:
     monkeypatch.setattr(loading, "BATCH_OBJECTS", 2)
     plugin = Plugin()
     with (
-        serving("l2.0.use=held", "l2.0.timeout_s=60.0", "l2.0.loads=1", plugins=(plugin,)) as server,
+        serving("l2.0.use=held", "l2.0.timeout_s=60.0", f"l2.0.loads={loads}", plugins=(plugin,)) as server,
         WireClient(server.endpoint) as client,
     ):
         try:
@@ -202,18 +210,59 @@ def test_a_wait_ends_with_its_client_or_request(node: Node, end: str) -> None:
         assert watcher.status()["l1"]["pins"] == 0
 
 
-def test_a_client_takes_what_arrives(node: Node) -> None:
+@pytest.mark.parametrize("loads", [1, 2])
+def test_a_client_takes_what_arrives_in_prefix_order_though_batches_overtake_each_other(node: Node, loads: int) -> None:
+    honest, numbers, second_is_here = node.tier.get_into, itertools.count(1), threading.Event()
+
+    def overtaken(*arguments: Any, **named: Any) -> Any:
+        number = next(numbers)
+        assert number > 1 or loads == 1 or second_is_here.wait(20.0)
+        answers = honest(*arguments, **named)
+        if number > 1:
+            second_is_here.set()
+        return answers
+
+    node.tier.get_into = overtaken  # type: ignore[method-assign]
     with KVClient(node.server.endpoint) as client:
         assert client.wait_up(20.0)
         scheduler = SchedulerAdapter(client, model_name=node.key.model_name, namespace=node.registered.namespace)
-        request = hashes(client)
-        results = list(scheduler.arrivals(scheduler.lookup(request, wait_s=1.0), 20.0))
-        assert results[-1].hit_tokens == len(TOKENS)
-        assert not results[-1].pending
-        hits = [each.hit_tokens for each in results]
-        assert hits == sorted(hits)
+        results = []
+        for found in scheduler.arrivals(scheduler.lookup(hashes(client), wait_s=1.0), 20.0):
+            results.append(found)
+            chunks = found.hit_tokens // CHUNK
+            if chunks:
+                taken = node.client.retrieve(key_for(node.registered, TOKENS[: found.hit_tokens]))
+                assert taken is not None, "it is pinned"
+                assert taken == b"".join(bytes([chunk + 1]) * (len(taken) // chunks) for chunk in range(chunks))
+        # The last one may say no more than that the one before was all.
+        growing = [each.hit_tokens for each in results if each.pending]
+        assert growing == sorted(set(growing))
+        assert (results[-1].hit_tokens, results[-1].pending) == (len(TOKENS), False)
         scheduler.free(results[-1])
         wait_until(lambda: node.client.status()["l1"]["pins"] == 0, what="no pin")
+
+
+@pytest.mark.parametrize("loads", [1, 2])
+def test_a_deadline_leaves_what_has_arrived(node: Node, loads: int) -> None:
+    honest, numbers, over = node.tier.get_into, itertools.count(1), threading.Event()
+
+    def held(*arguments: Any, **named: Any) -> Any:
+        if next(numbers) > 1:
+            over.wait(20.0)
+        return honest(*arguments, **named)
+
+    node.tier.get_into = held  # type: ignore[method-assign]
+    with KVClient(node.server.endpoint) as client:
+        assert client.wait_up(20.0)
+        scheduler = SchedulerAdapter(client, model_name=node.key.model_name, namespace=node.registered.namespace)
+        *_, last = scheduler.arrivals(scheduler.lookup(hashes(client), wait_s=1.0), 0.2)
+        assert last.pending
+        assert last.hit_tokens in (0, 2 * CHUNK)
+        scheduler.free(last)
+        over.set()
+        wait_until(lambda: not node.client.status()["prefetch"]["in_flight"], what="the end of the load")
+        wait_until(lambda: node.client.status()["l1"]["pins"] == 0, what="no pin")
+        assert node.client.status()["tickets"] == 0
 
 
 def test_a_client_asks_an_older_server_again_and_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,33 +54,6 @@ def test_a_hole_in_redis_ends_the_hit_there(server: ServerProcess, redis: RedisS
         assert client.status()["l1"]["objects"] == 5, "what lies behind the hole was not loaded"
 
 
-@pytest.mark.parametrize("end", ["CANCEL", "FREE_LOOKUP_LOCKS", "END_SESSION", "death"])
-def test_a_load_ends_with_its_ticket(server: ServerProcess, redis: RedisServer, end: str) -> None:
-    registered = store(server)
-    with server.client() as client:
-        client.call("CLEAR", m.Clear())
-    redis.sigstop()
-    with server.client() as watcher, server.client() as client:
-        reply = client.lookup(key_for(registered, TOKENS))
-        assert reply.pending
-        if end == "CANCEL":
-            with server.client() as stranger:
-                assert not stranger.call("CANCEL", m.Cancel(ticket=reply.ticket)).found, "another's ticket"
-            assert client.call("CANCEL", m.Cancel(ticket=reply.ticket)).found
-            assert not client.call("CANCEL", m.Cancel(ticket=reply.ticket)).found
-        elif end == "FREE_LOOKUP_LOCKS":
-            client.call(end, m.TicketRef(reply.ticket))
-        elif end == "END_SESSION":
-            assert client.call(end, m.EndSession()).tickets == 1
-        else:
-            client.close()
-        wait_until(lambda: watcher.status()["tickets"] == 0, what="the end of the ticket")
-        redis.sigcont()
-        wait_until(lambda: watcher.status()["prefetch"]["in_flight"] == 0, what="the end of the load")
-        l1 = watcher.status()["l1"]
-        assert (l1["pins"], l1["write_leases"]) == (0, 0)
-
-
 def test_an_idle_server_knows_that_its_tier_has_gone(server: ServerProcess, redis: RedisServer) -> None:
     with server.client() as client:
         redis.kill9()

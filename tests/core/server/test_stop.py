@@ -64,13 +64,14 @@ def threads(kind: str) -> int:
     ("settings", "loads", "writes"),
     [((), 4, 2), (("l2.0.loads=1", "l2.0.writes=3"), 1, 3), (("l2.0.writes=1",), 4, 1)],
 )
-def test_as_many_as_the_table_or_the_provider_says(
+def test_as_many_as_the_table_or_the_provider_says_and_by_its_write_policy(
     tmp_path: Path, settings: tuple[str, ...], loads: int, writes: int
 ) -> None:
     disk = ("l2.0.use=filesystem", f"l2.0.path={tmp_path / 'l2'}", "l2.0.capacity=1GiB")
-    with serving(*disk, *settings) as server:
+    with serving(*disk, *settings, "l2.0.write_policy=write_through_selective") as server:
         (tier,) = server.service.storage.status()["l2"]  # type: ignore[misc]
         assert (tier["loads"], tier["writes"]) == (loads, writes)
+        assert tier["write_policy"] == "write_through_selective"
         assert (threads("prefetch"), threads("writer")) == (loads + 1, writes), "one more asks"
     assert (threads("prefetch"), threads("writer")) == (0, 0)
 

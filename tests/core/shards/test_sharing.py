@@ -40,29 +40,6 @@ def prompt(number: int) -> list[int]:
     return [number * 1000 + token for token in range(TOKENS)]
 
 
-@pytest.mark.parametrize("path", ["arena", "wire"])
-@pytest.mark.parametrize(
-    "model", [Model(heads=8), Model(heads=2), Model(heads=1, planes=1, dim=6)], ids=["heads", "fewer_heads", "mla"]
-)
-def test_every_pair_of_sizes_loads_what_the_other_stored(client: KVClient, model: Model, path: str) -> None:
-    contents = {tp: model.content(tp) for tp in SIZES}
-    number = next(IDS)
-    for stored in SIZES:
-        with SplitEngine(client, next(IDS), model, stored, content=contents[stored], path=path) as engine:
-            tokens = prompt(number + stored)
-            assert engine.hit(tokens) == 0
-            objects = engine.store(tokens)
-            shards = min(model.heads, 8) * model.layers
-            assert sum(objects) == TOKENS // CHUNK * shards, "one copy of each shard"
-    for loaded in SIZES:
-        for stored in SIZES:
-            with SplitEngine(client, next(IDS), model, loaded, form="HND", path=path) as engine:
-                tokens = prompt(number + stored)
-                assert engine.hit(tokens) == TOKENS, (stored, loaded)
-                assert all(engine.load(tokens)), (stored, loaded)
-                engine.expect(contents[stored])
-
-
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_split_of_any_model_in_any_layout_is_shared(client: KVClient, data: st.DataObject) -> None:

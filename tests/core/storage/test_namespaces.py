@@ -138,6 +138,14 @@ def test_the_namespace_registered_longest_ago_is_forgotten_first() -> None:
     assert len(records) == MAX_NAMESPACES
     assert records.get(names[0]) == record
     assert records.get(names[1]) is None
+    records.retain(names[2])
+    for name in (b"one more" * 2, b"another." * 2):
+        records.add(name, record)
+    assert records.get(names[2]) == record, "somebody holds it"
+    assert records.get(names[3]) is None
+    records.release(names[2])
+    records.add(b"the last" * 2, record)
+    assert records.get(names[2]) is None
 
 
 def test_what_came_from_l2_gives_way_to_what_an_engine_registers() -> None:

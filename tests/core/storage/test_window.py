@@ -139,17 +139,6 @@ def test_an_old_object_among_hot_ones_does_not_draw_them_along() -> None:
     assert not {key for key, _ in left} & {packed_key(number) for number in hot}
 
 
-def test_it_is_refused_where_pins_leave_no_window_and_then_nothing_leaves() -> None:
-    full = Table(64)
-    full.fill()
-    pins = [full.pin(packed_key(number)) for number in range(7, 64, 8)]
-    assert full.store(8 * ALIGNMENT) is None
-    assert full.policy.left == []
-    assert full.store(7 * ALIGNMENT) is not None
-    full.table.unpin(pins[3], owner=1)
-    assert full.store(8 * ALIGNMENT) is not None
-
-
 sizes = st.sampled_from([1, 1, 1, 2, 3, 5, 8, 13, 21]).map(lambda pages: pages * ALIGNMENT)
 steps = st.one_of(
     st.tuples(st.just("store"), sizes),

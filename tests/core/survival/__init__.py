@@ -19,7 +19,7 @@
   objects; status shows both namespaces.
   `test_namespaces.py`.
 * L1 is full: STORE evicts what may go, or says honestly what it dropped; what it said is stored is a hit.
-  `test_full_l1.py`.
+  `storage/test_objects_model.py`; under load `chaos/`.
 * STORE resolved, LOOKUP at once from another process: a hit, 1000 times in 1000.
   `test_readers.py`.
 * 200 clients die between LOOKUP and RETRIEVE: their pins are gone at once.
@@ -37,7 +37,8 @@
   a miss until it is back.
   `test_server_stopped.py`; with other waits `client/test_deadlines.py`.
 * Redis stalls, dies, returns, answers garbage, holds corrupt values, under 8 clients' load.
-  `test_redis_under_eight_clients.py`; each kind of damage in `redis/test_tier.py`.
+  `test_redis_under_eight_clients.py`; each kind of damage in `redis/test_tier.py` and
+  `filesystem/test_disk.py`.
 * 10,000 registrations, sessions, forks and aborted requests later: resident memory, descriptors, arena ranges are flat.
   `test_nothing_grows.py`.
 """

@@ -6,8 +6,6 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,7 +15,6 @@ from kvf_observe.explain import why
 from kvframework.api.requests import CacheKey
 from kvframework.errors import AlreadyRegistered
 from kvframework.wire import messages as m
-from tests.support.line_process import LineProcess
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for
@@ -26,29 +23,25 @@ from tests.support.wire_client import WireClient, key_for
 CAPACITY, ROOM = "1MiB", 32
 
 
-class Hoarder(LineProcess):
-    """The process of `hoarder_program`, whose prompts are in L1."""
+class Hoarder:
+    """A client that frees nothing. Its prompts fill L1."""
 
-    def __init__(self, server: ServerProcess, prompts: int, first: int) -> None:
-        super().__init__("-m", "tests.core.survival.hoarder_program", server.endpoint, str(prompts), str(first))
-        assert int(self.hear()) == prompts
+    def __init__(self, client: WireClient) -> None:
+        self._client = client
+        registered = client.register(1)
+        self._keys = [key_for(registered, [1 + number] * 256, request_id="hoards") for number in range(ROOM)]
+        assert all(client.store(key, b"h") for key in self._keys)
 
-    def do(self, line: str) -> int:
-        return int(self.ask(line))
+    def look_up(self) -> int:
+        return sum(look_up(self._client, key).hit_tokens == 256 for key in self._keys)
 
-
-@contextmanager
-def hoarder_at(server: ServerProcess, prompts: int = ROOM, first: int = 1) -> Iterator[Hoarder]:
-    hoarder = Hoarder(server, prompts, first)
-    try:
-        yield hoarder
-    finally:
-        hoarder.process.communicate(timeout=60)
+    def load(self) -> int:
+        return sum(self._client.prepare_retrieve(key).hit for key in self._keys)
 
 
-def session_of(server: ServerProcess, pid: int) -> dict[str, Any]:
-    found = [each for each in server.status()["messaging"]["sessions"] if each["pid"] == pid]
-    return dict(max(found, key=lambda each: each["pinned_bytes"]))
+def most_pinned(server: ServerProcess) -> dict[str, Any]:
+    """The session that pins most."""
+    return dict(max(server.status()["messaging"]["sessions"], key=lambda each: each["pinned_bytes"]))
 
 
 def keys_of(registered: m.Registered, first: int, count: int) -> list[CacheKey]:
@@ -76,16 +69,17 @@ def store_nine(client: WireClient, first: int = 1000, instance_id: int = 2) -> i
 
 
 def test_hits_that_are_never_freed_do_not_keep_another_engine_from_storing() -> None:
-    with ServerProcess(capacity=CAPACITY) as server, hoarder_at(server) as hoarder, server.client() as other:
-        assert hoarder.do("look") == ROOM, "alone, it may pin all of L1"
-        assert session_of(server, hoarder.pid)["pinned_bytes"] == 1 << 20
+    with ServerProcess(capacity=CAPACITY) as server, server.client() as greedy, server.client() as other:
+        hoarder = Hoarder(greedy)
+        assert hoarder.look_up() == ROOM, "alone, it may pin all of L1"
+        assert most_pinned(server)["pinned_bytes"] == 1 << 20
         assert store_nine(other) == 9
-        seen = session_of(server, hoarder.pid)
+        seen = most_pinned(server)
         assert 0 < seen["pinned_bytes"] <= 1 << 19
         assert seen["over_share"] >= ROOM // 2
         assert server.status()["l1"]["counters"]["over_share"] == seen["over_share"]
         assert server.status()["l1"]["counters"]["lapsed"] == 0, "that is for leases that were too short"
-        assert hoarder.do("look") > 0, "its newer prompts are hits"
+        assert hoarder.look_up() > 0, "its newer prompts are hits"
         assert store_nine(other, 2000) == 9
         run = subprocess.run(
             [sys.executable, "-m", "kvframework.cli.main", "status", "--endpoint", server.endpoint],
@@ -93,29 +87,30 @@ def test_hits_that_are_never_freed_do_not_keep_another_engine_from_storing() -> 
             text=True,
             env={**os.environ, "COLUMNS": "200"},
         )
-        assert f"(process {hoarder.pid})" in run.stdout
+        assert f"(process {os.getpid()})" in run.stdout
         assert "ended or refused by pin_share" in run.stdout
 
 
 def test_loads_that_are_never_ended_do_not_keep_another_engine_from_storing() -> None:
     with (
         ServerProcess("server.retrieve_lease_s=1", capacity=CAPACITY) as server,
-        hoarder_at(server) as hoarder,
+        server.client() as greedy,
         server.client() as other,
     ):
-        assert hoarder.do("load") == ROOM, "alone, it may load all of L1"
+        hoarder = Hoarder(greedy)
+        assert hoarder.load() == ROOM, "alone, it may load all of L1"
 
         def stores() -> bool:
-            hoarder.do("load")
+            hoarder.load()
             return store_nine(other) == 9
 
         wait_until(stores, 30, "room for another")
         for first in (2000, 3000, 4000):
-            assert hoarder.do("load") < ROOM
-            assert session_of(server, hoarder.pid)["pinned_bytes"] <= 1 << 19
+            assert hoarder.load() < ROOM
+            assert most_pinned(server)["pinned_bytes"] <= 1 << 19
             assert store_nine(other, first) == 9
         records = other.call("RECENT", m.Recent()).records
-        misses = [each for each in records if each.pid == hoarder.pid and each.outcome == "miss"]
+        misses = [each for each in records if each.request_id == "hoards" and each.outcome == "miss"]
         # Its unpinned prompts made room for others.
         assert {each.reason for each in misses} == {"dropped_share", "evicted"}
         assert any("was refused, as its client keeps its share of L1" in why(each, 0.0) for each in misses)
