@@ -30,9 +30,9 @@ OVERVIEW: tuple[tuple[str, str, Mapping[str, str]], ...] = (
             for tier in ("l1", "l2")
         },
     ),
-    ("Tokens not computed again, per second", "short", {"{{instance}}": _tokens(', found=~"l1|l2"')}),
+    ("Tokens loaded instead of computed per second", "short", {"{{instance}}": _tokens(', found=~"l1|l2"')}),
     (
-        "Present problems",
+        "Current problems",
         "short",
         {"{{where}} {{instance}}": f"kvframework_problem{{{_HERE}}} > 0"},
     ),
@@ -109,7 +109,11 @@ def _of(metric: Metric) -> dict[str, Any]:
     unit = next((u for end, u in _UNITS.items() if metric.name.removesuffix("_total").endswith(end)), "short")
     if metric.type == "counter":
         query = f"sum by ({by}) (rate({metric.full}{{{_HERE}}}[$__rate_interval]))"
-        return _panel(f"{metric.help}, per second", "Bps" if unit == "bytes" else "short", {legend: query})
+        return _panel(
+            f"{metric.help}, per second" if "," in metric.help else f"{metric.help} per second",
+            "Bps" if unit == "bytes" else "short",
+            {legend: query},
+        )
     if metric.type == "histogram":
         rate = f"sum by (le, {by}) (rate({metric.full}_bucket{{{_HERE}}}[$__rate_interval]))"
         queries = {f"{name} {legend}": f"histogram_quantile({q}, {rate})" for name, q in _QUANTILES.items()}

@@ -24,7 +24,7 @@ from tests.support.waiting import wait_until
 pytest.importorskip("kvf_run")
 from tests.support.user_node import Node, user_node
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
 START_S = 600.0
 ROOT = Path(__file__).resolve().parents[2]
 # Python imports it first, in the server and in each process that this starts.
