@@ -103,13 +103,6 @@ class Terminal:
         """The terminal's modes now."""
         return termios.tcgetattr(self._ends[1])
 
-    def set_modes(self, modes: list[Any]) -> None:
-        termios.tcsetattr(self._ends[1], termios.TCSANOW, modes)
-
-    def plain(self) -> str:
-        """All that it wrote, without control sequences."""
-        return _CONTROL.sub("", self.shown)
-
     def is_as_before(self) -> bool:
         """Whether the program has put the modes back."""
         return self.modes() == self._before

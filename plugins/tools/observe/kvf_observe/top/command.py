@@ -12,7 +12,7 @@ import typer
 from kvframework.api.command import Endpoint, EndpointConfig, examples
 
 _EPILOG = examples(
-    "kvframework top                            the last line names the keys",
+    "kvframework top                            until Ctrl-C",
     "kvframework top --view tenants --interval 5",
     "kvframework top --once --view models       one picture as text",
     "kvframework top --frames 10 > top.txt",
@@ -21,7 +21,7 @@ app = typer.Typer()
 
 
 class View(str, enum.Enum):
-    """The names of the views, in the order of their keys."""
+    """The names of the views."""
 
     overview = "overview"
     models = "models"
@@ -29,14 +29,13 @@ class View(str, enum.Enum):
     namespaces = "namespaces"
     engines = "engines"
     tiers = "tiers"
-    prefixes = "prefixes"
 
 
 @app.command("top", epilog=_EPILOG)
 def top(
     endpoint: Endpoint = None,
     config: EndpointConfig = None,
-    view: Annotated[View, typer.Option(help="What to show first.")] = View.overview,
+    view: Annotated[View, typer.Option(help="What to show.")] = View.overview,
     interval: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between two pictures.")] = 1.0,
     frames: Annotated[int | None, typer.Option(min=1, help="Print so many pictures as text, and end.")] = None,
     once: Annotated[bool, typer.Option("--once", help="The same as --frames 1.")] = False,
@@ -44,20 +43,19 @@ def top(
 ) -> None:
     """Watch a running server: who uses it, what it finds, and how its tiers do, with rates over the last minute.
 
-    Keys switch the views and sort them; the screen goes on through restarts of the server. Without a terminal one
-    picture is printed; a first picture without a known past takes an interval, for its rates.
+    The screen goes on through restarts of the server, until Ctrl-C. Without a terminal one picture is printed; a first
+    picture without a known past takes an interval, for its rates.
     """
     if once and frames is not None:
         raise typer.BadParameter("it goes with no --frames", param_hint="--once")
-    from kvf_observe.top.screen import print_frames, watch
-    from kvf_observe.top.terminal import has_terminal
+    from kvf_observe.top.screen import has_screen, print_frames, watch
     from kvframework.client import StatusSource, quiet_connection, server_endpoint
 
     quiet_connection()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # question marks for letters that the locale has not
     source = StatusSource(server_endpoint(endpoint, config), timeout, name="top")
-    if frames is None and not once and has_terminal():
+    if frames is None and not once and has_screen():
         watch(source, interval, view.value)
     elif not print_frames(source, interval, view.value, frames or 1):
         raise typer.Exit(2)
