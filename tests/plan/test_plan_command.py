@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
@@ -100,7 +99,6 @@ def test_the_document(trace: str) -> None:
         (("--drive-writes", "nan"), "nan is no limit"),
         (("--l1", "0"), "'--l1': expected a size such as"),
         (("--eviction", "mine"), "mine"),
-        (("--plot", "plan.gif"), "a plot is no .gif"),
         (("--engine", "llama-3-8c", "--gpu", "h100"), "did you mean 'llama-3-8b'?"),
     ],
 )
@@ -117,24 +115,6 @@ def test_no_file_is_overwritten(trace: str, tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "the file exists" in done.stderr
     assert out.read_text() == "mine"
-
-
-def test_a_plot_needs_matplotlib(trace: str, tmp_path: Path) -> None:
-    with mock.patch("kvf_plan.planning.plot.importlib.util.find_spec", return_value=None):
-        done = run("plan", trace, *ENGINE, "--plot", str(tmp_path / "plan.svg"))
-    assert done.returncode == 2
-    assert "not installed: matplotlib" in done.stderr
-    assert "[plot]" in done.stderr
-
-
-@pytest.mark.parametrize("ending", ["png", "svg"])
-def test_a_plot(trace: str, tmp_path: Path, ending: str) -> None:
-    pytest.importorskip("matplotlib")
-    plot = tmp_path / f"plan.{ending}"
-    options = ("--ttft", "0.5", "--tier", "disk=1GB/s", "--write-policy", "write_through", "--eviction", "lru")
-    assert run("plan", trace, *ENGINE, *options, "--plot", str(plot)).returncode == 0
-    drawn = plot.read_bytes()
-    assert drawn.startswith(b"\x89PNG") if ending == "png" else b"<svg" in drawn
 
 
 @pytest.mark.parametrize(

@@ -361,19 +361,6 @@ def test_info_of_a_trace(tmp_path: Path) -> None:
     assert (document["live_chunks"], document["hit_tokens"], document["chunk_tokens"]) == (2, -1, 512)
 
 
-def test_converting_keeps_what_a_trace_says(tmp_path: Path) -> None:
-    rows = [{"timestamp": at, "input_length": 600, "output_length": 3, "hash_ids": [1, at]} for at in (0, 1500)]
-    file, out = tmp_path / "mooncake.jsonl", tmp_path / "out.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = run("trace", "convert", str(file), str(out))
-    assert (done.returncode, done.stdout) == (0, f"{out}: 2 requests of 512 tokens a chunk\n")
-    before, after = list(open_trace(file)), list(open_trace(out))
-    assert [(each.at, each.tokens, each.output_tokens, each.chunks) for each in after] == [
-        (each.at, each.tokens, each.output_tokens, each.chunks) for each in before
-    ]
-    assert run("trace", "convert", str(file), str(out)).returncode == 2
-
-
 def test_a_trace_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("timestamp,length\n")
     done = run("trace", "info", str(tmp_path / "t.csv"))

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvf_plan.errors import PlanError
-from kvf_plan.planning.prompts import joined, prompts_of, sampled
+from kvf_plan.planning.prompts import joined, prompts_of
 from kvf_plan.trace.form import Request
-from tests.plan.planning.traces import MadeTrace, conversations, traces
+from tests.plan.planning.traces import MadeTrace, traces
 
 
 @given(traces(), st.integers(1, 4))
@@ -50,13 +50,3 @@ def test_smaller_chunks_than_the_traces_cannot_be_had() -> None:
         joined(512, 256)
     with pytest.raises(PlanError, match="no multiple"):
         joined(512, 1000)
-
-
-def test_a_sample_has_whole_sessions_and_as_many_tokens_a_second() -> None:
-    whole = prompts_of(conversations(4000), 16)
-    part = sampled(whole, 0.25)
-    assert 0.15 < len(part.prompts) / len(whole.prompts) < 0.35
-    assert part.tokens / part.seconds == pytest.approx(whole.tokens / whole.seconds, rel=0.02)
-    # Sessions are whole: the share of uses that an endless cache has is about the same.
-    assert 1 - part.nodes / part.uses == pytest.approx(1 - whole.nodes / whole.uses, abs=0.05)
-    assert sampled(whole, 0.25) == part

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _EPILOG = examples(
     "kvframework plan trace.jsonl --engine llama-3-8b --gpu h100 --ttft 1.5",
     "kvframework plan t.jsonl --engine llama-3-8b --gpu h100 --tier disk=3GB/s",
-    "kvframework plan t.jsonl --prefill 25000 --bytes-per-token 128KiB --quick",
+    "kvframework plan t.jsonl --prefill 25000 --bytes-per-token 128KiB",
     "kvframework plan --catalogue      the models and GPUs that it knows",
 )
 app = typer.Typer()
@@ -106,9 +106,7 @@ def plan(
         list[int] | None,
         typer.Option(metavar="SIZE", parser=size_of, help="A capacity of L1; repeatable. Without it 2^n, 3 x 2^n."),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Simulate a part of the sessions, and no more.")] = False,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the chosen configuration.")] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw a picture, .png or .svg.")] = None,
     catalogue: Annotated[bool, typer.Option("--catalogue", help="Show the models and GPUs that it knows.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -133,12 +131,9 @@ def plan(
     from kvf_plan.planning.goal import goal_of
     from kvf_plan.planning.offers import parse_budget, parse_prices, tier_offers
     from kvf_plan.planning.plan import EVICTIONS, WRITE_POLICIES, Wanted, make_plan
-    from kvf_plan.planning.plot import check_plot, draw
     from kvf_plan.trace.reading import open_trace
     from kvframework.api.console import stderr
 
-    if plot is not None:
-        check_plot(plot)
     if out is not None:
         if ttft is None:
             raise PlanError(
@@ -156,13 +151,10 @@ def plan(
         evictions=tuple(dict.fromkeys(eviction or EVICTIONS)),
         write_policies=tuple(dict.fromkeys(each.value for each in write_policy)) if write_policy else WRITE_POLICIES,
         l1_bytes=tuple(l1 or ()),
-        quick=quick,
     )
     with stderr.status("reading") as status:
         made = make_plan(open_trace(trace, chunk_tokens=chunk_tokens), wanted, status.update)
     print_plan(made, as_json=as_json)
-    if plot is not None:
-        draw(made, plot)
     if made.chosen is not None and out is not None:
         write_out(made, out)
     if made.chosen is None and ttft is not None:

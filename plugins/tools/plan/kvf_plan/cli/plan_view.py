@@ -34,8 +34,6 @@ def print_plan(plan: Plan, *, as_json: bool) -> None:
     print_view(_rows(plan))
     if not plan.says_a_day and any(row.setting.tier for row in plan.rows):
         print_text(f"size a day: {short_duration(plan.seconds)} are too short a trace to say that")
-    if any(row.sampled for row in plan.rows):
-        print_text("~ simulated for a part of the sessions, the others for all of them")
     if plan.prices.assumed:
         prices = ", ".join(f"{name} {short_number(price)}" for name, price in plan.prices.of.items())
         print_text(f"cost: GiB of DRAM, at assumed prices of a GiB ({prices}); --price has yours")
@@ -80,7 +78,7 @@ def verdict(plan: Plan) -> list[str]:
         return ["no goal was given: --ttft TIME chooses a row"]
     if plan.chosen is not None:
         return [f"chosen, the cheapest that meets the goal: {_said(plan.chosen)}", *_wear(plan)]
-    row = closest([each for each in plan.rows if plan.quick or not each.sampled] or plan.rows, goal)
+    row = closest(plan.rows, goal)
     lines = ["nothing that was tried meets the goal, so nothing is chosen"]
     lines += [_short(each, goal.at) for each in shortfalls(row, goal)]
     return [*lines, f"that is what comes closest: {_said(row)}"]
@@ -156,9 +154,8 @@ def _rows(plan: Plan) -> Table:
     several = len(plan.chunks) > 1
     for row in plan.rows:
         setting, figures = row.setting, row.figures
-        size = f"{'~ ' if row.sampled else ''}{ByteSize(setting.l1_bytes)}"
         chunk = f", {setting.chunk_tokens}" if several else ""
-        cells = [size, setting.eviction + chunk]
+        cells = [str(ByteSize(setting.l1_bytes)), setting.eviction + chunk]
         tier = setting.tier
         rate = f"{short_number(tier.read_bytes_per_s / 1e9)} GB/s" if tier else ""
         cells.append(f"{tier.name} {rate}, {ByteSize(setting.l2_bytes)}, {setting.write_policy}" if tier else "")
@@ -199,7 +196,7 @@ def about(plan: Plan, row: Row) -> list[str]:
     figures, goal = row.figures, plan.goal
     found = f"Found of prompts: {figures.l1_hit:.1%} in L1, {figures.l2_hit:.1%} in L2."
     lines = [
-        f"Planned by kvframework {__version__}{' from a part of the sessions' if row.sampled else ''}.",
+        f"Planned by kvframework {__version__}.",
         _load(plan),
         _speed(plan.engine),
         found,

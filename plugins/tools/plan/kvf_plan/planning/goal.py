@@ -108,11 +108,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """`sampled`: the figures are of a part of the sessions."""
-
     setting: Setting
     figures: Figures
-    sampled: bool = False
 
 
 class Goal(msgspec.Struct, frozen=True):

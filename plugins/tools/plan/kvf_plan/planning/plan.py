@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 
 from kvf_plan.errors import PlanError
 from kvf_plan.planning.catalogue import Engine
-from kvf_plan.planning.estimate import Estimate, Sample, estimate, sample_of, simulated
+from kvf_plan.planning.estimate import Estimate, estimate, simulated
 from kvf_plan.planning.goal import Figures, Goal, Row, Setting, cheapest
 from kvf_plan.planning.lru_curve import LruCurve, lru_curve
 from kvf_plan.planning.offers import Prices, TierOffer
 from kvf_plan.planning.prompts import Prompts, joined, prompts_of
-from kvf_plan.planning.search import Combination, Search, capacities, first_enough
+from kvf_plan.planning.search import Combination, capacities, first_enough, search
 from kvf_plan.trace.form import Trace
 from kvf_plan.trace.summary import LiveSet
 from kvframework.api.plugin import ByteSize
@@ -25,8 +25,6 @@ WRITE_POLICIES: tuple[WritePolicyName, ...] = ("write_through", "write_through_s
 EVICTIONS = ("lru", "two_queues")
 # Without a word on how many: engines that compute this share of the time if nothing is ever found.
 _BUSY = 0.9
-# Uses of chunks that take 20 s to simulate without a tier.
-_LONG = 1_000_000
 # No cache is looked at that is larger than what has this share of the hits of an endless one.
 _NEARLY_ALL = 0.99
 _DAY_FROM_S = 600.0
@@ -45,7 +43,6 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     evictions: tuple[str, ...] = EVICTIONS
     write_policies: tuple[WritePolicyName, ...] = WRITE_POLICIES
     l1_bytes: tuple[int, ...] = ()
-    quick: bool = False
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -83,7 +80,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     goal: Goal
     chunks: list[Chunks]
     rows: list[Row]
-    quick: bool
     chosen: Row | None
 
     @property
@@ -97,14 +93,13 @@ class _Sized(msgspec.Struct, frozen=True):
 
     prompts: Prompts
     curve: LruCurve
-    sample: Sample | None
     sizes: list[int]
     chunk_bytes: int
 
 
 def make_plan(trace: Trace, wanted: Wanted, tell: Callable[[str], object] = lambda _: None) -> Plan:
-    """Read the trace once for each size of chunks, and simulate settings: seconds each, after `tell` with a word on the
-    next. Raises `PlanError`, and the errors of the trace and of the simulation."""
+    """Read the trace once for each size of chunks, and simulate settings: up to a minute each, after `tell` with a word
+    on the next. Raises `PlanError`, and the errors of the trace and of the simulation."""
     of_trace = trace.header.chunk_tokens
     joins = [joined(of_trace, tokens) for tokens in wanted.chunk_tokens] or [1]
     prompts = [prompts_of(trace, of_trace, join) for join in joins]
@@ -119,10 +114,7 @@ def make_plan(trace: Trace, wanted: Wanted, tell: Callable[[str], object] = lamb
     sized = [_sized(of_chunks, wanted, engines) for of_chunks in prompts]
     rows: list[Row] = []
     for of_size in sized:
-        rows += _search(of_size, wanted, engines, tell).rows()
-    # Each setting once: what was simulated for all sessions needs no figures of a part of them.
-    rows = list({row.setting: row for row in sorted(rows, key=lambda row: not row.sampled)}.values())
-    decided = rows if wanted.quick else [row for row in rows if not row.sampled]
+        rows += _rows(of_size, wanted, engines, tell)
     rows.sort(key=lambda row: (row.figures.cost, row.figures.ttft_s[wanted.goal.at]))
     return Plan(
         trace=trace.header.name,
@@ -136,8 +128,7 @@ def make_plan(trace: Trace, wanted: Wanted, tell: Callable[[str], object] = lamb
         goal=wanted.goal,
         chunks=[_chunks(of_size, wanted, engines) for of_size in sized],
         rows=rows,
-        quick=wanted.quick,
-        chosen=cheapest(decided or rows, wanted.goal) if wanted.goal.ttft_s is not None else None,
+        chosen=cheapest(rows, wanted.goal) if wanted.goal.ttft_s is not None else None,
     )
 
 
@@ -154,7 +145,7 @@ def _sized(prompts: Prompts, wanted: Wanted, engines: int) -> _Sized:
     curve = lru_curve(prompts)
     enough = curve.chunks_for(_NEARLY_ALL * curve.token_hit_rate(len(curve.hits))) or 1
     sizes = sorted(set(wanted.l1_bytes)) or capacities(least, enough * chunk_bytes)
-    return _Sized(prompts, curve, sample_of(prompts, curve), sizes, chunk_bytes)
+    return _Sized(prompts, curve, sizes, chunk_bytes)
 
 
 def _longest(prompts: Prompts) -> int:
@@ -203,28 +194,12 @@ def _estimate(
     )
 
 
-def _search(sized: _Sized, wanted: Wanted, engines: int, tell: Callable[[str], object]) -> Search:
-    sample = sized.sample
-
-    def whole(setting: Setting) -> Figures:
-        tell(f"all sessions: {_word(setting)}")
+def _rows(sized: _Sized, wanted: Wanted, engines: int, tell: Callable[[str], object]) -> Iterator[Row]:
+    def of(setting: Setting) -> Figures:
+        tell(_word(setting))
         return simulated(sized.prompts, setting, wanted.engine, engines, wanted.prices)
 
-    def of_sample(setting: Setting) -> Figures:
-        assert sample is not None
-        tell(f"{sample.share:.0%} of the sessions: {_word(setting)}")
-        return sample.simulated(setting, wanted.engine, engines, wanted.prices)
-
-    return Search(
-        _combinations(sized, wanted, engines),
-        sized.sizes,
-        wanted.goal,
-        wanted.prices,
-        whole,
-        of_sample if sample is not None else None,
-        quick=wanted.quick,
-        long=sized.prompts.uses > _LONG,
-    )
+    return search(_combinations(sized, wanted, engines), sized.sizes, wanted.goal, wanted.prices, of)
 
 
 def _word(setting: Setting) -> str:

@@ -16,10 +16,6 @@ from kvf_plan.errors import PlanError
 from kvf_plan.trace.form import Request
 from kvf_plan.trace.summary import LiveCount, LiveSet
 
-# A prefix that more than this share of all prompts begin with belongs to no session.
-_SHARED = 0.01
-_64_BITS = (1 << 64) - 1
-
 
 class Prompt(msgspec.Struct, frozen=True, gc=False):
     """`at` in seconds from the trace's start; `nodes` from the first chunk on, those that are not full left out."""
@@ -93,37 +89,3 @@ def prompts_of(requests: Iterable[Request], chunk_tokens: int, join: int = 1) ->
             nodes.append(at)
         made.append(Prompt(request.at, request.tokens, nodes))
     return Prompts(chunk_tokens * join, made, len(known))
-
-
-def sampled(prompts: Prompts, share: float) -> Prompts:
-    """Return the prompts of about this share of the sessions, in as much less time: as many tokens a second as before.
-    What a cache of `share` times the size finds of them is what the whole one finds of all.
-
-    A session is what begins with one prefix that is not common to many: the same for each call.
-    """
-    counts = [0] * prompts.nodes
-    for prompt in prompts.prompts:
-        for node in prompt.nodes:
-            counts[node] += 1
-    common = max(_SHARED * len(prompts.prompts), 1)
-    kept = []
-    for index, prompt in enumerate(prompts.prompts):
-        session = next((node for node in prompt.nodes if counts[node] <= common), -1 - index)
-        if _fraction(session) < share:
-            kept.append(prompt)
-    pace = sum(prompt.tokens for prompt in kept) / max(prompts.tokens, 1)
-    renumbered: dict[int, int] = {}
-    made = [
-        Prompt(
-            prompt.at * pace,
-            prompt.tokens,
-            array("i", [renumbered.setdefault(node, len(renumbered)) for node in prompt.nodes]),
-        )
-        for prompt in kept
-    ]
-    return Prompts(prompts.chunk_tokens, made, len(renumbered))
-
-
-def _fraction(number: int) -> float:
-    """Return a number of [0, 1) that nothing else depends on: Fibonacci hashing."""
-    return (number * 0x9E3779B97F4A7C15 & _64_BITS) / (_64_BITS + 1)

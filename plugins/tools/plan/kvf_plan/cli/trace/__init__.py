@@ -1,1 +1,1 @@
-"""The commands `kvframework trace record`, `info` and `convert`."""
+"""The commands `kvframework trace record` and `info`."""

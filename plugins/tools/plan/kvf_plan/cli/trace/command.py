@@ -77,25 +77,3 @@ def info(
         print_document(msgspec.structs.asdict(trace.header) | msgspec.structs.asdict(summary))
     else:
         print_view(table_of(trace.header, summary))
-
-
-@app.command("convert", epilog=examples("kvframework trace convert mooncake.jsonl node.jsonl"))
-def convert(
-    file: File,
-    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="The file to write; it must not exist.")],
-    chunk_tokens: ChunkTokens = 0,
-) -> None:
-    """Write a trace of any form that is read as one of ours: JSON lines with a header."""
-    from kvf_plan.trace.reading import open_trace
-    from kvf_plan.trace.writing import TraceFile
-    from kvframework.api.console import print_text
-    from kvframework.text import short_count
-
-    trace = open_trace(file, chunk_tokens=chunk_tokens)
-    count = 0
-    with TraceFile(output) as written:
-        written.begin(trace.header.chunk_tokens, trace.header.recorded_at)
-        for request in trace:
-            written.add(request)
-            count += 1
-    print_text(f"{output}: {short_count(count)} requests of {trace.header.chunk_tokens} tokens a chunk")
