@@ -120,6 +120,7 @@ def test_the_same_prompt_is_a_hit_after_a_restart_of_the_engine(tmp_path: Path) 
     assert hit.cached >= 256
     assert (bare.text, bare.status) == (cold.text, cold.status) == (hit.text, hit.status)
     assert tried["hit"], tried
+    assert tried["estimated_saved_s"] > 0
     assert tried["fillers"] > 0
     assert "tokens in L1" in tried["server"]
     assert stats["l1_tokens"] >= hit.cached

@@ -90,6 +90,7 @@ def test_the_same_prompt_is_a_hit_after_a_restart_of_the_engine(tmp_path: Path) 
     assert after == 768
     assert hit == cold
     assert tried["hit"], tried
+    assert tried["estimated_saved_s"] > 0
     assert tried["cached_tokens"] >= 256
     assert "tokens in L1" in tried["server"]
     assert stats["l1_tokens"] >= after + tried["cached_tokens"]

@@ -7,6 +7,7 @@ import os
 import random
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,7 @@ from kvframework.api.command import EXIT_FOUND, AsJson, EndpointConfig, examples
 from kvframework.api.console import print_document, print_text
 from kvframework.client import StatusSource, quiet_connection, server_endpoint
 from kvframework.errors import ConfigFieldError, KVFrameworkError
+from kvframework.status import Status
 
 app = typer.Typer()
 # How far the fillers go beyond what the engine's own cache holds, and how many tokens are sent where it does not say.
@@ -26,7 +28,8 @@ _SYLLABLES = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What was seen. Times are in seconds. `server` is what the server says of the second request, "" if not asked."""
+    """What was seen. Times are in seconds. `server` is what the server says of the second request, "" if not asked;
+    `estimated_saved_s` is the prefill that it counts as saved by that, None without a hit there."""
 
     hit: bool
     reason: str
@@ -36,6 +39,7 @@ class Verdict(msgspec.Struct, frozen=True):
     cached_tokens: int | None
     fillers: int
     server: str
+    estimated_saved_s: float | None = None
 
 
 @app.command(
@@ -79,10 +83,14 @@ def try_out(
     elif second is first:
         fillers = sum(1 for _ in _filled(first, name, cold.prompt_tokens or tokens, tokens, chance))
     source = _source(endpoint, config)
-    before = source.finished().last if source else 0
+    before, saved_s = (source.finished().last, _saved_s(source)) if source else (0, 0.0)
     again = second.complete(name, prompt)
-    said = _said(source, before) if source else ""
-    verdict = judged(cold, again, fillers, said)
+    verdict = judged(cold, again, fillers, "")
+    if source:
+        with closing(source):
+            said = _said(source, before)
+            estimated = _saved_s(source) - saved_s
+        verdict = msgspec.structs.replace(verdict, server=said, estimated_saved_s=estimated or None)
     if as_json:
         print_document(msgspec.structs.asdict(verdict))
     else:
@@ -134,13 +142,18 @@ def _said(source: StatusSource, before: int) -> str:
         records = [each for each in source.finished(before).records if each.request in ("LOOKUP", "LOOKUP_KEYS")]
     except KVFrameworkError as error:
         return f"it does not answer: {error}"
-    finally:
-        source.close()
     if not records:
         return "it has seen no lookup: the engine is connected to another server, or to none"
     last = records[-1]
     found = f"{last.l1_tokens} tokens in L1 and {last.l2_tokens} in tiers of {last.asked_tokens} asked for"
     return f"{found}{f'; missing: {last.reason}' if last.reason else ''}"
+
+
+def _saved_s(source: StatusSource) -> float:
+    try:
+        return msgspec.json.decode(source.ask(), type=Status).lookups.prefill_saved_s
+    except KVFrameworkError:
+        return 0.0
 
 
 def _lines(verdict: Verdict) -> list[str]:
@@ -152,6 +165,11 @@ def _lines(verdict: Verdict) -> list[str]:
     ]
     if verdict.server:
         lines.append(f"server: {verdict.server}")
+    if verdict.estimated_saved_s is not None:
+        measured = verdict.cold_ttft_s - verdict.ttft_s
+        lines.append(
+            f"prefill saved: {verdict.estimated_saved_s:.2f} s by the server's estimate, {measured:.2f} s here"
+        )
     times = verdict.cold_ttft_s / verdict.ttft_s if verdict.ttft_s else 0.0
     lines.append(f"hit: {times:.1f} x as fast" if verdict.hit else f"no hit: {verdict.reason}")
     return lines
