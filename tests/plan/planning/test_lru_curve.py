@@ -44,10 +44,9 @@ def table_hits(prompts: Prompts, chunks: int) -> list[int]:
     return hits
 
 
-@pytest.mark.parametrize("join", [1, 2])
 @pytest.mark.parametrize("seed", [1, 2])
-def test_every_capacity_is_as_the_object_table(seed: int, join: int) -> None:
-    prompts = prompts_of(conversations(300, seed), 16, join)
+def test_every_capacity_is_as_the_object_table(seed: int) -> None:
+    prompts = prompts_of(conversations(300, seed), 16)
     curve = lru_curve(prompts)
     for chunks in (20, 25, 50, 100, 200, 400, 800):
         hits = table_hits(prompts, chunks)

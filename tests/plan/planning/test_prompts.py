@@ -1,28 +1,23 @@
-"""Prompts as paths in the tree of their prefixes, for chunks of every multiple of the trace's."""
+"""Prompts as paths in the tree of their prefixes."""
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
-from kvf_plan.errors import PlanError
-from kvf_plan.planning.prompts import joined, prompts_of
+from kvf_plan.planning.prompts import prompts_of
 from kvf_plan.trace.form import Request
 from tests.plan.planning.traces import MadeTrace, traces
 
 
-@given(traces(), st.integers(1, 4))
-def test_two_prompts_share_a_node_where_they_share_all_its_tokens(trace: MadeTrace, join: int) -> None:
-    made = prompts_of(trace, 4, join)
-    assert made.chunk_tokens == 4 * join
+@given(traces())
+def test_two_prompts_share_a_node_where_they_share_all_its_tokens(trace: MadeTrace) -> None:
+    made = prompts_of(trace, 4)
     named: dict[tuple[int, ...], int] = {}
     for request, prompt in zip(trace, made.prompts, strict=True):
-        full = request.tokens // (4 * join)
+        full = request.tokens // 4
         assert len(prompt.nodes) == full
         for index, node in enumerate(prompt.nodes):
-            # An id names a prefix, so the last of a joined chunk names the whole of it.
-            prefix = tuple(request.chunks[: (index + 1) * join])
+            prefix = tuple(request.chunks[: index + 1])
             assert named.setdefault(prefix, node) == node
     assert len(set(named.values())) == len(named) == made.nodes
 
@@ -42,11 +37,3 @@ def test_the_chunk_that_is_not_full_is_left_out() -> None:
 def test_ids_that_do_not_name_what_comes_before_are_set_right() -> None:
     made = prompts_of([Request(0.0, 8, 0, [1, 9]), Request(1.0, 8, 0, [2, 9])], 4)
     assert [list(prompt.nodes) for prompt in made.prompts] == [[0, 1], [2, 3]]
-
-
-def test_smaller_chunks_than_the_traces_cannot_be_had() -> None:
-    assert joined(512, 2048) == 4
-    with pytest.raises(PlanError, match="in chunks of 512 tokens, so nothing is known of chunks of 256"):
-        joined(512, 256)
-    with pytest.raises(PlanError, match="no multiple"):
-        joined(512, 1000)

@@ -3,11 +3,8 @@ and nothing of the package that holds a model."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import importlib.util
-import mmap
-from importlib.metadata import Distribution, PackageNotFoundError, PackagePath, distribution
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import msgspec
@@ -54,8 +51,7 @@ class ChosenModel(msgspec.Struct, frozen=True):
 
 
 def chosen_model(name: str) -> ChosenModel:
-    """Return what `--model` names. Reads the whole file of a trained model, to compare its checksum. Raises
-    `DemoFailed` for a model that is not there, not whole, or of no known form."""
+    """Return what `--model` names. Raises `DemoFailed` for a model that is not there, or of no known form."""
     if name == RANDOM:
         return ChosenModel()
     if name in TRAINED:
@@ -84,42 +80,16 @@ def _installed(name: str, model: Trained) -> ChosenModel:
             hint=f"{model.install}, beside {install_command('trained', distribution='kvframework-demo')}",
         ) from None
     _check_gguf_is_read()
-    listed = _listed_file(found)
-    problem = _problem(listed) if listed else _not_listed(found)
-    if problem or listed is None:
+    file = next((file for file in found.files or () if file.suffix == ".gguf"), None)
+    path = Path(str(file.locate())) if file is not None else None
+    if path is None or not path.is_file():
         raise DemoFailed(
-            f"the model's file {problem}",
-            where=str(listed.locate()) if listed else f"{model.distribution} {found.version}",
+            "the package has no GGUF file",
+            where=f"{model.distribution} {found.version}",
             hint=f"{model.install} --force-reinstall",
         )
-    path = Path(str(listed.locate()))
     size = f"{ByteSize(path.stat().st_size)} in {model.distribution}, {ByteSize(model.memory)} in memory as fp32"
     return ChosenModel(path, model.title, size)
-
-
-def _listed_file(found: Distribution) -> PackagePath | None:
-    return next((file for file in found.files or () if file.suffix == ".gguf"), None)
-
-
-def _not_listed(found: Distribution) -> str:
-    """From Python 3.12 on a file that is missing is not listed."""
-    return "is missing" if ".gguf," in (found.read_text("RECORD") or "") else "has no GGUF file"
-
-
-def _problem(listed: PackagePath) -> str:
-    """Return what distinguishes a file from the one that was installed, "" if nothing does."""
-    path = Path(str(listed.locate()))
-    if not path.is_file():
-        return "is missing"
-    size = path.stat().st_size
-    if listed.size is not None and size != listed.size:
-        return f"has {size} of {listed.size} bytes"
-    if listed.hash is not None:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            digest = hashlib.new(listed.hash.mode, content).digest()
-        if base64.urlsafe_b64encode(digest).rstrip(b"=").decode() != listed.hash.value:
-            return "is not the one that was installed: its checksum differs"
-    return ""
 
 
 def _check_gguf_is_read() -> None:

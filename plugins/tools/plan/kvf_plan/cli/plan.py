@@ -90,9 +90,6 @@ def plan(
         list[str] | None,
         typer.Option(metavar="NAME=PRICE", help="Of a GiB of dram, disk, redis or s3, in any unit; repeatable."),
     ] = None,
-    chunk_size: Annotated[
-        list[int] | None, typer.Option(min=1, help="Tokens of a chunk, a multiple of the trace's; repeatable.")
-    ] = None,
     chunk_tokens: Annotated[
         int, typer.Option(min=0, help="Tokens of a chunk of the trace, where the file does not say it; 0: 512.")
     ] = 0,
@@ -147,7 +144,6 @@ def plan(
         tiers=tiers,
         prices=parse_prices(price or (), [each.name for each in tiers]),
         goal=goal_of(ttft, at.value, parse_budget(budget) if budget else None, drive_writes),
-        chunk_tokens=tuple(dict.fromkeys(chunk_size or ())),
         evictions=tuple(dict.fromkeys(eviction or EVICTIONS)),
         write_policies=tuple(dict.fromkeys(each.value for each in write_policy)) if write_policy else WRITE_POLICIES,
         l1_bytes=tuple(l1 or ()),

@@ -27,10 +27,9 @@ def print_plan(plan: Plan, *, as_json: bool) -> None:
         return
     print_text(_load(plan))
     print_text(_speed(plan.engine))
-    for chunks in plan.chunks:
-        print_text("")
-        print_text(_needs(chunks))
-        print_view(_curve(chunks))
+    print_text("")
+    print_text(_needs(plan.chunks))
+    print_view(_curve(plan.chunks))
     print_view(_rows(plan))
     if not plan.says_a_day and any(row.setting.tier for row in plan.rows):
         print_text(f"size a day: {short_duration(plan.seconds)} are too short a trace to say that")
@@ -151,11 +150,9 @@ def _rows(plan: Plan) -> Table:
     heads = ["L1", "eviction", "tier", "L1 + L2 found", "mean TTFT", "p99", "engine hours"]
     heads += ["L2 used", "written + read", "busy", "not written", "size a day", "cost"]
     table = table_of(*heads, text=(1, 2))
-    several = len(plan.chunks) > 1
     for row in plan.rows:
         setting, figures = row.setting, row.figures
-        chunk = f", {setting.chunk_tokens}" if several else ""
-        cells = [str(ByteSize(setting.l1_bytes)), setting.eviction + chunk]
+        cells = [str(ByteSize(setting.l1_bytes)), setting.eviction]
         tier = setting.tier
         rate = f"{short_number(tier.read_bytes_per_s / 1e9)} GB/s" if tier else ""
         cells.append(f"{tier.name} {rate}, {ByteSize(setting.l2_bytes)}, {setting.write_policy}" if tier else "")

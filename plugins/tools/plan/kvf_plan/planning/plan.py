@@ -13,7 +13,7 @@ from kvf_plan.planning.estimate import Estimate, estimate, simulated
 from kvf_plan.planning.goal import Figures, Goal, Row, Setting, cheapest
 from kvf_plan.planning.lru_curve import LruCurve, lru_curve
 from kvf_plan.planning.offers import Prices, TierOffer
-from kvf_plan.planning.prompts import Prompts, joined, prompts_of
+from kvf_plan.planning.prompts import Prompts, prompts_of
 from kvf_plan.planning.search import Combination, capacities, first_enough, search
 from kvf_plan.trace.form import Trace
 from kvf_plan.trace.summary import LiveSet
@@ -31,15 +31,13 @@ _DAY_FROM_S = 600.0
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked for. `engines` 0: as many as the trace needs without a cache; `chunk_tokens` (): those of the
-    trace; `l1_bytes` (): what one would buy."""
+    """What is asked for. `engines` 0: as many as the trace needs without a cache; `l1_bytes` (): what one would buy."""
 
     engine: Engine
     engines: int = 0
     tiers: tuple[TierOffer, ...] = ()
     prices: Prices
     goal: Goal
-    chunk_tokens: tuple[int, ...] = ()
     evictions: tuple[str, ...] = EVICTIONS
     write_policies: tuple[WritePolicyName, ...] = WRITE_POLICIES
     l1_bytes: tuple[int, ...] = ()
@@ -54,7 +52,7 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class Chunks(msgspec.Struct, frozen=True):
-    """One size of chunks: the bytes of the live set, of all that was ever stored, and of the longest prompt; the share
+    """The trace in chunks: the bytes of the live set, of all that was ever stored, and of the longest prompt; the share
     of tokens that an endless cache has, and the curve up to it."""
 
     chunk_tokens: int
@@ -78,7 +76,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     engines_by_load: bool
     prices: Prices
     goal: Goal
-    chunks: list[Chunks]
+    chunks: Chunks
     rows: list[Row]
     chosen: Row | None
 
@@ -89,7 +87,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Sized(msgspec.Struct, frozen=True):
-    """One size of chunks with all that is known of it, and the capacities that are looked at."""
+    """The prompts with all that is known of them, and the capacities that are looked at."""
 
     prompts: Prompts
     curve: LruCurve
@@ -98,35 +96,30 @@ class _Sized(msgspec.Struct, frozen=True):
 
 
 def make_plan(trace: Trace, wanted: Wanted, tell: Callable[[str], object] = lambda _: None) -> Plan:
-    """Read the trace once for each size of chunks, and simulate settings: up to a minute each, after `tell` with a word
-    on the next. Raises `PlanError`, and the errors of the trace and of the simulation."""
-    of_trace = trace.header.chunk_tokens
-    joins = [joined(of_trace, tokens) for tokens in wanted.chunk_tokens] or [1]
-    prompts = [prompts_of(trace, of_trace, join) for join in joins]
-    for of_chunks in prompts:
-        if not of_chunks.uses:
-            raise PlanError(
-                f"no prompt of the trace fills a chunk of {of_chunks.chunk_tokens} tokens",
-                where=trace.header.name,
-                hint="there is nothing that a cache could keep",
-            )
-    engines = wanted.engines or _engines(prompts[0], wanted.engine)
-    sized = [_sized(of_chunks, wanted, engines) for of_chunks in prompts]
-    rows: list[Row] = []
-    for of_size in sized:
-        rows += _rows(of_size, wanted, engines, tell)
+    """Read the trace, and simulate settings: up to a minute each, after `tell` with a word on the next. Raises
+    `PlanError`, and the errors of the trace and of the simulation."""
+    prompts = prompts_of(trace, trace.header.chunk_tokens)
+    if not prompts.uses:
+        raise PlanError(
+            f"no prompt of the trace fills a chunk of {prompts.chunk_tokens} tokens",
+            where=trace.header.name,
+            hint="there is nothing that a cache could keep",
+        )
+    engines = wanted.engines or _engines(prompts, wanted.engine)
+    sized = _sized(prompts, wanted, engines)
+    rows = list(_rows(sized, wanted, engines, tell))
     rows.sort(key=lambda row: (row.figures.cost, row.figures.ttft_s[wanted.goal.at]))
     return Plan(
         trace=trace.header.name,
-        requests=len(prompts[0].prompts),
-        seconds=prompts[0].seconds,
-        tokens=prompts[0].tokens,
+        requests=len(prompts.prompts),
+        seconds=prompts.seconds,
+        tokens=prompts.tokens,
         engine=wanted.engine,
         engines=engines,
         engines_by_load=not wanted.engines,
         prices=wanted.prices,
         goal=wanted.goal,
-        chunks=[_chunks(of_size, wanted, engines) for of_size in sized],
+        chunks=_chunks(sized, wanted, engines),
         rows=rows,
         chosen=cheapest(rows, wanted.goal) if wanted.goal.ttft_s is not None else None,
     )

@@ -1,4 +1,4 @@
-"""The prompts of a trace as paths in the tree of their prefixes, with chunks of any multiple of the trace's. Pure.
+"""The prompts of a trace as paths in the tree of their prefixes. Pure.
 
 A node of the tree is a prefix of whole chunks, numbered in the order of first use: two prompts share a node if and only
 if they are equal up to its end. So a cache of nodes has the ancestors of all that it holds, as long as it lets the last
@@ -12,7 +12,6 @@ from collections.abc import Iterable
 
 import msgspec
 
-from kvf_plan.errors import PlanError
 from kvf_plan.trace.form import Request
 from kvf_plan.trace.summary import LiveCount, LiveSet
 
@@ -54,38 +53,16 @@ class Prompts(msgspec.Struct, frozen=True):
         return count.found()
 
 
-def joined(chunk_tokens: int, wanted: int) -> int:
-    """Return how many of the trace's chunks make one of `wanted` tokens. Raises `PlanError` if they do not."""
-    if wanted < chunk_tokens:
-        raise PlanError(
-            f"the trace tells what prompts share in chunks of {chunk_tokens} tokens, so nothing is known of chunks of "
-            f"{wanted}",
-            where="--chunk-size",
-            available=f"{chunk_tokens} and its multiples",
-            hint="record a trace with smaller chunks",
-        )
-    if wanted % chunk_tokens:
-        raise PlanError(
-            f"{wanted} tokens are no multiple of the trace's chunks of {chunk_tokens}",
-            where="--chunk-size",
-            available=f"{chunk_tokens} and its multiples",
-        )
-    return wanted // chunk_tokens
-
-
-def prompts_of(requests: Iterable[Request], chunk_tokens: int, join: int = 1) -> Prompts:
-    """Read all requests of a trace of `chunk_tokens` and make every `join` chunks one. Keeps 4 bytes a chunk and 100 a
-    node."""
+def prompts_of(requests: Iterable[Request], chunk_tokens: int) -> Prompts:
+    """Read all requests of a trace of `chunk_tokens`. Keeps 4 bytes a chunk and 100 a node."""
     known: dict[tuple[int, int], int] = {}
     made = []
     for request in requests:
-        full = request.tokens // (chunk_tokens * join)
-        chunks = request.chunks[join - 1 : full * join : join]
         nodes = array("i")
         at = -1
-        for chunk in chunks:
+        for chunk in request.chunks[: request.tokens // chunk_tokens]:
             # A chunk's id says what comes before it; with the parent it is also right where a trace's ids do not.
             at = known.setdefault((at, chunk), len(known))
             nodes.append(at)
         made.append(Prompt(request.at, request.tokens, nodes))
-    return Prompts(chunk_tokens * join, made, len(known))
+    return Prompts(chunk_tokens, made, len(known))
