@@ -1,5 +1,5 @@
-"""The dashboard for Grafana: an overview, and a panel for each metric of the table. `python -m tests.docs.generate`
-writes it. Pure."""
+"""The dashboards for Grafana: ten panels for a fleet, and for single nodes an overview with a panel for each metric of
+the table. `python -m tests.docs.generate` writes them. Pure."""
 
 from __future__ import annotations
 
@@ -39,63 +39,177 @@ OVERVIEW: tuple[tuple[str, str, Mapping[str, str]], ...] = (
 )
 
 
+# Of the fleet: one value, a table with a row for each series, or lines over time; all of the chosen nodes and clusters.
+_FLEET = 'instance=~"$instance", cluster=~"$cluster"'
+_MODEL = f'{_FLEET}, model=~"$model"'
+
+
+def _rate(metric: str, matchers: str = _FLEET, by: str = "") -> str:
+    return f"sum{f' by ({by}) ' if by else ''}(rate(kvframework_{metric}{{{matchers}}}[$__rate_interval]))"
+
+
+def _quantile(quantile: float, histogram: str, matchers: str = _FLEET, by: str = "le") -> str:
+    return f"histogram_quantile({quantile}, {_rate(f'{histogram}_bucket', matchers, by)})"
+
+
+def _hit_rate(by: str = "") -> str:
+    found = f'{_MODEL}, found=~"l1|l2"'
+    return f"{_rate('lookup_tokens_total', found, by)} / {_rate('lookup_tokens_total', _MODEL, by)}"
+
+
+_WORST, _TOP = 10, 10
+# Kind, title, unit, and queries by legend.
+FLEET: tuple[tuple[str, str, str, Mapping[str, str]], ...] = (
+    (
+        "stat",
+        "Nodes up, hit rate, prefill saved per hour",
+        "short",
+        {
+            "nodes up": f"sum(kvframework_up{{{_FLEET}}})",
+            "nodes": f"count(kvframework_up{{{_FLEET}}})",
+            "hit rate": _hit_rate(),
+            "prefill saved, s per hour": f"3600 * {_rate('prefill_saved_seconds_total')}",
+        },
+    ),
+    ("timeseries", "Hit rate by model", "percentunit", {"{{model}}": _hit_rate("model")}),
+    ("table", "Nodes with the lowest hit rate", "percentunit", {"": f"bottomk({_WORST}, {_hit_rate('instance')})"}),
+    (
+        "timeseries",
+        "Latency of lookups and loads",
+        "s",
+        {
+            f"{request} {name}": _quantile(quantile, "request_seconds", f'{_FLEET}, type="{request}"')
+            for request in ("LOOKUP", "PREPARE_RETRIEVE", "RETRIEVE")
+            for name, quantile in _QUANTILES.items()
+        },
+    ),
+    (
+        "timeseries",
+        "L1 in use, and evicted per second",
+        "percentunit",
+        {
+            "in use": f'sum(kvframework_l1_bytes{{{_FLEET}, state="used"}}) '
+            f"/ sum(kvframework_l1_capacity_bytes{{{_FLEET}}})",
+            "share of objects evicted per second": f"{_rate('l1_evictions_total')} "
+            f"/ sum(kvframework_l1_objects{{{_FLEET}}})",
+        },
+    ),
+    ("timeseries", "Idle time of evicted objects", "s", {"median": _quantile(0.5, "l1_evicted_idle_seconds")}),
+    (
+        "table",
+        "Tiers that are down, slow or failing",
+        "short",
+        {
+            "nodes without it": f"count by (tier) (kvframework_tier_up{{{_FLEET}}} == 0)",
+            "load 99 %, s": _quantile(0.99, "tier_seconds", f'{_FLEET}, op="get"', "le, tier"),
+            "failed calls per second": _rate("tier_calls_failed_total", by="tier"),
+            "values lost per second": _rate("tier_never_written_total", by="tier"),
+        },
+    ),
+    (
+        "timeseries",
+        "Refused and lost per second",
+        "short",
+        {
+            "{{code}}": _rate("refused_total", by="code"),
+            "lost by clients: {{what}}": _rate("client_lost_total", by="what"),
+            "no room in L1": _rate("l1_object_events_total", f'{_FLEET}, what="dropped"'),
+        },
+    ),
+    ("table", "Versions in use", "short", {"nodes": f"count by (version) (kvframework_build_info{{{_FLEET}}})"}),
+    (
+        "table",
+        "Models and tenants with the most tokens found per second",
+        "short",
+        {
+            "model": f"topk({_TOP}, {_rate('model_hit_tokens_total', _MODEL, 'model')})",
+            "tenant": f"topk({_TOP}, {_rate('tenant_hit_tokens_total', by='tenant')})",
+        },
+    ),
+    (
+        "table",
+        "Alerts that fire",
+        "short",
+        {"nodes": 'count by (alertname, severity) (ALERTS{alertstate="firing", alertname=~"Kvframework.*"})'},
+    ),
+)
+
+
+def fleet() -> str:
+    """The dashboard of a fleet as JSON."""
+    panels: list[dict[str, Any]] = []
+    for number, (kind, title, unit, queries) in enumerate(FLEET):
+        panel = _panel(title, unit, queries, kind)
+        x, y = number % 2 * 12, number // 2 * _HEIGHT
+        panels.append({"id": number + 1, **panel, "gridPos": _at(x, y, 12, _HEIGHT)})
+    variables = [
+        _variable("cluster", "cluster", "label_values(kvframework_up, cluster)"),
+        _variable("instance", "node", "label_values(kvframework_up, instance)"),
+        _variable("model", "model", "label_values(kvframework_lookup_tokens_total, model)"),
+    ]
+    return _document("kvframework-fleet", "kvframework: fleet", panels, variables)
+
+
 def dashboard() -> str:
-    """The dashboard as JSON, for the import of Grafana and for provisioning."""
-    panels = list(_placed())
+    """The dashboard of single nodes as JSON, for the import of Grafana and for provisioning."""
+    variables = [_variable("instance", "node", "label_values(kvframework_up, instance)")]
+    return _document("kvframework", "kvframework", list(_placed()), variables)
+
+
+def _variable(name: str, label: str, query: str) -> dict[str, Any]:
+    # Series without the label count, too: `.*` for all.
+    return {
+        "name": name,
+        "label": label,
+        "type": "query",
+        "datasource": _SOURCE,
+        "query": {"query": query, "refId": name},
+        "refresh": 2,
+        "includeAll": True,
+        "allValue": ".*",
+        "multi": True,
+        "current": {"text": "All", "value": "$__all"},
+    }
+
+
+def _document(uid: str, title: str, panels: list[dict[str, Any]], variables: list[dict[str, Any]]) -> str:
+    source = {"name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus"}
     document = {
-        "title": "kvframework",
-        "uid": "kvframework",
+        "title": title,
+        "uid": uid,
         "tags": ["kvframework"],
         "schemaVersion": 39,
         "version": 1,
         "editable": True,
         "refresh": "15s",
         "time": {"from": "now-3h", "to": "now"},
-        "templating": {
-            "list": [
-                {"name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus"},
-                {
-                    "name": "instance",
-                    "label": "node",
-                    "type": "query",
-                    "datasource": _SOURCE,
-                    "query": {"query": "label_values(kvframework_up, instance)", "refId": "instance"},
-                    "refresh": 2,
-                    "includeAll": True,
-                    "multi": True,
-                    "current": {"text": "All", "value": "$__all"},
-                },
-            ]
-        },
+        "templating": {"list": [source, *variables]},
         "panels": panels,
     }
     return json.dumps(document, indent=1) + "\n"
 
 
 def _placed() -> Iterator[dict[str, Any]]:
-    """Rows and their panels, each with its place."""
+    """The overview, and rows with their panels, which are collapsed; each with its place."""
     y, number = 0, 0
     sections = [("Overview", [_panel(*each) for each in OVERVIEW])]
     sections += [(title, [_of(metric) for metric in metrics]) for title, metrics in TABLE.items()]
     sections += [("Observing", [_of(metric) for metric in OWN])]
     for title, panels in sections:
         number += 1
-        yield {
-            "id": number,
-            "type": "row",
-            "title": title,
-            "collapsed": False,
-            "panels": [],
-            "gridPos": _at(0, y, 24, 1),
-        }
-        y += 1
+        row = {"id": number, "type": "row", "title": title, "collapsed": y > 0, "gridPos": _at(0, y, 24, 1)}
+        placed = []
         for index, panel in enumerate(panels):
             number += 1
-            x = index * _WIDTH % _COLUMNS
-            if index and x == 0:
-                y += _HEIGHT
-            yield {"id": number, **panel, "gridPos": _at(x, y, _WIDTH, _HEIGHT)}
-        y += _HEIGHT
+            x, below = index * _WIDTH % _COLUMNS, index * _WIDTH // _COLUMNS * _HEIGHT
+            placed.append({"id": number, **panel, "gridPos": _at(x, y + 1 + below, _WIDTH, _HEIGHT)})
+        if row["collapsed"]:
+            yield {**row, "panels": placed}
+            y += 1
+        else:
+            yield {**row, "panels": []}
+            yield from placed
+            y += 1 + -(-len(panels) * _WIDTH // _COLUMNS) * _HEIGHT
 
 
 def _at(x: int, y: int, width: int, height: int) -> dict[str, int]:
@@ -129,19 +243,29 @@ _UNITS = {
 }
 
 
-def _panel(title: str, unit: str, queries: Mapping[str, str]) -> dict[str, Any]:
-    targets = [
+def _panel(title: str, unit: str, queries: Mapping[str, str], kind: str = "timeseries") -> dict[str, Any]:
+    targets: list[dict[str, Any]] = [
         {"refId": chr(ord("A") + number), "datasource": _SOURCE, "expr": query, "legendFormat": legend}
         for number, (legend, query) in enumerate(queries.items())
     ]
-    if unit == "dateTimeFromNow":
-        for target in targets:
+    for target in targets:
+        if unit == "dateTimeFromNow":
             target["expr"] = f"{target['expr']} * 1000"
-    return {
-        "type": "timeseries",
+        if kind != "timeseries":
+            target |= {"instant": True, **({"format": "table"} if kind == "table" else {})}
+    panel: dict[str, Any] = {
+        "type": kind,
         "title": title[:1].upper() + title[1:],
         "datasource": _SOURCE,
         "fieldConfig": {"defaults": {"unit": unit, "min": 0}, "overrides": []},
-        "options": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}},
         "targets": targets,
     }
+    if kind == "timeseries":
+        panel["options"] = {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}}
+    elif kind == "table":
+        names = {
+            f"Value #{target['refId']}" if len(targets) > 1 else "Value": target["legendFormat"] for target in targets
+        }
+        organised = {"excludeByName": {"Time": True}, "renameByName": {at: name for at, name in names.items() if name}}
+        panel["transformations"] = [{"id": "merge", "options": {}}, {"id": "organize", "options": organised}]
+    return panel

@@ -62,7 +62,8 @@ def pages() -> dict[str, str]:
 def _page(title: str, table: str, modules: tuple[str, ...]) -> str:
     blocks = "\n".join(f"::: {module}\n" for module in modules)
     intro = f"{table}\n\n" if table else ""
-    return f"# {title}\n\n{intro}The site shows signatures and docstrings here, of:\n\n{blocks}"
+    shown = "The site, which `tox run -e docs-site` builds, shows signatures and docstrings here, of:"
+    return f"# {title}\n\n{intro}{shown}\n\n{blocks}"
 
 
 def _hooks() -> str:

@@ -37,7 +37,9 @@ def generated() -> dict[Path, str]:
     files[reference / "plugins.md"] = NOTE + registry_table.page()
     deploy, alerts = ROOT / "deploy", _generator("prometheus/alerts.py")
     documentation = read_toml(ROOT / "pyproject.toml")["project"]["urls"]["Documentation"]
-    files[deploy / "grafana" / "kvframework.json"] = _generator("grafana/dashboard.py").dashboard()
+    dashboards = _generator("grafana/dashboard.py")
+    files[deploy / "grafana" / "kvframework.json"] = dashboards.dashboard()
+    files[deploy / "grafana" / "kvframework-fleet.json"] = dashboards.fleet()
     files[deploy / "prometheus" / "kvframework.rules.yml"] = alerts.prometheus(documentation)
     files[deploy / "kubernetes" / "monitoring" / "prometheusrule.yaml"] = alerts.kubernetes(documentation)
     files[DOCS / "engines" / "README.md"] = NOTE + engine_table.page()

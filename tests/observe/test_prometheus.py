@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import ssl
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -107,3 +109,49 @@ def test_it_scrapes_what_a_server_counts(tmp_path: Path) -> None:
             wait_until(lambda: running.value("kvframework_lookups_total") is None, SLOW_S, "the end of the series")
             token.write_text("another\n")
             wait_until(lambda: running.ask("targets")["activeTargets"][0]["health"] == "up", SLOW_S, "the new token")
+
+
+FLEET = """
+global: {{scrape_interval: 1s, scrape_timeout: 1s, evaluation_interval: 1s}}
+scrape_configs:
+  - job_name: kvframework
+    static_configs: [{{targets: {targets}, labels: {{cluster: east}}}}]
+"""
+# A fleet without tiers and without trouble has no series of these.
+EMPTY = ("ALERTS", "kvframework_tier_")
+
+
+def test_the_fleets_dashboard_shows_three_servers_under_load(tmp_path: Path) -> None:
+    dashboard = json.loads((RULES.parents[1] / "grafana" / "kvframework-fleet.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    with ExitStack() as stack:
+        servers = [stack.enter_context(ServerProcess(capacity="4MiB")) for _ in range(3)]
+        observed = [stack.enter_context(ObserveProcess(server.endpoint)) for server in servers]
+        clients = [stack.enter_context(server.client()) for server in servers]
+        records = [client.register() for client in clients]
+        targets = json.dumps([each.url.removeprefix("http://") for each in observed])
+        running = stack.enter_context(prometheus(FLEET.format(targets=targets), tmp_path))
+        missing = list(queries)
+        numbers = itertools.count(1)
+
+        def seen() -> bool:
+            """Load every server once more, and ask again for what had no series."""
+            for client, record in zip(clients, records, strict=True):
+                key = key_for(record, [next(numbers)] * 256)
+                client.store(key, b"x")
+                client.lookup(key)
+                client.retrieve(key)
+            missing[:] = [query for query in missing if running.value(_filled(query)) is None]
+            return all(any(part in query for part in EMPTY) for query in missing)
+
+        wait_until(seen, SLOW_S, f"series for {missing}")
+        assert running.value(_filled(queries[0])) == 3
+        lowest = _filled(next(each for each in queries if "bottomk" in each))
+        rows = partial(running.ask, f"query?query={quote(lowest)}")
+        wait_until(lambda: seen() and len(rows()["result"]) == 3, SLOW_S, "a row for each server")
+
+
+def _filled(query: str) -> str:
+    for variable in ("instance", "cluster", "model"):
+        query = query.replace(f"${variable}", ".*")
+    return query.replace("$__rate_interval", "1m")

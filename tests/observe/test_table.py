@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kvf_observe.app import exposition
 from kvf_observe.health import CHECKS, check_of
 from kvf_observe.history import LOADING
@@ -22,7 +24,8 @@ from tests.support import doc_tables
 ROOT = Path(__file__).resolve().parents[2]
 STATUS = (ROOT / "docs" / "status.md").read_text()
 OPERATIONS = ROOT / "docs" / "operations.md"
-DASHBOARD = json.loads((ROOT / "deploy" / "grafana" / "kvframework.json").read_text())
+GRAFANA = ROOT / "deploy" / "grafana"
+DASHBOARDS = {name: json.loads((GRAFANA / f"{name}.json").read_text()) for name in ("kvframework", "kvframework-fleet")}
 NAME = re.compile(r"\bkvframework_[a-z0-9_]+")
 SUFFIXES = ("", "_bucket", "_sum", "_count")
 
@@ -35,10 +38,16 @@ def series() -> set[str]:
 
 
 def queries() -> list[str]:
-    """Every query of the dashboard, and every expression of an alert."""
-    targets = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
-    variables = [each["query"]["query"] for each in DASHBOARD["templating"]["list"] if each["type"] == "query"]
+    """Every query of the dashboards, and every expression of an alert."""
+    targets = [target["expr"] for name in DASHBOARDS for panel in panels(name) for target in panel.get("targets", ())]
+    chosen = [each for dashboard in DASHBOARDS.values() for each in dashboard["templating"]["list"]]
+    variables = [each["query"]["query"] for each in chosen if each["type"] == "query"]
     return [*targets, *variables, *(alert.expr for alert in ALERTS)]
+
+
+def panels(name: str) -> list[dict[str, Any]]:
+    """The panels of a dashboard, those of collapsed rows included."""
+    return [each for panel in DASHBOARDS[name]["panels"] for each in (panel, *panel.get("panels", ()))]
 
 
 def places() -> set[str]:
@@ -83,12 +92,14 @@ def test_every_query_names_series_that_exist() -> None:
     there = series()
     for query in queries():
         names = NAME.findall(query)
-        assert names or query.startswith("up{"), query  # Prometheus's own
+        assert names or query.startswith(("up{", "count by (alertname")), query  # Prometheus's own
         assert [name for name in names if name not in there] == [], query
 
 
 def test_every_label_in_a_query_is_one_of_its_metric() -> None:
-    labels = {metric.full + suffix: {*metric.labels, "instance"} for metric in METRICS for suffix in SUFFIXES}
+    labels = {
+        metric.full + suffix: {*metric.labels, "instance", "cluster"} for metric in METRICS for suffix in SUFFIXES
+    }
     for query in queries():
         for name, matchers in re.findall(r"\b(kvframework_[a-z0-9_]+)\{([^}]*)\}", query):
             assert {each[0] for each in re.findall(r"(\w+)\s*(=~|!~|!=|=)", matchers)} <= labels[name], query
@@ -105,25 +116,27 @@ def test_every_value_of_a_label_in_an_alert_is_one() -> None:
 def test_every_metric_has_a_panel() -> None:
     shown = {
         name
-        for panel in DASHBOARD["panels"]
+        for panel in panels("kvframework")
         for target in panel.get("targets", ())
         for name in NAME.findall(target["expr"])
     }
     assert [
         metric.name for metric in METRICS if metric.full not in {name.removesuffix("_bucket") for name in shown}
     ] == []
-    assert [title for title in TABLE if title not in {panel["title"] for panel in DASHBOARD["panels"]}] == []
+    assert [title for title in TABLE if title not in {panel["title"] for panel in panels("kvframework")}] == []
 
 
-def test_no_two_panels_lie_on_each_other() -> None:
-    taken: set[tuple[int, int]] = set()
-    for panel in DASHBOARD["panels"]:
-        at: dict[str, Any] = panel["gridPos"]
-        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
-        assert not cells & taken
-        assert at["x"] + at["w"] <= 24
-        taken |= cells
-    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_no_two_panels_lie_on_each_other(name: str) -> None:
+    for shown in (DASHBOARDS[name]["panels"], *(panel.get("panels", ()) for panel in DASHBOARDS[name]["panels"])):
+        taken: set[tuple[int, int]] = set()
+        for panel in shown:
+            at: dict[str, Any] = panel["gridPos"]
+            cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+            assert not cells & taken
+            assert at["x"] + at["w"] <= 24
+            taken |= cells
+    assert len({panel["id"] for panel in panels(name)}) == len(panels(name))
 
 
 def test_every_alert_has_a_name_of_its_own() -> None:

@@ -150,7 +150,7 @@ def _vllm(command: list[str], installed: Installed, endpoint: str) -> Connected:
         raise ConfigFieldError(
             f"{in_file} has {_TRANSFER.removeprefix('--')}, and `kvframework run` adds {_TRANSFER}",
             where="kvframework run",
-            hint="leave one of them out: start the engine without `kvframework run`, or take it out of the file",
+            hint=f"remove the option from {in_file}, or start the engine without `kvframework run`",
         )
     if installed.transfer is None:
         hint = install_command(distribution="kvframework-vllm")
