@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -120,7 +121,17 @@ class StoredAtPeers(Tier):
     def get_into(
         self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
     ) -> list[int | Outcome]:
+        if len(self.nodes) > 1:
+            self._await_all(deadline)
         return self.reader.get_into(keys, parts, deadline=deadline)
+
+    def _await_all(self, deadline: float) -> None:
+        """Wait until every node is connected again: a late call may have cost a connection, and what only that node has
+        would be missing as long as a busy machine takes for another."""
+        for peer in self.reader._peers:
+            while peer.state != "up" and not self.reader._closed and time.monotonic() < deadline:
+                peer.start()
+                time.sleep(0.01)
 
     def put(
         self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
