@@ -25,15 +25,6 @@ from kvframework.pricing import EngineSpeed
 _DAY_S = 86_400.0
 
 
-class Estimate(msgspec.Struct, frozen=True):
-    """Times to the first token in seconds, `engine_s` of all engines, and shares of the tokens."""
-
-    ttft_s: dict[str, float]
-    engine_s: float
-    l1_hit: float
-    l2_hit: float
-
-
 def estimate(
     prompts: Prompts,
     curve: LruCurve,
@@ -42,13 +33,13 @@ def estimate(
     l1_chunks: int,
     l2_chunks: int = 0,
     bytes_per_s: float = 0.0,
-) -> Estimate:
-    """Estimate for LRU in L1 and, with `l2_chunks`, in a tier that gets all that is stored."""
+) -> dict[str, float]:
+    """Estimate the times to the first token, in seconds, for LRU in L1 and, with `l2_chunks`, in a tier that gets all
+    that is stored."""
     free = [0.0] * engines
     chunk_bytes = prompts.chunk_tokens * engine.bytes_per_token
     speed = EngineSpeed(engine.tokens_per_s, engine.attention_tokens)
-    channel = engine_s = 0.0
-    l1_tokens = l2_tokens = 0
+    channel = 0.0
     ttfts = []
     for index, prompt in enumerate(prompts.prompts):
         hit = in_l1 = curve.hits_of(index, l1_chunks)
@@ -62,12 +53,8 @@ def estimate(
         seconds = speed.prefill_s(known, prompt.tokens)
         first_token = max(heapq.heappop(free), loaded) + seconds
         heapq.heappush(free, first_token)
-        engine_s += seconds
-        l1_tokens += in_l1 * prompts.chunk_tokens
-        l2_tokens += (hit - in_l1) * prompts.chunk_tokens
         ttfts.append(first_token - prompt.at)
-    tokens = max(prompts.tokens, 1)
-    return Estimate(msgspec.structs.asdict(spread(ttfts)), engine_s, l1_tokens / tokens, l2_tokens / tokens)
+    return msgspec.structs.asdict(spread(ttfts))
 
 
 class Rechunked:

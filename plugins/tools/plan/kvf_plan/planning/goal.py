@@ -102,10 +102,6 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     drive_writes: float = 0.0
     cost: float = 0.0
 
-    @property
-    def hit(self) -> float:
-        return self.l1_hit + self.l2_hit
-
 
 class Row(msgspec.Struct, frozen=True):
     setting: Setting

@@ -8,6 +8,7 @@ request, not a chunk, a logarithm.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from itertools import accumulate
 
 import msgspec
@@ -35,16 +36,9 @@ class LruCurve(msgspec.Struct, frozen=True):
 
     def chunks_for(self, token_hit_rate: float) -> int | None:
         """Return the least capacity with this hit rate, None if no capacity has it."""
-        low, high = 0, len(self.hits) - 1
-        if self.token_hit_rate(high) < token_hit_rate:
-            return None
-        while low < high:
-            middle = (low + high) // 2
-            if self.token_hit_rate(middle) < token_hit_rate:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        capacities = range(len(self.hits))
+        found = bisect_left(capacities, token_hit_rate, key=self.token_hit_rate)
+        return found if found < len(capacities) else None
 
     def hits_of(self, request: int, chunks: int) -> int:
         """Return how many chunks of one request, from the first on, a cache of `chunks` has."""

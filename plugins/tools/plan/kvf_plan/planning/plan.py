@@ -9,7 +9,7 @@ import msgspec
 
 from kvf_plan.errors import PlanError
 from kvf_plan.planning.catalogue import Engine
-from kvf_plan.planning.estimate import Estimate, estimate, simulated
+from kvf_plan.planning.estimate import estimate, simulated
 from kvf_plan.planning.goal import Figures, Goal, Row, Setting, cheapest
 from kvf_plan.planning.lru_curve import LruCurve, lru_curve
 from kvf_plan.planning.offers import Prices, TierOffer
@@ -153,7 +153,7 @@ def _combinations(sized: _Sized, wanted: Wanted, engines: int) -> list[Combinati
         def good(l1_bytes: int, tier: TierOffer | None = tier, l2_bytes: int = l2_bytes) -> bool:
             ttft_s = wanted.goal.ttft_s
             return ttft_s is not None and (
-                _estimate(sized, wanted, engines, l1_bytes, tier, l2_bytes).ttft_s[wanted.goal.at] <= ttft_s
+                _estimate(sized, wanted, engines, l1_bytes, tier, l2_bytes)[wanted.goal.at] <= ttft_s
             )
 
         start = first_enough(sized.sizes, good)
@@ -175,7 +175,7 @@ def _l2_bytes(sized: _Sized, tier: TierOffer) -> int:
 
 def _estimate(
     sized: _Sized, wanted: Wanted, engines: int, l1_bytes: int, tier: TierOffer | None = None, l2_bytes: int = 0
-) -> Estimate:
+) -> dict[str, float]:
     return estimate(
         sized.prompts,
         sized.curve,
@@ -206,7 +206,7 @@ def _chunks(sized: _Sized, wanted: Wanted, engines: int) -> Chunks:
     points = []
     for size in sized.sizes:
         hit = sized.curve.token_hit_rate(size // sized.chunk_bytes)
-        points.append(Point(size, hit, _estimate(sized, wanted, engines, size).ttft_s))
+        points.append(Point(size, hit, _estimate(sized, wanted, engines, size)))
     return Chunks(
         sized.prompts.chunk_tokens,
         live,

@@ -26,11 +26,6 @@ class LiveSet(msgspec.Struct, frozen=True):
     uses: int
     hits: int
 
-    @property
-    def hit_rate(self) -> float:
-        """What an endless cache has of all uses of whole chunks."""
-        return self.hits / self.uses if self.uses else 0.0
-
 
 class LiveCount:
     """The count of a live set, one request after the other. Keeps an entry of a dict for each chunk that differs, and
