@@ -42,13 +42,6 @@ def test_mypy_finds_nothing(tmp_path: Path) -> None:
 
 
 def run(folder: Path, *arguments: str, **variables: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", *arguments],
-        cwd=folder,
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    command, env = [sys.executable, "-m", *arguments], os.environ | variables
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

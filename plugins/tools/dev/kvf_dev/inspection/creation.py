@@ -79,11 +79,10 @@ def created(provider: AnyProvider, title: str, given: Mapping[str, object]) -> I
         fact = f"create() with {options_text} raises {cause}"
         yield problem("missing-method" if lacks_methods else "create-fails", title, fact, _named(contract))
     else:
-        yield from (
-            _handler_problems(provider, made, title)
-            if provider.kind == "requests"
-            else _object_problems(made, contract, title)
-        )
+        if provider.kind == "requests":
+            yield from _handler_problems(provider, made, title)
+        else:
+            yield from _object_problems(made, contract, title)
 
 
 def _context(kind: str) -> list[object]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 import kvframework
-from kvf_dev.inspection.cost import cost_problems, last_line
+from kvf_dev.inspection.cost import MOST_S, cost_problems
 from kvf_dev.inspection.names import name_fault
 from kvf_dev.inspection.problems import Line, Problem, Target, problem
 from kvframework.api.plugin import API_VERSION, ENTRY_POINT_GROUP
@@ -26,11 +26,12 @@ from kvframework.supervise.child import run_isolated
 DEADLINE_S = 20.0
 _PUBLIC = ("kvframework.api", "kvframework.client", "kvframework.status", "kvframework.errors", "kvf_dev.testing")
 _MOST_FILES = 500
+# Of an import that takes long: the first may be that of a cold disk.
+_ATTEMPTS = 3
 
 
 class Report(msgspec.Struct, frozen=True):
-    """The result. `checked` are the inspected providers; `notes` name the parts that could not be inspected, and
-    why."""
+    """The result. `checked` are the inspected providers; `notes` name what could not be inspected, and why."""
 
     target: str
     checked: list[str]
@@ -58,36 +59,32 @@ def inspect_plugin(text: str, options: Mapping[str, object] | None = None, *, de
 
 
 def _inspect(target: Target, deadline_s: float) -> Iterator[Line]:
-    found, importable = cost_problems(
-        target.module, {offer.distribution for offer in target.offers}, deadline_s=deadline_s
-    )
-    for each in (*metadata_problems(target), *import_problems(target.module), *found):
+    for each in (*metadata_problems(target), *import_problems(target.module)):
         yield Line(problem=each)
-    if importable:
+    for _ in range(_ATTEMPTS):
         ran = run_isolated("kvf_dev.inspection.process", msgspec.json.encode(target), deadline_s=deadline_s)
         lines = [msgspec.json.decode(line, type=Line) for line in ran.lines]
-        yield from lines
-        if ran.ended:
-            last = [line for line in lines if line.step][-1]
-            fact = f"{last.step}: the process {ran.ended}: {last_line(ran)}"
-            yield Line(problem=problem(last.dies, last.where, fact.removesuffix(": "), "a call that returns"))
+        cost = next((line.cost for line in lines if line.cost), None)
+        if cost is None or cost.seconds <= MOST_S:
+            break
+    for each in cost_problems(target.module, {offer.distribution for offer in target.offers}, cost) if cost else ():
+        yield Line(problem=each)
+    yield from lines
+    if ran.ended:
+        last = [line for line in lines if line.step][-1]
+        said = ran.printed.strip().rpartition("\n")[2]
+        fact = f"{last.step}: the process {ran.ended}: {said}".removesuffix(": ")
+        yield Line(problem=problem(last.dies, last.where, fact, "a call that returns"))
 
 
 def find_targets(text: str, options: Mapping[str, object]) -> list[Target]:
-    """One for each distribution that offers KIND.NAME, or for each object that entry points name in MODULE.
-
-    Raises `PluginNotFound`, `PluginWrongKind`, and `ConfigFieldError` for `options` of no single plugin. Blocking:
-    reads metadata.
-    """
+    """One for each distribution that offers KIND.NAME, or for each object that entry points name in MODULE. Blocking:
+    reads metadata. Raises `PluginNotFound`, `PluginWrongKind`, and `ConfigFieldError` for `options` of no plugin."""
     installed = discover()
     kind, _, name = text.partition(".")
     if options and not (kind in KINDS and name):
-        raise ConfigFieldError(
-            "options are those of one plugin",
-            where=f"--set {next(iter(options))}",
-            available="KIND.NAME",
-            hint="name the plugin as `kvframework plugins list` shows it, not its module",
-        )
+        where = f"--set {next(iter(options))}"
+        raise ConfigFieldError("options are those of one plugin", where=where, available="KIND.NAME")
     if kind in KINDS and name:
         named = [offer for offer in installed if (offer.kind, offer.name) == (kind, name)]
         if not named:
@@ -97,11 +94,9 @@ def find_targets(text: str, options: Mapping[str, object]) -> list[Target]:
     if values:
         return [_target(value, installed) for value in values]
     if not _exists(text):
-        raise PluginNotFound(
-            f"{text!r} is neither an installed plugin nor a module",
-            available=", ".join(sorted({offer.title for offer in installed})) or "no plugin is installed",
-            hint="give KIND.NAME as `kvframework plugins list` shows it, or a module that this Python can import",
-        )
+        available = ", ".join(sorted({offer.title for offer in installed}))
+        hint = "give KIND.NAME as `kvframework plugins list` shows it, or a module that this Python can import"
+        raise PluginNotFound(f"{text!r} is neither an installed plugin nor a module", available=available, hint=hint)
     return [Target(text, "", [], [])]
 
 

@@ -13,14 +13,23 @@ from kvframework.registry.discovery import EntryPointInfo
 Severity = Literal["error", "warning"]
 
 
+class Cost(Struct, frozen=True):
+    """The cost of an import. `roots` are the imported top-level packages, beside the standard library's."""
+
+    seconds: float
+    nbytes: int
+    roots: list[str]
+
+
 class Line(Struct, omit_defaults=True):
-    """One line of the report: the next step, a problem, or a note on a part that could not be inspected. `dies` is the
-    id of the problem if the process ends during the step, and `where` its place."""
+    """One line of the report: the next step, a problem, the import's cost, or a note on a part that could not be
+    inspected. `dies` is the id of the problem if the process ends during the step, and `where` its place."""
 
     step: str = ""
     dies: str = ""
     where: str = ""
     problem: Problem | None = None
+    cost: Cost | None = None
     note: str = ""
     provider: str = ""
 

@@ -15,6 +15,7 @@ import msgspec
 import pluggy
 from msgspec import inspect as types
 
+from kvf_dev.inspection.cost import measured
 from kvf_dev.inspection.creation import created, signature_problems
 from kvf_dev.inspection.problems import Line, Problem, Target, problem
 from kvframework.api import hookspecs
@@ -41,8 +42,14 @@ def main() -> None:
 
 
 def _inspect(target: Target) -> Iterator[Line]:
-    yield Line(step="import", dies="import-fails", where=target.value)
-    plugin = metadata.EntryPoint("inspected", target.value, ENTRY_POINT_GROUP).load()
+    yield Line(step="import", dies="import-dies", where=target.module)
+    try:
+        plugin, cost = measured(metadata.EntryPoint("inspected", target.value, ENTRY_POINT_GROUP).load)
+    except Exception as error:  # noqa: BLE001  whatever a plugin raises
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        yield Line(problem=problem("import-fails", target.module, f"the import fails with {cause}"))
+        return
+    yield Line(cost=cost)
     found = list(hook_problems(plugin, target.value))
     yield from _lines(found)
     if any(each.severity == "error" for each in found):
@@ -119,11 +126,8 @@ def hook_problems(plugin: object, where: str) -> Iterator[Problem]:
         hook = name if options is None else options.get("specname") or name
         meant = next(iter(difflib.get_close_matches(hook, _HOOKS, n=1, cutoff=0.7)), "")
         if options is None:
-            if (
-                meant
-                and name.startswith("kvf_")
-                and getattr(function, "__module__", "") == getattr(plugin, "__name__", "")
-            ):
+            is_of_plugin = not inspect.ismodule(plugin) or getattr(function, "__module__", None) == plugin.__name__
+            if meant and is_of_plugin and name.startswith("kvf_"):
                 yield problem("unmarked-hook", place, "it is not marked", f"@hookimpl before def {meant}()")
             continue
         marked += 1

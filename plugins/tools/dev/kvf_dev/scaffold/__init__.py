@@ -9,35 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib import metadata, resources
+from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kvf_dev.inspection.names import name_fault
 from kvframework import __version__
 from kvframework.api.installing import SOURCES, requirement
 from kvframework.errors import KVFrameworkError
 from kvframework.registry.discovery import KINDS, discover
-
-if TYPE_CHECKING:
-    from importlib.resources.abc import Traversable
-
-__all__ = [
-    "VARIANTS",
-    "FolderExists",
-    "NameRefused",
-    "PluginNames",
-    "ScaffoldError",
-    "choose_names",
-    "kits_requirement",
-    "render",
-    "write_distribution",
-]
 
 _SUFFIX = "-tpl"
 # Kind and option of each variant of the plain plugin, and the folders of its templates: a later one's file stands in
@@ -115,49 +98,32 @@ class PluginNames:
 
 
 def choose_names(kind: str, name: str, *variants: str) -> PluginNames:
-    """The names of a new plugin; of `variants` no kind has two. Raises `NameRefused`. Blocking: reads the metadata of
-    what is installed."""
+    """The names of a new plugin. Raises `NameRefused`. Blocking: reads the metadata of what is installed."""
     if kind not in KINDS:
         raise NameRefused(f"there is no kind {kind!r}", where="KIND", available=", ".join(KINDS))
     if fault := name_fault(kind, name):
-        raise NameRefused(
-            fault.fact,
-            where="NAME",
-            available=fault.available,
-            hint=f"did you mean {fault.nearest}?" if fault.nearest else "choose one such as my_store",
-        )
+        hint = f"did you mean {fault.nearest}?" if fault.nearest else "choose one such as my_store"
+        raise NameRefused(fault.fact, where="NAME", available=fault.available, hint=hint)
     for variant in variants:
         if (kind, variant) not in VARIANTS:
-            raise NameRefused(
-                f"the kind {kind} has no --{variant}",
-                where=f"--{variant}",
-                available=", ".join(f"{each} --{option}" for each, option in VARIANTS),
-                hint=f"leave --{variant} out",
-            )
+            fact, available = f"the kind {kind} has no --{variant}", [f"{each} --{option}" for each, option in VARIANTS]
+            hint = f"leave --{variant} out"
+            raise NameRefused(fact, where=f"--{variant}", available=", ".join(available), hint=hint)
     names = PluginNames(kind, name, *variants)
-    for offer in discover():
-        if (offer.kind, offer.name) == (kind, name):
-            raise NameRefused(
-                f"{offer.origin} offers {names.title} already",
-                where="NAME",
-                hint="choose another name: of two plugins with one name neither can be used",
-            )
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        raise NameRefused(
-            f"there is a distribution {names.distribution} already",
-            where="NAME",
-            available=f"its version {metadata.version(names.distribution)} is installed here",
-            hint="choose another name: the new one would be installed in its place",
-        )
-    found = importlib.util.find_spec(names.module)
-    if found is not None:
-        raise NameRefused(
-            f"there is a module {names.module} already",
-            where="NAME",
-            available=f"it is at {found.origin}",
-            hint="choose another name: only one of the two modules would be found",
-        )
+    for fact in _taken(names):
+        raise NameRefused(fact, where="NAME", hint="choose another name: of two with one name only one can be used")
     return names
+
+
+def _taken(names: PluginNames) -> Iterator[str]:
+    """Yield what is there already by one of the names."""
+    for offer in discover():
+        if (offer.kind, offer.name) == (names.kind, names.name):
+            yield f"{offer.origin} offers {names.title} already"
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        yield f"there is a distribution {names.distribution} already, {metadata.version(names.distribution)}"
+    if found := importlib.util.find_spec(names.module):
+        yield f"there is a module {names.module} already, at {found.origin}"
 
 
 def render(names: PluginNames) -> dict[str, str]:
@@ -176,8 +142,9 @@ def render(names: PluginNames) -> dict[str, str]:
 
 
 def _templates(part: str) -> dict[str, str]:
-    folder = resources.files(__package__) / "templates" / part
-    return {path: template.read_text(encoding="utf-8") for path, template in _walk(folder)}
+    folder = Path(__file__).parent / "templates" / part
+    files = sorted(folder.rglob(f"*{_SUFFIX}"))
+    return {str(file.relative_to(folder)).removesuffix(_SUFFIX): file.read_text(encoding="utf-8") for file in files}
 
 
 def _check_classes(template: str, names: PluginNames) -> None:
@@ -185,15 +152,13 @@ def _check_classes(template: str, names: PluginNames) -> None:
     found = set(re.findall(r"\w+", template))
     made = {word.replace("Newname", names.class_prefix) for word in found if word.startswith("Newname")}
     if clashes := made & found:
-        raise NameRefused(
-            f"{names.name!r} cannot be the name of a {names.kind}: {min(clashes)} is a name of kvframework itself",
-            where="NAME",
-            hint=f"did you mean my_{names.name}?",
-        )
+        fact = f"{names.name!r} cannot be the name of a {names.kind}: {min(clashes)} is a name of kvframework itself"
+        raise NameRefused(fact, where="NAME", hint=f"did you mean my_{names.name}?")
 
 
 def _words(names: PluginNames) -> dict[str, str]:
     """The replacements, in the order in which they are applied."""
+    wheels = " ".join(SOURCES[each] for each in ("kvframework", "kvframework-dev", *names.requires[1:]))
     return {
         "kvf-newname": names.distribution,
         "Newname": names.class_prefix,
@@ -204,7 +169,7 @@ def _words(names: PluginNames) -> dict[str, str]:
         # For pip 0.3.0.dev0 is lower than 0.3.
         "PRESENT_MINOR": ".".join(__version__.split(".")[:2]) + ".0.dev0",
         "KITS_REQUIREMENT": kits_requirement(names),
-        "WHEEL_COMMAND": _wheel_command(*names.requires[1:]),
+        "WHEEL_COMMAND": f"pip wheel --no-deps --wheel-dir wheels {wheels}",
         "REQUIRED_BESIDE": "".join(f" {requirement(distribution=each)}" for each in names.requires[1:]),
         "SUBDIRECTORIES": "".join(
             f' "$KVFRAMEWORK#subdirectory={SOURCES[each].partition("/")[2]}"' for each in names.requires[1:]
@@ -228,28 +193,17 @@ def _replaced(text: str, words: dict[str, str]) -> str:
     return text
 
 
-def _walk(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, Traversable]]:
-    """Path and file of every template below `folder`, in the order of their names."""
-    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
-        if entry.is_dir():
-            yield from _walk(entry, f"{prefix}{entry.name}/")
-        elif entry.name.endswith(_SUFFIX):
-            yield prefix + entry.name.removesuffix(_SUFFIX), entry
-
-
 def write_distribution(folder: Path, files: Mapping[str, str]) -> None:
     """Create `folder` and write `files` into it. Blocking.
 
     Raises `FolderExists` if the path exists, an empty folder too, and `ScaffoldError` if it cannot be written; a
     partial folder is removed then.
     """
-    if os.path.lexists(folder):
-        raise FolderExists(
-            f"{folder} exists already", where="--path", hint="nothing is overwritten: remove it, or give another --path"
-        )
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir()
+        folder.mkdir(parents=True)
+    except FileExistsError as error:
+        hint = "nothing is overwritten: remove it, or give another --path"
+        raise FolderExists(f"{folder} exists already", where="--path", hint=hint) from error
     except OSError as error:
         raise _failed(folder, error) from error
     try:
@@ -268,9 +222,3 @@ def _failed(folder: Path, error: OSError) -> ScaffoldError:
         where="--path",
         hint="give --path a folder in which you may create folders",
     )
-
-
-def _wheel_command(*distributions: str) -> str:
-    """Return the command for wheels of kvframework, its kits and `distributions`, for pip's `--find-links wheels`."""
-    wanted = ("kvframework", "kvframework-dev", *distributions)
-    return f"pip wheel --no-deps --wheel-dir wheels {' '.join(SOURCES[each] for each in wanted)}"
