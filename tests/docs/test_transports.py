@@ -13,7 +13,6 @@ import pytest
 
 from kvf_dev.testing import accelerator
 from kvf_dev.testing.accelerator import node
-from kvframework.api.installing import install_command
 from tests.core.registry.fake_distributions import install
 from tests.docs.shown import blocks, entry_points
 from tests.support.server_process import ServerProcess
@@ -62,25 +61,6 @@ def test_the_engine_in_small_stores_and_loads(tmp_path: Path, monkeypatch: pytes
             done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
             assert done.stdout.splitlines() == ["stored True", "loaded True True"], done.stderr + server.log
         assert made.violations() == []
-
-
-def test_without_pytest_the_kit_says_what_to_install() -> None:
-    """As in an environment without the extra: whoever reads its help is told, and nobody else is bothered."""
-    script = (
-        "import importlib.util, sys\n"
-        "real = importlib.util.find_spec\n"
-        "importlib.util.find_spec = lambda name, *rest: None if name == 'pytest' else real(name, *rest)\n"
-        "import kvf_dev.testing.accelerator\n"
-        "from kvf_dev import testing\n"
-        "for ask in (lambda: __import__('kvf_dev.testing.transport'), lambda: testing.TierConformance):\n"
-        "    try:\n"
-        "        ask()\n"
-        "    except ModuleNotFoundError as error:\n"
-        "        print(error.name, error)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True)
-    said = f"pytest the kits need pytest: {install_command(distribution='kvframework-dev')}"
-    assert done.stdout.splitlines() == [said, said]
 
 
 def test_the_example_is_proven_by_its_own_tests_once_it_is_installed(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Kits over plugins that hang, and over names and options that are wrong. Run by pytest outside of the repository."""
+"""A kit over plugins that hang. Run by pytest outside of the repository."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Iterator
-from typing import ClassVar
 
 import pytest
 
-from kvf_dev.testing import CodecConformance, EvictionConformance, TierConformance
+from kvf_dev.testing import EvictionConformance
 from kvf_dev.testing.eviction import MakePolicy
 from kvframework.api.eviction import EvictionPolicy, PackedKey
 
@@ -74,22 +73,3 @@ class TestLeavesAThread(EvictionConformance):
     def make_policy(self) -> MakePolicy:
         threading.Thread(target=threading.Event().wait, name="forgotten").start()
         return Waiting
-
-
-class TestWrongName(CodecConformance):
-    use = "zsdt"
-
-
-class TestWrongOption(TierConformance):
-    use = "memory"
-    options: ClassVar = {"stroe": "by name"}
-
-
-class TestWrongFixture(CodecConformance):
-    @pytest.fixture
-    def make_codec(self) -> object:
-        raise RuntimeError("no such library")
-
-
-class TestNothingGiven(EvictionConformance):
-    pass

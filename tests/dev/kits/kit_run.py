@@ -34,21 +34,8 @@ def run(directory: Path, *arguments: str) -> Results:
     entry_points = {"tier.memory": "memory_tier", "tier.alone": "memory_tier", "tier.elsewhere": "memory_tier"}
     install(directory, "kitmemory", entry_points)
     command = [sys.executable, "-m", "pytest", "-q", "--strict-markers", "--strict-config", "-p", "no:cacheprovider"]
-    command += [
-        "-W",
-        "error",
-        "--tb",
-        "short",
-        "--hypothesis-seed",
-        "0",
-        "--rootdir",
-        ".",
-        "-c",
-        os.devnull,
-        "--junitxml",
-        "results.xml",
-        *arguments,
-    ]
+    command += ["-W", "error", "--tb", "short", "--hypothesis-seed", "0", "--rootdir", ".", "-c", os.devnull]
+    command += ["--junitxml", "results.xml", *arguments]
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTEST_ADDOPTS")}
     done = subprocess.run(
         command, cwd=directory, env=environment, capture_output=True, text=True, timeout=900, check=False

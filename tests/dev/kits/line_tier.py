@@ -1,4 +1,4 @@
-"""A correct tier over TCP or a Unix socket, and its server: a small protocol for the tests of faults on the wire.
+"""A correct tier over TCP, and its server: a small protocol for the tests of faults on the wire.
 
 A request is an operation (1 byte), a key (72) and a value behind its length (u32); a reply is a status (1 byte) and a
 value behind its length. Runs where there is no `tests` package: it is copied beside the kit's test files.
@@ -7,10 +7,9 @@ value behind its length. Runs where there is no `tests` package: it is copied be
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
+import socketserver
 import struct
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,56 +24,38 @@ REPLY = struct.Struct("<cI")
 FOUND_OUT = {b"+": Outcome.FOUND, b"-": Outcome.MISSING}
 
 
-class LineServer:
+class LineServer(socketserver.ThreadingTCPServer):
     """Keeps values as long as it runs. Each connection has a thread."""
 
-    def __init__(self, *, unix: bool = False) -> None:
-        self._values: dict[bytes, bytes] = {}
-        self._connections: set[socket.socket] = set()
-        self._directory = tempfile.TemporaryDirectory() if unix else None
-        if self._directory is not None:
-            self._listener = socket.socket(socket.AF_UNIX)
-            self._listener.bind(os.path.join(self._directory.name, "line.sock"))
-            self._listener.listen()
-        else:
-            self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = self._listener.getsockname()
-        self._threads = [threading.Thread(target=self._listen)]
-        self._threads[0].start()
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Connection)
+        self.values: dict[bytes, bytes] = {}
+        self.address = ("127.0.0.1", self.server_address[1])
+        self._serving = threading.Thread(target=self.serve_forever, args=(0.02,))
+        self._serving.start()
 
     def close(self) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._threads[0].join()
-        self._listener.close()
-        for sock in list(self._connections):
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads[1:]:
-            thread.join()
-        if self._directory is not None:
-            self._directory.cleanup()
+        self.shutdown()
+        self._serving.join()
+        self.server_close()
 
-    def _listen(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                sock, _ = self._listener.accept()
-                self._connections.add(sock)
-                self._threads.append(threading.Thread(target=self._serve, args=(sock,)))
-                self._threads[-1].start()
 
-    def _serve(self, sock: socket.socket) -> None:
-        with sock, contextlib.suppress(OSError, EOFError):
+class _Connection(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        values = self.server.values  # type: ignore[attr-defined]
+        with contextlib.suppress(OSError, EOFError):
             while True:
-                operation, key, size = HEAD.unpack(receive(sock, HEAD.size))
-                data = receive(sock, size)
-                held = self._values.get(key)
+                operation, key, size = HEAD.unpack(receive(self.request, HEAD.size))
+                data = receive(self.request, size)
+                held = values.get(key)
                 if operation == b"P":
-                    self._values[key] = data
+                    values[key] = data
                 elif operation == b"D":
-                    self._values.pop(key, None)
+                    values.pop(key, None)
                 value = held if operation == b"G" and held is not None else b""
-                sock.sendall(REPLY.pack(b"-" if held is None else b"+", len(value)) + value)
-        self._connections.discard(sock)
+                self.request.sendall(REPLY.pack(b"-" if held is None else b"+", len(value)) + value)
 
 
 class LineTier(Tier):
@@ -82,7 +63,7 @@ class LineTier(Tier):
 
     name = "line"
 
-    def __init__(self, address: tuple[str, int] | str) -> None:
+    def __init__(self, address: tuple[str, int]) -> None:
         self.address = address
         self.sock: socket.socket | None = None
         self.lock = threading.Lock()
@@ -162,7 +143,7 @@ class LineTier(Tier):
         if remaining <= 0:
             raise TimeoutError("the deadline has passed")
         if self.sock is None:
-            self.sock = socket.socket(socket.AF_UNIX if isinstance(self.address, str) else socket.AF_INET)
+            self.sock = socket.socket()
             self.sock.settimeout(remaining)
             self.sock.connect(self.address)
         self.sock.settimeout(remaining)

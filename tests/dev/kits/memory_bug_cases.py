@@ -340,19 +340,17 @@ def memory(**methods: Any) -> type[Right]:
 
 THERE = "test_all_of_it_is_there_and_writable"
 VIEWS = "test_every_view_shows_the_same_bytes"
-ELSEWHERE = "test_another_process_maps_the_descriptor_and_shares_the_bytes"
+ELSEWHERE = "test_a_client_maps_the_descriptor_and_shares_the_bytes"
 APART = "test_two_have_nothing_in_common"
 REFUSED = "test_memory_that_cannot_be_had_is_refused"
 READY = "test_it_becomes_usable_in_the_background"
-REPORTED = "test_what_is_reported_is_there"
-STAYS = "test_what_was_written_on_the_way_stays"
+STAYS = "test_what_is_reported_is_there_and_stays"
 UNSTARTED = "test_closing_releases_all"
 MIDST = "test_closing_while_it_becomes_usable_ends_the_work"
 DONE = "test_closing_releases_all"
 TWICE = "test_closing_twice_closes_nothing_of_others"
 LEAVING = "test_leaving_is_quick_while_views_are_there"
 KEPT_BYTES = "test_kept_memory_shows_the_same_bytes"
-KEPT_FILE = "test_kept_memory_is_the_same_file"
 KEPT_END = "test_closing_kept_memory_releases_all"
 KEPT_SIZE = "test_kept_memory_of_another_size_is_refused"
 
@@ -367,11 +365,11 @@ BUGS: dict[str, tuple[type[Memory], str, str]] = {
     "a view backwards": (memory(view=lambda self: memoryview(self._map)[::-1]), THERE, "not contiguous"),
     "a copy for each view": (memory(view=lambda self: memoryview(bytearray(self._map))), VIEWS, "not in another one"),
     "one view for all": (OneView, VIEWS, "a new view each time"),
-    "a private mapping": (memory(mapped=lambda self: mmap.mmap(self.fd, self.capacity, flags=mmap.MAP_PRIVATE)), ELSEWHERE, "is not what the server wrote there"),
-    "memory without the descriptor": (memory(mapped=lambda self: mmap.mmap(-1, self.capacity)), ELSEWHERE, "is not what the server wrote there"),
+    "a private mapping": (memory(mapped=lambda self: mmap.mmap(self.fd, self.capacity, flags=mmap.MAP_PRIVATE)), ELSEWHERE, "does not see what the server wrote"),
+    "memory without the descriptor": (memory(mapped=lambda self: mmap.mmap(-1, self.capacity)), ELSEWHERE, "does not see what the server wrote"),
     "a descriptor to read": (ToRead, ELSEWHERE, "a client cannot use the descriptor"),
-    "inherited": (memory(__init__=_inherited), "test_no_process_inherits_the_descriptor", "inheritable"),
-    "opened for children": (memory(flags=0), "test_no_process_inherits_the_descriptor", "inheritable"),
+    "inherited": (memory(__init__=_inherited), THERE, "inheritable"),
+    "opened for children": (memory(flags=0), THERE, "inheritable"),
     "one for all": (OneForAll, APART, "is in another one"),
     "an error of its own": (memory(__init__=_unregistered), REFUSED, "raises OSError instead of ArenaError"),
     "leaves after an error": (memory(__init__=_leaking), REFUSED, "an ArenaError leaves behind: descriptor"),
@@ -384,10 +382,10 @@ BUGS: dict[str, tuple[type[Memory], str, str]] = {
     "each end twice": (memory(ends=lambda self: sorted([*Right.ends(self)] * 2)), READY, "grows with each call"),
     "sizes instead of ends": (memory(ends=lambda self: [STEP] * (self.capacity // STEP) + [self.capacity]), READY, "grows with each call"),
     "nothing first": (memory(ends=lambda self: [0, *Right.ends(self)]), READY, "on_ready(0)"),
-    "reported before it is taken": (memory(work=_reported_first), REPORTED, "bytes are resident"),
-    "the last piece is not taken": (memory(take=_never_taken_last), REPORTED, "bytes are resident"),
-    "nothing is taken": (memory(take=lambda self, start, end: None), REPORTED, "while 0 bytes are resident"),
-    "its end first": (memory(take=_from_the_end), REPORTED, "are not resident"),
+    "reported before it is taken": (memory(work=_reported_first), STAYS, "bytes are resident"),
+    "the last piece is not taken": (memory(take=_never_taken_last), STAYS, "bytes are resident"),
+    "nothing is taken": (memory(take=lambda self, start, end: None), STAYS, "while 0 bytes are resident"),
+    "its end first": (memory(take=_from_the_end), STAYS, "bytes are resident"),
     "clears what is in use": (memory(take=_cleared), STAYS, "changed since"),
     "clears at the end": (memory(work=_cleared_at_the_end), STAYS, "changed since"),
     "two workers": (memory(start=_two_workers), STAYS, "earlier call is under way"),
@@ -407,8 +405,8 @@ BUGS: dict[str, tuple[type[Memory], str, str]] = {
     "clears what is kept": (memory(work=_cleared_if_kept), KEPT_BYTES, "has changed while it became usable"),
     "never ready again": (memory(ends=lambda self: [] if self.kept else Right.ends(self)), KEPT_BYTES, "on_ready(1048"),
     "a private mapping of what is kept": (memory(mapped=_mapped_privately), KEPT_BYTES, "is not what view() shows"),
-    "a copy of what is kept": (memory(__init__=_copies), KEPT_FILE, "is another file"),
-    "what is kept is inherited": (memory(__init__=_lets_children_inherit), KEPT_FILE, "inheritable"),
+    "a copy of what is kept": (memory(__init__=_copies), KEPT_BYTES, "is another file"),
+    "what is kept is inherited": (memory(__init__=_lets_children_inherit), KEPT_BYTES, "inheritable"),
     "keeps the descriptor that is kept": (memory(__init__=_duplicates), KEPT_END, "of kept memory leaves behind: descriptor"),
     "leaks what is kept after an error": (memory(__init__=_leaks), KEPT_SIZE, "for kept memory leaves behind: descriptor"),
     "makes what is kept larger": (memory(__init__=_grows), KEPT_SIZE, "raises no ArenaError"),

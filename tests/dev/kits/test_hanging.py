@@ -1,4 +1,4 @@
-"""No kit hangs: a test that does not end fails by its name. A mistake in what an author gives is one error a class."""
+"""No kit hangs: a test that does not end fails by its name."""
 
 from __future__ import annotations
 
@@ -10,17 +10,10 @@ import pytest
 
 from tests.dev.kits.kit_run import HERE, Results, run
 
-ONE_ERROR = {
-    "WrongName": "no installed distribution offers the codec 'zsdt'",
-    "WrongOption": "unknown key 'stroe'",
-    "WrongFixture": "no such library",
-    "NothingGiven": "give `use`, the plugin's name, or a fixture `make_policy`",
-}
-
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    classes = ("HoldsItsLockOverYield", "CannotBeMade", *ONE_ERROR)
+    classes = ("HoldsItsLockOverYield", "CannotBeMade")
     return run(tmp_path_factory.mktemp("hang"), *(f"hang_cases.py::Test{each}" for each in classes))
 
 
@@ -34,19 +27,7 @@ def test_what_does_not_end_fails_by_its_name_and_the_rest_is_left_out(results: R
     assert any("did not end: the rest" in each.text for each in by_test.values())
 
 
-@pytest.mark.parametrize("case", ONE_ERROR)
-def test_what_is_given_wrongly_is_one_error(results: Results, case: str) -> None:
-    told = [result for (name, _), result in results.items() if name == case and "error" in result.outcomes]
-    assert len(told) == 1
-    assert ONE_ERROR[case] in told[0].text
-    rest = [result for (name, _), result in results.items() if name == case and result is not told[0]]
-    assert len(rest) > 10
-    assert all(each.outcomes == {"skipped"} for each in rest)
-
-
-@pytest.mark.parametrize(
-    ("case", "shows"), [("NativeLoop", "in <lambda>"), ("LeavesAThread", "threads that do not end keep the process")]
-)
+@pytest.mark.parametrize(("case", "shows"), [("NativeLoop", "in <lambda>"), ("LeavesAThread", "Timeout")])
 def test_the_process_ends_and_shows_the_stacks(tmp_path: Path, case: str, shows: str) -> None:
     (tmp_path / "hang_cases.py").write_text((HERE / "hang_cases.py").read_text())
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"hang_cases.py::Test{case}", "-x"]

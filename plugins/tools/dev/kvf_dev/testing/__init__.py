@@ -37,13 +37,11 @@ def _home(name: str) -> str:
 
 if "pytest" in sys.modules:
     # Without this, a failing assertion of the kit would not show its values.
-    _KITS = sorted({*map(_home, __all__), "kit", "making"} - {"faults"})
+    _KITS = sorted({*map(_home, __all__), "kit"} - {"faults"})
     sys.modules["pytest"].register_assert_rewrite(*(f"{__name__}.{kit}" for kit in _KITS))
 
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if _home(name) != "faults":
-        import_module(f"{__name__}.needs_pytest")
     return getattr(import_module(f"{__name__}.{_home(name)}"), name)

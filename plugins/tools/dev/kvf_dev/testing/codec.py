@@ -1,19 +1,4 @@
-"""The conformance kit for codecs: tests that every `Codec` must pass. Runs under pytest.
-
-Name the plugin; the kit finds, checks and creates it as a server does:
-
-    from kvf_dev.testing import CodecConformance
-
-    class TestMyCodec(CodecConformance):
-        use = "mycodec"                 # the entry point `codec.mycodec`
-        options = {"level": 3}          # as in `[codecs.mycodec]`, if there are any
-
-or give a fixture that returns a factory, which makes a new codec at each call:
-
-    class TestMyCodec(CodecConformance):
-        @pytest.fixture
-        def make_codec(self):
-            return lambda: MyCodec(level=3)
+"""The conformance kit for codecs: tests that every `Codec` must pass, see docs/plugins/codecs.md.
 
 The kit does not judge the ratio: the server stores an object unpacked if packing does not make it smaller. Needs
 pytest alone.
@@ -34,10 +19,9 @@ from typing import ClassVar
 
 import pytest
 
-from kvf_dev.testing.kit import held, interleaved, must_be_equal
-from kvf_dev.testing.making import NamedKit
+from kvf_dev.testing.kit import NamedKit, held, interleaved, must_be_equal
 from kvframework.api.codec import MAX_CODEC_NAME, Codec, CodecProvider
-from kvframework.api.plugin import DTYPE_BYTES, Buffer
+from kvframework.api.plugin import DTYPE_BYTES
 from kvframework.errors import ConfigFieldError
 
 MakeCodec = Callable[[], Codec]
@@ -125,7 +109,7 @@ def _damages(packed: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 class CodecConformance(NamedKit):
-    """Base class of an author's test class, which gives either `use` or a fixture `make_codec`; see the module."""
+    """Base class of an author's test class, which gives `use`, or a fixture `make_codec`: a factory of new codecs."""
 
     _descriptor = CodecProvider
 
@@ -148,8 +132,7 @@ class CodecConformance(NamedKit):
         return b"".join(self.parts_of(codec, memoryview(data), dtype))
 
     def parts_of(self, codec: Codec, data: memoryview, dtype: str | None = None) -> Sequence[memoryview]:
-        """Return what `encode` answers, or `encode_elements` with a `dtype`; fails unless that is a sequence of views
-        of bytes."""
+        """Return what `encode` or `encode_elements` answers; fails unless that is a sequence of views of bytes."""
         parts = codec.encode(data) if dtype is None else codec.encode_elements(data, dtype)
         must = "the packed form is a sequence of 1-D views of bytes, gone through several times"
         assert isinstance(parts, Sequence), f"encode answered a {type(parts).__name__}: {must}"
@@ -160,9 +143,7 @@ class CodecConformance(NamedKit):
         return parts
 
     def unpack(self, codec: Codec, packed: bytes, nbytes: int, *, shift: int = 0) -> bytes:
-        """Unpack into a place of `nbytes` and return its content. Fails if a byte beside the place was written, whether
-        or not the codec raises. `shift` moves the place in memory.
-        """
+        """Unpack into a place moved by `shift`, and return its content. Fails if a byte beside it was written."""
         arena = bytearray([FILLING]) * (nbytes + 2 * GUARD + shift)
         begin = GUARD + shift
         with memoryview(arena) as whole, whole[begin : begin + nbytes] as place:
@@ -176,15 +157,10 @@ class CodecConformance(NamedKit):
     def must_unpack(self, codec: Codec, packed: bytes, data: bytes, why: str = "", *, shift: int = 0) -> None:
         """Fail unless `packed` unpacks to `data`."""
         found = self.unpack(codec, packed, len(data), shift=shift)
-        self.must_be(found, data, f"an object of {len(data)} bytes{', ' * bool(why)}{why}")
-
-    def must_be(self, found: Buffer, data: bytes, what: str) -> None:
-        must_be_equal(found, data, f"another object's bytes, of {what}")
+        must_be_equal(found, data, f"another object's bytes, of an object of {len(data)} bytes{', ' * bool(why)}{why}")
 
     def refused_or(self, codec: Codec, packed: bytes, nbytes: int) -> bytes | None:
-        """Return the unpacked bytes, None if they were refused. No other error is accepted: the server deletes damaged
-        values, and treats any other error as a bug of the codec, whose values may be good.
-        """
+        """Return the unpacked bytes, None if they were refused. Any other error counts as a bug of the codec."""
         try:
             return self.unpack(codec, packed, nbytes)
         except ValueError:
@@ -259,8 +235,7 @@ class CodecConformance(NamedKit):
             self.must_unpack(codec, each, data, "of a batch")
 
     def test_a_call_knows_nothing_of_others(self, make_codec: MakeCodec) -> None:
-        """Another codec unpacks the bytes in any order: no state is kept outside the packed bytes. Options may change
-        the ratio, not the readability: another server has other ones."""
+        """No state is kept outside the packed bytes; options may change the ratio, not the readability."""
         codecs = [make_codec(), make_codec()]
         if self.use and self.options:
             with contextlib.suppress(ConfigFieldError):  # there is none without options
@@ -297,8 +272,7 @@ class CodecConformance(NamedKit):
         self.must_unpack(codec, packed, data, "packed by another process")
 
     def test_a_call_is_not_disturbed_at_any_step(self, codec: Codec) -> None:
-        """Before each instruction of a call another thread packs and unpacks, and reads what the call was given: no
-        time is too short to be in the way, and bytes that are put back are wrong meanwhile."""
+        """Before each instruction another thread packs and unpacks, and reads what the call was given."""
         data, others = CONTENTS["noise"][:1000], CONTENTS["text"][:777]
         packed_others = self.pack(codec, others)
         given = bytearray(data)
@@ -315,7 +289,7 @@ class CodecConformance(NamedKit):
         seen.clear()
         interleaved(lambda: codec.decode_into(memoryview(given), memoryview(place)), other)
         assert seen <= {packed}, "packed bytes were written while they were unpacked, and others read them"
-        self.must_be(place, data, "an object beside which another one is packed and unpacked")
+        must_be_equal(place, data, "another object's bytes, beside one that is packed and unpacked")
 
     @pytest.mark.parametrize("kind", ["bytes", "bytearray", "mapping"])
     def test_any_memory_is_packed_and_left_as_it_is(self, codec: Codec, kind: str) -> None:
@@ -347,7 +321,7 @@ class CodecConformance(NamedKit):
             moved = bytes(shift) + packed + b"\x99"
             place = bytearray(len(data))
             codec.decode_into(memoryview(moved)[shift:-1], memoryview(place))
-            self.must_be(place, data, f"unpacked from an address moved by {shift}")
+            must_be_equal(place, data, f"another object's bytes, unpacked from an address moved by {shift}")
 
     @pytest.mark.parametrize("cut", [0, 1], ids=["whole", "damaged"])
     def test_memory_is_let_go_when_a_call_has_ended(self, codec: Codec, cut: int) -> None:

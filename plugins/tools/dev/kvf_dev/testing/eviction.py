@@ -1,19 +1,4 @@
-"""The conformance kit for eviction policies: tests that every `EvictionPolicy` must pass. Runs under pytest.
-
-Name the plugin; the kit finds, checks and creates it as a server does:
-
-    from kvf_dev.testing import EvictionConformance
-
-    class TestMyPolicy(EvictionConformance):
-        use = "mypolicy"                # the entry point `eviction.mypolicy`
-        options = {"share": 0.1}        # as in `[l1.eviction]`, if there are any
-
-or give a fixture that returns a factory, which makes a new policy at each call:
-
-    class TestMyPolicy(EvictionConformance):
-        @pytest.fixture
-        def make_policy(self):
-            return lambda: MyPolicy(share=0.1)
+"""The conformance kit for eviction policies: tests that every `EvictionPolicy` must pass, see docs/plugins/eviction.md.
 
 The kit does not judge the choice of victims: test that beside the kit. Needs pytest and hypothesis.
 """
@@ -31,11 +16,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from kvf_dev.testing.making import NamedKit
+from kvf_dev.testing.kit import NamedKit
 from kvframework.api.eviction import EvictionPolicy, EvictionProvider, Hint, PackedKey, RequestFacts, Use, Why
 from kvframework.api.keys import PACKED_KEY_BYTES
-
-__all__ = ["EvictionConformance", "MakePolicy"]
 
 MakePolicy = Callable[[], EvictionPolicy]
 MIB = 1 << 20
@@ -106,8 +89,7 @@ def _facts(hint: Hint, at: float, *, use: Use = "store", objects: int = 0, held:
 
 class _Machine(RuleBasedStateMachine):
     """One policy, and the set of keys that it should hold. Only keys that are in are used and removed, only others are
-    inserted, as the core does. The caller's lists are tuples, which cannot be changed. What is drawn does not depend on
-    what is in: a policy may draw lots."""
+    inserted, as the core does. What is drawn does not depend on what is in: a policy may draw lots."""
 
     make: ClassVar[MakePolicy]
 
@@ -213,7 +195,7 @@ def _seconds(policy: EvictionPolicy, size: int) -> dict[str, float]:
 
 
 class EvictionConformance(NamedKit):
-    """Base class of an author's test class, which gives either `use` or a fixture `make_policy`; see the module."""
+    """Base class of an author's test class, which gives `use`, or a fixture `make_policy`: a factory of policies."""
 
     _descriptor = EvictionProvider
 
@@ -254,8 +236,7 @@ class EvictionConformance(NamedKit):
 
     @pytest.mark.parametrize("count", [40, 1000, 1025, 8192])
     def test_many_accesses_at_once_are_as_many_one_by_one(self, make_policy: MakePolicy, count: int) -> None:
-        """A request has up to 8,192 objects. Each batch comes twice, as some policies count from the second use on. A
-        policy that draws lots has no order to compare."""
+        """Each batch comes twice, as some policies count from the second use on. One that draws lots has no order."""
         one_by_one, again, at_once = policies = [make_policy() for _ in range(3)]
         keys = fresh_keys(count)
         for policy in policies:
@@ -274,15 +255,6 @@ class EvictionConformance(NamedKit):
             if order == must_offer(again, keys) == must_offer(one_by_one, keys) and order != other:
                 at = next(at for at, pair in enumerate(itertools.zip_longest(order, other)) if pair[0] != pair[1])
                 pytest.fail(f"{len(batch)} keys at once: victim {at} is another than one by one")
-
-    def test_two_policies_have_nothing_in_common(self, make_policy: MakePolicy) -> None:
-        one, other = make_policy(), make_policy()
-        keys = fresh_keys(4)
-        insert(one, keys)
-        must_offer(other, [])
-        insert(other, keys[:2])
-        other.on_remove(keys[0])
-        must_offer(one, keys)
 
     def test_a_client_cannot_have_all_that_it_stores_kept(self, make_policy: MakePolicy) -> None:
         """Half of a full L1 should be kept, while others store twice as much as it holds."""
@@ -335,8 +307,7 @@ class EvictionConformance(NamedKit):
         must_offer(policy, keys[1:])
 
     def test_a_call_of_a_large_policy_is_as_quick(self, make_policy: MakePolicy) -> None:
-        """As a list of all objects, a sum or a search makes it slow. The shortest of several calls counts, and a
-        difference of some ten microseconds does not."""
+        """The shortest of several calls counts, and a difference of some ten microseconds does not."""
         few = _seconds(make_policy(), _TIMED_FEW)
         waits = [f"{call}: {1e3 * taken:.1f} ms" for call, taken in few.items() if taken > _LONG_S]
         assert not waits, f"a call must not block: {'; '.join(waits)}"
@@ -352,8 +323,7 @@ class EvictionConformance(NamedKit):
     @pytest.mark.parametrize("leaves", ["evicted", "dropped"])
     @pytest.mark.parametrize("uses", [0, 1, 2, 5])
     def test_what_has_left_is_forgotten(self, policy: EvictionPolicy, uses: int, leaves: str) -> None:
-        """A policy may remember at most `remembered_keys` keys of removed objects, however often they were used and
-        however they left."""
+        """A policy may remember at most `remembered_keys` keys of removed objects."""
 
         def come_and_go(_index: int) -> None:
             (key,) = fresh_keys(1)

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import shutil
 import socket
 import struct
-import tempfile
 import threading
 from collections import Counter
-from types import TracebackType
 from typing import NamedTuple
 
 __all__ = ["WIRE_FAULTS", "FaultProxy"]
@@ -29,7 +25,7 @@ WIRE_FAULTS = {
     "reset": "a connection is reset when the first byte of a reply comes",
 }
 _AMOUNTS = {"slow": 0.01, "cut": 100.0, "flip": 100.0}
-Address = tuple[str, int] | str
+Address = tuple[str, int]
 
 
 class Fault(NamedTuple):
@@ -40,8 +36,7 @@ class Fault(NamedTuple):
 
 
 class _Connection:
-    """A client's connection to the proxy, and the proxy's to the target. `count` is of bytes of replies since the last
-    switch."""
+    """A client's connection, and the proxy's to the target. `count` is of bytes of replies since the last switch."""
 
     def __init__(self, outer: asyncio.StreamWriter, inner: asyncio.StreamWriter) -> None:
         self.writers = (outer, inner)
@@ -53,8 +48,8 @@ class _Connection:
 
 
 class FaultProxy:
-    """A proxy in front of `target`, a pair of host and port or the path of a Unix socket; it listens on the same kind
-    of socket. The tier connects to `address`. Use it as a context manager.
+    """A proxy in front of `target`, a pair of host and port. The tier connects to `address`. Use it as a context
+    manager.
 
     One fault at a time, from `inject` to `heal`; `injected` counts how often each kind took place. A switch affects
     open connections too, and restarts the count of their bytes. Only one thread may switch faults at a time.
@@ -63,8 +58,7 @@ class FaultProxy:
     def __init__(self, target: Address) -> None:
         self.injected: Counter[str] = Counter()
         self._target = target
-        self._directory = ""
-        self._listener = self._listen()
+        self._listener = socket.create_server(("127.0.0.1", 0))
         self.address: Address = self._listener.getsockname()
         self._fault = Fault("", 0.0)
         self._connections: set[_Connection] = set()
@@ -75,13 +69,11 @@ class FaultProxy:
 
     @property
     def port(self) -> int:
-        """The TCP port; 0 for a Unix socket."""
-        return 0 if isinstance(self.address, str) else self.address[1]
+        """The TCP port."""
+        return self.address[1]
 
     def inject(self, kind: str, amount: float | None = None) -> None:
-        """Switch to a fault of `WIRE_FAULTS`; returns once the fault is active. Raises `ValueError` for an unknown
-        fault.
-        """
+        """Switch to a fault of `WIRE_FAULTS`, which is active on return. Raises `ValueError` for an unknown one."""
         if kind not in WIRE_FAULTS:
             raise ValueError(f"no such fault: {kind!r}; there are {', '.join(WIRE_FAULTS)}")
         self._switch(Fault(kind, _AMOUNTS.get(kind, 0.0) if amount is None else amount))
@@ -103,26 +95,13 @@ class FaultProxy:
             self._thread.join()
         self._loop.close()
         self._listener.close()
-        if self._directory:
-            shutil.rmtree(self._directory, ignore_errors=True)
 
     def __enter__(self) -> FaultProxy:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_exc: object) -> None:
         self.close()
-
-    def _listen(self) -> socket.socket:
-        if not isinstance(self._target, str):
-            return socket.create_server(("127.0.0.1", 0))
-        self._directory = tempfile.mkdtemp(prefix="kvf-proxy-")
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind(os.path.join(self._directory, "proxy.sock"))
-        listener.listen()
-        return listener
 
     def _switch(self, fault: Fault) -> None:
         asyncio.run_coroutine_threadsafe(self._begin(fault), self._loop).result(_SWITCH_S)
@@ -131,10 +110,7 @@ class FaultProxy:
         self._loop.run_until_complete(self._serve())
 
     async def _serve(self) -> None:
-        if isinstance(self._target, str):
-            server = await asyncio.start_unix_server(self._accepted, sock=self._listener)
-        else:
-            server = await asyncio.start_server(self._accepted, sock=self._listener)
+        server = await asyncio.start_server(self._accepted, sock=self._listener)
         await self._stop.wait()
         server.close()
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -162,7 +138,7 @@ class FaultProxy:
             _reset(outer)
             return
         try:
-            inner_reader, inner = await asyncio.wait_for(self._opened(), _CONNECT_S)
+            inner_reader, inner = await asyncio.wait_for(asyncio.open_connection(*self._target), _CONNECT_S)
         except (OSError, asyncio.TimeoutError):
             _reset(outer)
             return
@@ -178,11 +154,6 @@ class FaultProxy:
             self._connections.discard(connection)
             for writer in connection.writers:
                 writer.close()
-
-    async def _opened(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        if isinstance(self._target, str):
-            return await asyncio.open_unix_connection(self._target)
-        return await asyncio.open_connection(*self._target)
 
     async def _relay(
         self, connection: _Connection, source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, is_reply: bool
@@ -222,7 +193,7 @@ class FaultProxy:
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
-    """Close a connection by a TCP reset; a Unix socket is closed plainly."""
+    """Close a connection by a TCP reset."""
     with contextlib.suppress(OSError):
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
     writer.transport.abort()

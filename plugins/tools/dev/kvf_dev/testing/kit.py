@@ -1,5 +1,5 @@
-"""The base of every conformance kit: no test hangs, a failure begins with the promise that the plugin broke, which is
-the name of the test, and one mistake in a name is one error of the class. Calls run together in threads.
+"""The base of every conformance kit: no test hangs, calls run together in threads, a kit makes the plugin that it tests
+by name, as a server does, and the checks that several kits share.
 
 A signal ends what waits in Python or in the kernel. Native code that keeps the main thread is out of its reach: some
 time later the process ends, and shows the stacks.
@@ -10,20 +10,27 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import pickle
 import signal
+import subprocess
 import sys
 import threading
 import time
 import traceback
 import tracemalloc
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType, TracebackType
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from functools import partial
+from types import FrameType
 from typing import Any, ClassVar, TypeVar
 
 import pytest
+from _pytest.outcomes import OutcomeException
 
-from kvframework.api.plugin import Buffer
+from kvframework.api.plugin import Buffer, Provider
+from kvframework.config.schema import PluginTable
+from kvframework.errors import PluginUnavailable
+from kvframework.registry.registry import PluginRegistry
+from kvframework.registry.tables import resolve_table
 
 # The frames of each thread that are shown, and the seconds that the process has to end after the tests.
 _FRAMES, _END_S = 8, 5.0
@@ -34,8 +41,19 @@ _SWITCH_S = 1e-6
 # Steps of a call before which another one runs, and the seconds for which that may wait for a lock of the first.
 _STEPS, _LOCKED_S = 1000, 0.05
 
+_BY_NAME = """
+from kvframework.registry.registry import PluginRegistry
+registry = PluginRegistry()
+provider = registry.resolve({kind!r}, {use!r})
+made = provider.create(registry.options(provider, {options!r}, where="the kit"))
+"""
+_BY_PICKLE = """
+import pickle
+made = pickle.loads({made!r})
+"""
 
-class DoesNotEnd(BaseException):
+
+class DoesNotEnd(OutcomeException):
     """A test took too long. No `except Exception` of a plugin catches it; hypothesis does not repeat the example."""
 
 
@@ -50,138 +68,72 @@ def stacks(threads: Collection[threading.Thread]) -> str:
 
 
 class Hooks:
-    """Hooks of pytest for a kit's tests. Setup, call and teardown are limited to `limit_s` seconds each. Where a setup
-    fails at the place where that of another test of the class did, the test is skipped, and names the other one. The
-    promise stands before the text of an assertion, and an assertion around any other error; an assertion of a kit is
-    shown by its text alone, without the values that pytest adds: they may be large."""
+    """Hooks of pytest that limit each test of a kit, and its setup and teardown, to `limit_s` seconds."""
 
     def __init__(self, config: pytest.Config) -> None:
-        # By class, the test that did not end.
-        self._ended: dict[type, str] = {}
-        # The first test by class, type of the error, and the line that raised it.
-        self._first: dict[tuple[object, ...], str] = {}
+        self._ended: dict[type, str] = {}  # by class, the test that did not end
         capture = config.pluginmanager.getplugin("capturemanager")
-        if capture is None:
+        with capture.global_and_fixture_disabled() if capture else contextlib.nullcontext():
             self._stderr = os.dup(2)
-        else:
-            with capture.global_and_fixture_disabled():
-                self._stderr = os.dup(2)
 
     @pytest.hookimpl(wrapper=True, trylast=True)
-    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, None, None]:
-        __tracebackhide__ = True
-        if (case := _kit_of(item)) is None:
+    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
+        if (case := _kit_of(item)) in self._ended:
+            pytest.skip(f"{self._ended[case]} did not end: the rest of its class is left out")
+        with self._limited(item):
             return (yield)
-        if (other := self._ended.get(case)) is not None:
-            pytest.skip(f"{other} did not end: the rest of its class is left out")
-        try:
-            with self._limited(item, case, "setup"):
-                return (yield)
-        except pytest.skip.Exception:
-            raise
-        except (Exception, pytest.fail.Exception) as error:
-            *_, place = traceback.extract_tb(error.__traceback__)
-            first = self._first.setdefault((case, type(error), place.filename, place.lineno), item.name)
-            if first == item.name:
-                raise
-        pytest.skip(f"its setup fails as that of {first} does, which shows the error")
 
     @pytest.hookimpl(wrapper=True, trylast=True)
-    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, None, None]:
-        __tracebackhide__ = True
-        if (case := _kit_of(item)) is None:
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+        with self._limited(item):
             return (yield)
-        promise = item.name.partition("[")[0].removeprefix("test_").replace("_", " ")
-        try:
-            with self._limited(item, case, "call"):
-                return (yield)
-        except pytest.skip.Exception:
-            raise
-        except pytest.fail.Exception as error:
-            error.msg = f"{promise}: {error.msg}"
-            raise
-        except AssertionError as error:
-            error.args = (f"{promise}: {_text(error)}",)
-            raise
-        except Exception as error:
-            raise AssertionError(f"{promise}: {_call(error.__traceback__)} raised {shown(error)}") from error
 
     @pytest.hookimpl(wrapper=True, trylast=True)
-    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, None, None]:
-        __tracebackhide__ = True
-        if (case := _kit_of(item)) is None:
-            return (yield)
-        with self._limited(item, case, "teardown"):
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, object, object]:
+        with self._limited(item):
             return (yield)
 
-    @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self, exitstatus: int) -> None:
-        left = [each for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
-        if left:
-            threading.Thread(target=self._end, args=(left, int(exitstatus)), daemon=True).start()
-
-    def pytest_assertrepr_compare(self, op: str, left: object, right: object) -> list[str] | None:
-        """Return what differs, where the left side of a comparison knows how to say it (`Answers`)."""
-        differs = getattr(left, "differs_from", None)
-        return [differs(right)] if op == "==" and differs is not None else None
-
-    def _end(self, left: list[threading.Thread], exitstatus: int) -> None:
-        """End the process where threads of a plugin keep it from ending, in a thread of its own."""
-        threading.main_thread().join()
-        deadline = time.monotonic() + _END_S
-        for thread in left:
-            thread.join(max(deadline - time.monotonic(), 0.0))
-        if any(thread.is_alive() for thread in left):
-            os.write(self._stderr, f"threads that do not end keep the process:\n{stacks(left)}\n".encode())
-            os._exit(exitstatus or 1)
-
-    @contextmanager
-    def _limited(self, item: pytest.Item, case: type[Kit], step: str) -> Iterator[None]:
-        limit_s, began = float(case.limit_s), time.monotonic()
+    @contextlib.contextmanager
+    def _limited(self, item: pytest.Item) -> Iterator[None]:
+        case = _kit_of(item)
         others_s = signal.getitimer(signal.ITIMER_REAL)[0]  # pytest-timeout, for example
+        if case is None or 0 < others_s <= case.limit_s or threading.current_thread() is not threading.main_thread():
+            return (yield)
+        began = time.monotonic()
 
         def end(_signal: int, _frame: FrameType | None) -> None:
             __tracebackhide__ = True
             self._ended.setdefault(case, item.name)
             others = [each for each in threading.enumerate() if each is not threading.current_thread()]
-            told = (
-                f"{item.nodeid}: {step} still runs after {limit_s:g} s (`limit_s`): a call does not end, see the"
-                f" traceback. Other threads: {stacks(others) or 'none'}"
-            )
-            # pytest goes on with the other fixtures after an outcome of its own only.
-            raise DoesNotEnd(told) if step == "call" else pytest.fail.Exception(told)
+            told = f"{item.nodeid} still runs after {case.limit_s:g} s (`limit_s`): see the traceback. Other threads:"
+            told += stacks(others) or " none"
+            signal.setitimer(signal.ITIMER_REAL, case.limit_s)  # what it ends may wait once more on its way out
+            raise DoesNotEnd(told)
 
-        mine = threading.current_thread() is threading.main_thread() and not 0 < others_s <= limit_s
-        if mine:
-            before = signal.signal(signal.SIGALRM, end)
-            # Again and again: what it ends may wait once more on its way out.
-            signal.setitimer(signal.ITIMER_REAL, limit_s, limit_s)
-        last_resort = not _has_other_limit(item.config)
-        if last_resort:
-            faulthandler.dump_traceback_later(2 * limit_s + 3, exit=True, file=self._stderr)
+        before = signal.signal(signal.SIGALRM, end)
+        signal.setitimer(signal.ITIMER_REAL, case.limit_s)
+        faulthandler.dump_traceback_later(2 * case.limit_s + 3, exit=True, file=self._stderr)
         try:
-            yield
-        finally:
-            if mine:
+            try:
+                yield
+            finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
-                signal.signal(signal.SIGALRM, before)
-                if others_s:
-                    signal.setitimer(signal.ITIMER_REAL, max(others_s - (time.monotonic() - began), 0.001))
-            if last_resort:
-                faulthandler.cancel_dump_traceback_later()
+        finally:  # whatever the signal has ended before
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            faulthandler.cancel_dump_traceback_later()
+            signal.signal(signal.SIGALRM, before)
+            if others_s:
+                signal.setitimer(signal.ITIMER_REAL, max(others_s - (time.monotonic() - began), 0.001))
+
+    def pytest_unconfigure(self) -> None:
+        """End the process some time later where threads of a plugin keep it from ending."""
+        if any(not each.daemon and each is not threading.main_thread() for each in threading.enumerate()):
+            faulthandler.dump_traceback_later(_END_S, exit=True, file=self._stderr)
 
 
 def _kit_of(item: pytest.Item) -> type[Kit] | None:
     case = getattr(item, "cls", None)
     return case if case is not None and issubclass(case, Kit) else None
-
-
-def _has_other_limit(config: pytest.Config) -> bool:
-    """Whether pytest's own plugin dumps stacks: a process has one such timer."""
-    try:
-        return float(config.getini("faulthandler_timeout")) > 0
-    except (KeyError, ValueError):  # without that plugin
-        return False
 
 
 def interleaved(work: Callable[[], T], other: Callable[[], object]) -> T:
@@ -235,37 +187,10 @@ def together(works: Sequence[Callable[[], object]], within_s: float) -> None:
         pytest.fail(f"a call does not end within {within_s:g} s:\n{stacks(running)}", pytrace=False)
 
 
-def _text(error: AssertionError) -> str:
-    """Return the text of an assertion; of one of a kit the first part, which its author wrote."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    if not _is_of_a_kit(frame.f_globals.get("__name__", "")):
-        return str(error)
-    text = str(error)
-    if text.startswith("assert "):
-        return text.removeprefix("assert ").partition("\n")[0]
-    return text.partition("\nassert ")[0]
-
-
-def _call(trace: TracebackType | None) -> str:
-    """Return the name of the call from the kit to the plugin in which an error was raised."""
-    modules = [(frame.f_globals.get("__name__", ""), frame.f_code.co_name) for frame, _ in traceback.walk_tb(trace)]
-    kit = [at for at, (module, _) in enumerate(modules) if _is_of_a_kit(module)]
-    return modules[kit[-1] + 1][1] if kit and kit[-1] + 1 < len(modules) else "a call"
-
-
 def shown(error: Exception) -> str:
     """Return an error in words, without the bytes of a key."""
-    if any(isinstance(each, bytes | bytearray | memoryview) for each in error.args):
-        return f"{type(error).__name__} ({', '.join(map(_named, error.args))})"
-    return f"{type(error).__name__}: {str(error)[:_LONGEST]}"
-
-
-def _named(value: object) -> str:
-    return f"{len(value)} bytes" if isinstance(value, bytes | bytearray | memoryview) else str(value)[:_LONGEST]
-
-
-def _is_of_a_kit(module: str) -> bool:
-    return module.startswith("kvf_dev.testing.")
+    binary = any(isinstance(each, bytes | bytearray | memoryview) for each in error.args)
+    return f"{type(error).__name__}: {'of bytes' if binary else str(error)[:_LONGEST]}"
 
 
 def held(*, mappings: bool = False) -> set[str]:
@@ -361,3 +286,71 @@ class Kit:
     def in_threads(self, *works: Callable[[], object], within_s: float = 30.0) -> None:
         """Run `works` at the same time. Raises the first error that one of them raised; fails if one does not end."""
         together(works, within_s)
+
+
+class NamedKit(Kit):
+    """Base class of the kits that an author configures by `use` and `options`, or by a fixture of a factory."""
+
+    use: ClassVar[str] = ""
+    """Name of the plugin; its entry point is `<kind>.<use>`."""
+
+    options: ClassVar[Mapping[str, object]] = {}
+    """Options of the plugin, as in its TOML table."""
+
+    _descriptor: ClassVar[type[Provider[Any]]]
+
+    _where: ClassVar[str] = "`options` of the kit"
+
+    def resolve(self, options: Mapping[str, object] | None = None) -> tuple[Any, Any]:
+        """Return the provider that `use` names, and its options as a server gets them. Skips if it cannot run here."""
+        if not self.use:
+            pytest.fail(f"give `use`, the plugin's name, or a fixture `{self._fixture}`")
+        table = PluginTable(self.use, dict(self.options if options is None else options), self._where)
+        try:
+            return resolve_table(PluginRegistry(), table, self._descriptor)
+        except PluginUnavailable as error:
+            pytest.skip(error.fact)
+
+    def by_name(self, options: Mapping[str, object] | None = None) -> Callable[[], Any]:
+        """Return a factory of the plugin that `use` names."""
+        provider, checked = self.resolve(options)
+        return partial(provider.create, checked)
+
+    @property
+    def _fixture(self) -> str:
+        """The fixture that an author may give instead of `use`."""
+        kind = self._descriptor.kind
+        return {"eviction": "make_policy", "tier": "tier"}.get(kind, f"make_{kind}")
+
+    def must_be_named(self, name: object) -> None:
+        """Fail unless `name`, the name of the object under test, is the plugin's."""
+        kind = self._descriptor.kind
+        assert isinstance(name, str), f"`name` of a {kind} is a str, not {name!r}"
+        assert name, f"`name` of a {kind} is empty"
+        assert not self.use or name == self.use, f"`name` of what the plugin {self.use!r} makes is {name!r}"
+
+    def elsewhere(self, made: object, program: str, *, seed: int = 1, without: str = "") -> bytes:
+        """Run `program` in a process with `seed` as `PYTHONHASHSEED`, where `made` is the same plugin, and return its
+        standard output. `without` names a module that cannot be imported there; the plugin is then made without
+        options. Skips the test where `made` can be sent neither by name nor by pickle. Blocks up to 60 s.
+        """
+        lacking = f"sys.modules[{without!r}] = None\n" if without else ""
+        if self.use:
+            options = {} if without else dict(self.options)
+            source = _BY_NAME.format(kind=self._descriptor.kind, use=self.use, options=options)
+        else:
+            try:
+                source = _BY_PICKLE.format(made=pickle.dumps(made))
+            except Exception as error:  # noqa: BLE001  whatever pickling it raises
+                pytest.skip(f"give `use`, so that another process can make it too: {error}")
+        run = subprocess.run(
+            [sys.executable, "-"],
+            input=f"import sys; sys.path[:] = {sys.path!r}\n{lacking}{source}{program}".encode(),
+            env={**os.environ, "PYTHONHASHSEED": str(seed)},
+            capture_output=True,
+            timeout=60,
+            check=False,
+        )
+        last = run.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        assert run.returncode == 0, f"another process fails: {last or run.returncode}"
+        return run.stdout

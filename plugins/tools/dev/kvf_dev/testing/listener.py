@@ -1,15 +1,4 @@
-"""The conformance kit for listeners: tests that every `Listener` must pass. Runs under pytest.
-
-Name the plugin; the kit finds, checks and creates it as a server does:
-
-    from kvf_dev.testing import ListenerConformance
-
-    class TestMyListener(ListenerConformance):
-        use = "mylistener"              # the entry point `listener.mylistener`
-        options = {"every_s": 1}        # as in its `[[listener]]`, if there are any
-
-or give a fixture `make_listener`, a function of a `ListenerContext` that returns a new listener.
-"""
+"""The conformance kit for listeners: tests that every `Listener` must pass, see docs/plugins/listeners.md."""
 
 from __future__ import annotations
 
@@ -20,7 +9,7 @@ from typing import ClassVar, cast
 import msgspec
 import pytest
 
-from kvf_dev.testing.making import NamedKit
+from kvf_dev.testing.kit import NamedKit
 from kvframework.api.hasher import HasherProvider
 from kvframework.api.keys import CacheKey, PackedKey
 from kvframework.api.listener import (
@@ -35,8 +24,6 @@ from kvframework.messaging.server.sockets import ListenerDoors
 from kvframework.record_ring import RecordRing, RingReader
 from kvframework.registry.registry import PluginRegistry
 from kvframework.service.listeners import STOP_S, ServerContext
-
-__all__ = ["ListenerConformance"]
 
 MakeListener = Callable[[ListenerContext], Listener]
 
@@ -83,7 +70,8 @@ class _Heard:
 
 
 class ListenerConformance(NamedKit):
-    """Base class of an author's test class; see the module."""
+    """Base class of an author's test class, which gives `use`, or a fixture `make_listener`: a function of a
+    `ListenerContext` that returns a new listener."""
 
     _descriptor = ListenerProvider
     _fixture = "make_listener"
@@ -129,7 +117,7 @@ class ListenerConformance(NamedKit):
         assert not heard.thread.is_alive()
         assert heard.error is None, f"`listen` raised {heard.error!r} after records were lost"
 
-    def test_its_status_is_json_at_any_time(self, heard: _Heard) -> None:
+    def test_its_status_is_json_and_it_says_what_contents_it_wants(self, heard: _Heard) -> None:
         heard.thread.start()
         for ended in (False, True):
             if ended:
@@ -137,6 +125,4 @@ class ListenerConformance(NamedKit):
             status = heard.listener.status()
             assert isinstance(status, Mapping)
             msgspec.json.encode(dict(status))
-
-    def test_it_says_what_contents_it_wants(self, heard: _Heard) -> None:
         assert heard.listener.wants in ("none", "plain", "salted")

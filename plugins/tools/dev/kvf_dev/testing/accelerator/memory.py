@@ -5,12 +5,13 @@ from __future__ import annotations
 import bisect
 import mmap
 import secrets
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from kvf_dev.testing.accelerator.node import AcceleratorError, Ledger, Mistake, Misuse
+from kvf_dev.testing.accelerator.node import AcceleratorError, ContextLost, Ledger, Mistake, Misuse, merged
 
 _PROCESS_BITS = 44
 _ALIGNMENT = 512
@@ -18,8 +19,7 @@ _ALIGNMENT = 512
 
 @dataclass
 class Region:
-    """A range of this process's addresses: `nbytes` from `address`, lying at `start` of the device's memory. `mapping`
-    is the row of memory of another process."""
+    """Addresses of this process: `nbytes` at `start` of the device. `mapping` is the row of memory of others."""
 
     address: int
     nbytes: int
@@ -38,23 +38,44 @@ class Fragments(NamedTuple):
     regions: list[Region]
 
 
-class AddressSpace:
+class DeviceMemory:
     """The allocations and open mappings of one process, and the only access to the devices' bytes. Addresses are never
-    used again, so that those of freed memory stay invalid."""
+    used again, so that those of freed memory stay invalid. Thread-safe."""
 
-    def __init__(self, directory: Path, ledger: Ledger, process: int, devices: Sequence[str]) -> None:
-        self._ledger = ledger
-        self._process = process
-        self._next = process << _PROCESS_BITS | 1 << 21
+    def __init__(self, directory: Path) -> None:
+        self._ledger = Ledger(directory)
+        rows = self._ledger.all("select uuid, max_delay_s from devices order by number")
+        self.devices: Sequence[str] = tuple(device for device, _ in rows)
+        self.max_delay_s: float = rows[0][1]
+        self.process = self._ledger.enter()
+        self._lock = threading.RLock()
+        self._poisoned = ""
+        self._next = self.process << _PROCESS_BITS | 1 << 21
         self._regions: list[Region] = []  # by address
-        self.memory: dict[str, mmap.mmap] = {}
-        for device in devices:
+        self._pinned: list[tuple[int, int]] = []
+        self._memory: dict[str, mmap.mmap] = {}
+        for device in self.devices:
             with (directory / device).open("r+b") as file:
-                self.memory[device] = mmap.mmap(file.fileno(), 0)
+                self._memory[device] = mmap.mmap(file.fileno(), 0)
+
+    def poison(self, reason: str) -> None:
+        """Make every further call of this process fail with `ContextLost`."""
+        self._poisoned = self._poisoned or reason
+
+    def check(self, device: str) -> None:
+        """Raise `ContextLost` if this process can no longer use the device, `AcceleratorError` if there is none."""
+        if self._poisoned:
+            raise ContextLost(self._poisoned)
+        row = self._ledger.one("select vanished from devices where uuid = ?", device)
+        if row is None:
+            raise AcceleratorError(f"there is no device {device}")
+        if row[0]:
+            raise ContextLost(f"device {device} has vanished")
 
     def allocate(self, device: str, nbytes: int) -> int:
-        """Return the address of new memory of this process. Raises `AcceleratorError` if too little is left."""
-        with self._ledger.change():
+        """Return the address of new memory. It is meaningless to the host and to other processes."""
+        self.check(device)
+        with self._lock, self._ledger.change():
             start = 0
             for at, size, owner, allocation, freed in self._ledger.all(
                 "select start, nbytes, process, id, freed from allocations where device = ? order by start", device
@@ -66,38 +87,68 @@ class AddressSpace:
                 if at >= start + nbytes:
                     break
                 start = max(start, _aligned(at + size))
-            if start + nbytes > len(self.memory[device]):
+            if start + nbytes > len(self._memory[device]):
                 raise AcceleratorError(f"out of memory: {nbytes} bytes of device {device}")
             token = secrets.token_bytes(16)
             row = self._ledger.insert(
-                "insert into allocations values(null, ?, ?, ?, ?, ?, 0)", device, self._process, start, nbytes, token
+                "insert into allocations values(null, ?, ?, ?, ?, ?, 0)", device, self.process, start, nbytes, token
             )
-        return self._add(nbytes, device, start, row, None)
+            return self._add(nbytes, device, start, row, None)
 
     def free(self, address: int) -> None:
-        region = self._beginning(address, "free", is_mapping=False)
-        region.ended = "freed"
+        """Free memory of `allocate`."""
+        region = self._end(address, "freed")
         self._ledger.all("update allocations set freed = 1 where id = ?", region.allocation)
-        self.memory[region.device][region.start : region.start + region.nbytes] = b"\xdd" * region.nbytes
+        self._memory[region.device][region.start : region.start + region.nbytes] = b"\xdd" * region.nbytes
 
-    def map(self, device: str, start: int, nbytes: int, allocation: int) -> int:
-        """Return the address of another process's allocation here."""
-        row = self._ledger.insert("insert into mappings(allocation, process) values(?, ?)", allocation, self._process)
-        return self._add(nbytes, device, start, allocation, row)
+    def export_memory(self, address: int) -> tuple[str, bytes, int, int]:
+        """Return the device of the allocation around `address`, its handle, its size, and the offset of `address`."""
+        region = self.region(address, "export")
+        self.check(region.device)
+        if region.mapping is not None:
+            raise AcceleratorError("export: this memory belongs to another process")
+        (handle,) = self._ledger.one("select token from allocations where id = ?", region.allocation)
+        return region.device, handle, region.nbytes, address - region.address
 
-    def unmap(self, address: int) -> None:
-        region = self._beginning(address, "close", is_mapping=True)
-        region.ended = "closed"
+    def open_memory(self, device: str, handle: bytes, nbytes: int = 0) -> int:
+        """Return the address here of another process's allocation, which has at least `nbytes`."""
+        self.check(device)
+        row = self._ledger.one(
+            "select id, device, process, start, nbytes, freed from allocations where token = ?", handle
+        )
+        if row is None:
+            raise AcceleratorError("open: there is no such allocation")
+        number, owner_device, process, start, size, freed = row
+        if process == self.process:
+            raise self._misuse("wrong_process", "open: a process cannot open its own handle")
+        if owner_device != device:
+            raise AcceleratorError(f"open: memory of {owner_device} on {device}")
+        if freed or not self._ledger.lives(process):
+            raise AcceleratorError("open: the memory was freed, or its process has ended")
+        if nbytes > size:
+            raise AcceleratorError(f"open: the allocation has {size} bytes, not {nbytes}")
+        row = self._ledger.insert("insert into mappings(allocation, process) values(?, ?)", number, self.process)
+        return self._add(size, device, start, number, row)
+
+    def close_memory(self, address: int) -> None:
+        """Close memory of `open_memory`."""
+        region = self._end(address, "closed")
         self._ledger.all("delete from mappings where id = ?", region.mapping)
+
+    def pin(self, offset: int, nbytes: int) -> None:
+        """Register a slice of the host segment for copies."""
+        with self._lock:
+            self._pinned = merged([*self._pinned, (offset, offset + nbytes)])
 
     def region(self, address: int, what: str) -> Region:
         """Return the region of an address. Raises `Misuse` if it has none."""
-        if (owner := address >> _PROCESS_BITS) != self._process:
+        if (owner := address >> _PROCESS_BITS) != self.process:
             raise self._misuse("wrong_process", f"{what}: {address:#x} is an address of process {owner}")
-        at = bisect.bisect_right(self._regions, address, key=lambda region: region.address) - 1
-        if at < 0 or address >= self._regions[at].address + self._regions[at].nbytes:
-            raise self._misuse("out_of_bounds", f"{what}: there is no memory at {address:#x}")
-        region = self._regions[at]
+        with self._lock:
+            at = bisect.bisect_right(self._regions, address, key=lambda region: region.address) - 1
+            if at < 0 or address >= self._regions[at].address + self._regions[at].nbytes:
+                raise self._misuse("out_of_bounds", f"{what}: there is no memory at {address:#x}")
+            region = self._regions[at]
         self._check_here(region, what)
         return region
 
@@ -129,22 +180,26 @@ class AddressSpace:
             kind: Mistake = "use_after_free" if region.ended == "freed" else "use_after_close"
             raise self._misuse(kind, f"{what}: the memory at {region.address:#x} was {region.ended}")
 
-    def _beginning(self, address: int, what: str, *, is_mapping: bool) -> Region:
-        region = self.region(address, what)
-        if (region.mapping is not None) is not is_mapping or region.address != address:
-            made = "opened" if is_mapping else "allocated"
-            raise AcceleratorError(f"{what}: this is no beginning of memory that was {made}")
-        return region
+    def _end(self, address: int, how: Literal["freed", "closed"]) -> Region:
+        """End the region that begins at an address."""
+        with self._lock:
+            region = self.region(address, how)
+            if (region.mapping is not None) is not (how == "closed") or region.address != address:
+                made = "opened" if how == "closed" else "allocated"
+                raise AcceleratorError(f"{how}: this is no beginning of memory that was {made}")
+            region.ended = how
+            return region
 
     def _add(self, nbytes: int, device: str, start: int, allocation: int, mapping: int | None) -> int:
-        region = Region(self._next, nbytes, device, start, allocation, mapping)
-        # As on real devices, one allocation may follow another, and a fragment over the end of one is a mistake.
-        self._next += _aligned(nbytes)
-        self._regions.append(region)
-        return region.address
+        with self._lock:
+            region = Region(self._next, nbytes, device, start, allocation, mapping)
+            # As on real devices, one allocation may follow another, and a fragment over the end of one is a mistake.
+            self._next += _aligned(nbytes)
+            self._regions.append(region)
+            return region.address
 
     def _misuse(self, kind: Mistake, text: str) -> Misuse:
-        return self._ledger.misuse(self._process, kind, text)
+        return self._ledger.misuse(self.process, kind, text)
 
 
 def _aligned(nbytes: int) -> int:

@@ -1,7 +1,6 @@
 """`Accelerator`: the runtime library of a simulated device, as a process on its node uses it.
 
-It has the functions of such libraries: allocations and interprocess handles, streams and events, batched copies that
-run later. Unlike them it refuses each mistake that a real device would let pass with wrong bytes, and notes it on the
+Unlike that of a real device it refuses each mistake that would be passed over with wrong bytes, and notes it on the
 node (`Misuse`). Thread-safe. What a process has ends with it.
 """
 
@@ -19,16 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvf_dev.testing.accelerator.memory import AddressSpace, Fragments
-from kvf_dev.testing.accelerator.node import (
-    NODE_VARIABLE,
-    AcceleratorError,
-    ContextLost,
-    Ledger,
-    Mistake,
-    Misuse,
-    merged,
-)
+from kvf_dev.testing.accelerator.memory import DeviceMemory, Fragments
+from kvf_dev.testing.accelerator.node import NODE_VARIABLE, AcceleratorError, ContextLost, merged
 
 _POLL_S, _HOLD_POLL_S = 0.0005, 0.005
 _NUMBERS = itertools.count(1)
@@ -36,8 +27,7 @@ _NUMBERS = itertools.count(1)
 
 @dataclass(eq=False)
 class Event:
-    """A point in a stream's work: `row` of the ledger. `opening` is the row of another process's event that is open
-    here."""
+    """A point in a stream's work: `row` of the ledger; `opening` is the row of another process's event opened here."""
 
     device: str
     row: int
@@ -46,8 +36,7 @@ class Event:
 
 
 class Stream:
-    """A queue of work in order, each piece a little late, in a thread of its own. `row` is that of a stream that has to
-    be destroyed."""
+    """A queue of work in order, each piece a little late, in a thread. `row` is that of a stream to be destroyed."""
 
     def __init__(self, runtime: Accelerator, device: str, row: int | None = None) -> None:
         runtime.check(device)
@@ -101,95 +90,17 @@ class Stream:
                 self.error = self.error or str(error) or type(error).__name__
 
 
-class Accelerator:
-    """This process on the node in `path` (None: that of $KVF_SIMULATED_NODE).
-
-    `devices` are identities, in the order in which this process sees them. Raises `AcceleratorError` if there is no
-    node.
+class Accelerator(DeviceMemory):
+    """This process on the node in `path` (None: that of $KVF_SIMULATED_NODE). `devices` are identities, in the order in
+    which this process sees them. Raises `AcceleratorError` if there is no node.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
         directory = Path(path or os.environ.get(NODE_VARIABLE, ""))
         if not (path or NODE_VARIABLE in os.environ) or not directory.is_dir():
             raise AcceleratorError(f"there is no simulated node at {str(directory)!r}")
-        self._ledger = Ledger(directory)
-        rows = self._ledger.all("select uuid, max_delay_s from devices order by number")
-        self.devices: Sequence[str] = tuple(device for device, _ in rows)
-        self.max_delay_s: float = rows[0][1]
-        self.process = self._ledger.enter()
-        self._space = AddressSpace(directory, self._ledger, self.process, self.devices)
-        self._lock = threading.RLock()
+        super().__init__(directory)
         self._default_streams: dict[str, Stream] = {}
-        self._pinned: list[tuple[int, int]] = []
-        self._poisoned = ""
-
-    def poison(self, reason: str) -> None:
-        """Make every further call of this process fail with `ContextLost`."""
-        self._poisoned = self._poisoned or reason
-
-    def check(self, device: str) -> None:
-        """Raise `ContextLost` if this process can no longer use the device, `AcceleratorError` if there is none."""
-        if self._poisoned:
-            raise ContextLost(self._poisoned)
-        row = self._ledger.one("select vanished from devices where uuid = ?", device)
-        if row is None:
-            raise AcceleratorError(f"there is no device {device}")
-        if row[0]:
-            raise ContextLost(f"device {device} has vanished")
-
-    # memory
-
-    def allocate(self, device: str, nbytes: int) -> int:
-        """Return the address of new memory. It is meaningless to the host and to other processes."""
-        self.check(device)
-        with self._lock:
-            return self._space.allocate(device, nbytes)
-
-    def free(self, address: int) -> None:
-        """Free memory of `allocate`."""
-        with self._lock:
-            self._space.free(address)
-
-    def export_memory(self, address: int) -> tuple[str, bytes, int, int]:
-        """Export the allocation around `address`: return its device, a handle for other processes, its size, and the
-        offset of `address` in it."""
-        with self._lock:
-            region = self._space.region(address, "export")
-        self.check(region.device)
-        if region.mapping is not None:
-            raise AcceleratorError("export: this memory belongs to another process")
-        (handle,) = self._ledger.one("select token from allocations where id = ?", region.allocation)
-        return region.device, handle, region.nbytes, address - region.address
-
-    def open_memory(self, device: str, handle: bytes, nbytes: int = 0) -> int:
-        """Return the address here of another process's allocation, which has at least `nbytes`."""
-        self.check(device)
-        row = self._ledger.one(
-            "select id, device, process, start, nbytes, freed from allocations where token = ?", handle
-        )
-        if row is None:
-            raise AcceleratorError("open: there is no such allocation")
-        number, owner_device, process, start, size, freed = row
-        if process == self.process:
-            raise self._misuse("wrong_process", "open: a process cannot open its own handle")
-        if owner_device != device:
-            raise AcceleratorError(f"open: memory of {owner_device} on {device}")
-        if freed or not self._ledger.lives(process):
-            raise AcceleratorError("open: the memory was freed, or its process has ended")
-        if nbytes > size:
-            raise AcceleratorError(f"open: the allocation has {size} bytes, not {nbytes}")
-        with self._lock:
-            return self._space.map(device, start, size, number)
-
-    def close_memory(self, address: int) -> None:
-        """Close memory of `open_memory`."""
-        with self._lock:
-            self._space.unmap(address)
-
-    def pin(self, offset: int, nbytes: int) -> None:
-        """Register a slice of the host segment for copies."""
-        with self._lock:
-            self._pinned = merged([*self._pinned, (offset, offset + nbytes)])
 
     # streams and events
 
@@ -254,8 +165,7 @@ class Accelerator:
             self._ledger.all("delete from openings where id = ?", event.opening)
 
     def record(self, event: Event, stream: Stream) -> None:
-        """Record the event: it is reached once the stream has come to this point. Recording again replaces the former
-        record."""
+        """Record the event in place of its former record: it is reached once the stream has come to this point."""
         self._check_usable(event, stream.device, "record")
         (record,) = self._ledger.one(
             "update events set recorded = recorded + 1, error = '' where id = ? returning recorded", event.row
@@ -269,8 +179,7 @@ class Accelerator:
         stream.add(reach)
 
     def reached(self, event: Event) -> bool:
-        """Return whether the event's last record was reached. Raises `AcceleratorError` with an error of the work
-        before it, `Misuse` if it was never recorded."""
+        """Return whether the last record was reached. Raises the error of work before it, `Misuse` without one."""
         self._check_usable(event, event.device, "query")
         recorded, reached, error, _ = self._records(event)
         if reached >= recorded and error:
@@ -306,7 +215,7 @@ class Accelerator:
         self.check(stream.device)
         what = f"a copy {'from' if to_host else 'to'} the device"
         with self._lock:
-            fragments = self._space.fragments(addresses, length, stream.device, what)
+            fragments = self.fragments(addresses, length, stream.device, what)
             for offset in {min(offsets, default=0), max(offsets, default=0)}:
                 if not any(low <= offset and offset + length <= high for low, high in self._pinned):
                     raise self._misuse("not_pinned", f"{what}: host memory at {offset} is not registered")
@@ -315,7 +224,7 @@ class Accelerator:
             for number, (device_at, host_at) in enumerate(zip(fragments.places, offsets, strict=True)):
                 if number == len(offsets) // 2:
                     self._in_the_middle(stream.device)
-                    self._space.check_live(fragments, what)
+                    self.check_live(fragments, what)
                 if to_host:
                     host[host_at : host_at + length] = memory[device_at : device_at + length]
                 else:
@@ -332,8 +241,7 @@ class Accelerator:
         self._kernel("a write by a kernel", address, len(data), stream, work)
 
     def read(self, address: int, nbytes: int) -> bytes:
-        """Return the bytes that a kernel of the engine reads there, after all work in the default stream. Waits for
-        it."""
+        """Return the bytes that a kernel of the engine reads there, after all work in the default stream."""
         return self.read_later(address, nbytes, None)[0]
 
     def read_later(self, address: int, nbytes: int, stream: Stream | None) -> list[bytes]:
@@ -350,9 +258,9 @@ class Accelerator:
         self, what: str, address: int, nbytes: int, stream: Stream | None, work: Callable[[mmap.mmap, int], None]
     ) -> None:
         with self._lock:
-            target = stream or self.default_stream(self._space.region(address, what).device)
+            target = stream or self.default_stream(self.region(address, what).device)
             self.check(target.device)
-            fragments = self._space.fragments([address], nbytes, target.device, what)
+            fragments = self.fragments([address], nbytes, target.device, what)
         (place,) = fragments.places
         self._queue(target, what, fragments, lambda memory: work(memory, place), writes="write" in what)
         if stream is None:
@@ -376,10 +284,10 @@ class Accelerator:
                 self.check(stream.device)
                 if other := self._ledger.conflict(queued):
                     raise self._misuse("unordered", f"{what} runs before {other} is done, which was queued earlier")
-                self._space.check_live(fragments, what)
-                work(self._space.memory[stream.device])
+                self.check_live(fragments, what)
+                work(self._memory[stream.device])
             finally:
-                self._ledger.finished(queued)
+                self._ledger.all("delete from queued where id = ?", queued)
 
         stream.add(run)
 
@@ -396,8 +304,7 @@ class Accelerator:
             time.sleep(_HOLD_POLL_S)
 
     def _records(self, event: Event) -> tuple[int, int, str, int]:
-        """Return the records, the records reached, the error before the last one, and the process that owns the
-        event."""
+        """Return the records, the records reached, the error before the last one, and the process of the event."""
         row: tuple[int, int, str, int] | None = self._ledger.one(
             "select recorded, reached, error, process from events where id = ? and not destroyed", event.row
         )
@@ -413,6 +320,3 @@ class Accelerator:
             raise self._misuse("use_after_close", f"{what}: the event was closed here")
         if event.device != device:
             raise self._misuse("wrong_device", f"{what}: an event of {event.device} on {device}")
-
-    def _misuse(self, kind: Mistake, text: str) -> Misuse:
-        return self._ledger.misuse(self.process, kind, text)

@@ -17,7 +17,7 @@ import pytest
 from kvf_dev.testing.faults import WIRE_FAULTS, FaultProxy
 from kvf_dev.testing.kit import must_be_equal
 from kvf_dev.testing.tier.kit import MISSING, TierKit
-from kvf_dev.testing.tier.watched import WatchedTier, due, parts_of, said
+from kvf_dev.testing.tier.watched import WatchedTier, parts_of, said
 from kvframework.api.tier import PackedKey, Tier
 from kvframework.errors import TierError
 
@@ -44,9 +44,7 @@ def persist(call: Callable[[], T], patience_s: float) -> T:
 
 
 class WireFaultTests(TierKit):
-    """Tests for tiers that come with a `faulty_tier` fixture. During the fault a call ends in time, with outcomes or
-    `TierError`; afterwards the tier recovers by itself.
-    """
+    """Tests for tiers with a `faulty_tier` fixture: a call ends in time, and the tier recovers by itself."""
 
     @pytest.fixture
     def behind(self, faulty_tier: tuple[Tier, FaultProxy]) -> tuple[WatchedTier, FaultProxy]:
@@ -56,8 +54,7 @@ class WireFaultTests(TierKit):
     def test_a_fault_on_the_wire_is_an_outcome_or_a_tier_error(
         self, behind: tuple[WatchedTier, FaultProxy], kind: str
     ) -> None:
-        """During the fault and after it a value is right or missing; afterwards it can be stored again. What a flipped
-        bit spoils the core notices."""
+        """A value is right or missing; afterwards it can be stored again. The core notices a flipped bit."""
         tier, proxy = behind
         chance = random.Random(23)  # noqa: S311  no secrets
         values = {key: key * (1 + 100 * index) for index, key in enumerate(self.fresh_keys(8))}
@@ -132,8 +129,7 @@ class WireFaultTests(TierKit):
         self.in_threads(wait, close, within_s=self.patience_s + self.grace_s)
 
     def test_failures_use_nothing_up(self, behind: tuple[WatchedTier, FaultProxy]) -> None:
-        """Each failure is that of a connection that worked before, then there are many: descriptors, connections and
-        places in a pool must not be used up."""
+        """Descriptors, connections and places in a pool must not be used up."""
         tier, proxy = behind
         (key,) = self.fresh_keys(1)
         tier.store(key, b"value")
@@ -159,7 +155,7 @@ class WireFaultTests(TierKit):
     def must_be_there(self, tier: WatchedTier, key: PackedKey, value: bytes) -> None:
         """Fail unless the value is found after a fault, with patience for `TierError`."""
         received, found = persist(lambda: tier.load(key, len(value)), self.patience_s)
-        assert received == len(value), f"after the fault get_into answered {said(received)}; {due(len(value))}"
+        assert received == len(value), f"after the fault get_into answered {said(received)}, not {len(value)} bytes"
         must_be_equal(found, value, "wrong bytes after a fault on the wire")
 
     def in_time(self, call: Callable[..., object]) -> None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 from kvf_dev.testing.faults import FaultProxy
-from kvf_dev.testing.making import NamedKit
+from kvf_dev.testing.kit import NamedKit
 from kvf_dev.testing.tier.watched import WatchedTier, parts_of
 from kvframework.api.keys import PACKED_KEY_BYTES
 from kvframework.api.plugin import Options
@@ -39,12 +39,10 @@ class TierKit(NamedKit):
     """Whether values outlive the tier object. With `use`, or with `reopen`, they should."""
 
     ttl_options: ClassVar[Mapping[str, object] | None] = None
-    """With `use`, for a tier whose values expire: options (merged over `tier_options`) by which they do so after some
-    seconds."""
+    """With `use`: options, merged over `tier_options`, by which values expire after some seconds."""
 
     capacity_options: ClassVar[Mapping[str, object] | None] = None
-    """With `use`, for a tier that has `usage`: options (merged over `tier_options`) by which the tier holds at most
-    64 MiB."""
+    """With `use`: options, merged over `tier_options`, by which a tier with `usage` holds at most 64 MiB."""
 
     patience_s: ClassVar[float] = 20.0
     """Seconds to the deadline of every call that should succeed."""

@@ -133,9 +133,8 @@ class LifecycleTests(TierKit):
 
 
 class LeakTests(TierKit):
-    """With `reopen`, files and threads are counted over several tiers, else before and after the only one. In that case
-    nothing that the `tier` fixture depends on may open files or start threads in this process.
-    """
+    """With `reopen`, files and threads are counted over several tiers; else before and after one, and nothing that the
+    `tier` fixture depends on may open files or start threads in this process."""
 
     @pytest.fixture
     def before(self) -> set[str]:
@@ -172,16 +171,11 @@ class LeakTests(TierKit):
 class CrashTests(TierKit):
     """A value is visible whole or not at all, also to other processes and after a crash."""
 
-    @pytest.fixture
-    def resolved(self) -> None:
-        """With `use`: the plugin is there, and takes the options."""
-        if self.use:
-            self.resolve()
-
-    def test_a_writer_that_is_killed_leaves_whole_values(self, resolved: None) -> None:
+    def test_a_writer_that_is_killed_leaves_whole_values(self) -> None:
         """With `use`: another process makes the tier by its name and options."""
         if not (self.use and (self.persistent or self.is_shared)):
             pytest.skip("no value outlives a process, or the tier has no plugin's name")
+        self.resolve()
         chance = random.Random(5)  # noqa: S311  moments to kill at
         for _ in range(_KILLS):
             with self._writer() as writer:

@@ -18,14 +18,6 @@ T = TypeVar("T")
 R = TypeVar("R", bound="int | Outcome")
 Parts = Sequence[Sequence[memoryview]]
 
-_MEANS = {
-    Outcome.FOUND: "there is a value",
-    Outcome.MISSING: "there is no value",
-    Outcome.STORED: "nothing hinders it",
-    Outcome.DELETED: "there was a value",
-    Outcome.FAILED: "it could not be stored",
-    Outcome.DAMAGED: "the value is longer than its parts",
-}
 _UNREAD = {Outcome.MISSING, Outcome.FAILED, Outcome.DAMAGED}
 _PERMITTED = {
     "contains": {Outcome.FOUND, *_UNREAD},
@@ -33,23 +25,6 @@ _PERMITTED = {
     "put": {Outcome.STORED, Outcome.FAILED},
     "delete": {Outcome.DELETED, Outcome.MISSING, Outcome.FAILED},
 }
-
-
-class Answers(list[R]):
-    """The outcomes of a call, which say whose they are where an assertion shows them."""
-
-    def __init__(self, call: str, outcomes: Sequence[R], keys: Sequence[PackedKey]) -> None:
-        super().__init__(outcomes)
-        self._call, self._keys = call, keys
-
-    def differs_from(self, expected: Sequence[object]) -> str:
-        """Return the first outcome that is another one, and why, in a sentence."""
-        for at, (found, wanted) in enumerate(zip(self, expected, strict=False)):
-            if found != wanted:
-                first = self._keys.index(self._keys[at])
-                twice = f", which is key {first + 1} again: one after the other" if first != at else ""
-                return f"{self._call} answered {said(found)} for key {at + 1} of {len(self)}{twice}; {due(wanted)}"
-        return f"{self._call} gave {len(self)} outcomes; right are {len(expected)}"
 
 
 class WatchedTier(Tier):
@@ -132,12 +107,14 @@ class WatchedTier(Tier):
     def must_answer(self, key: PackedKey, nbytes: int, expected: int | Outcome) -> None:
         """Fail unless a get into `nbytes` ends so."""
         outcome, _ = self.load(key, nbytes)
-        assert outcome == expected, f"get_into of {nbytes} bytes answered {said(outcome)}; {due(expected)}"
+        assert outcome == expected, f"get_into of {nbytes} bytes answered {said(outcome)}, not {said(expected)}"
 
     def must_load(self, key: PackedKey, value: bytes, why: str = "") -> None:
         """Fail unless `value` is found."""
         outcome, found = self.load(key, len(value))
-        assert outcome == len(value), f"{f'{why}: ' if why else ''}get_into answered {said(outcome)}; {due(len(value))}"
+        assert outcome == len(value), (
+            f"get_into of {len(value)} bytes answered {said(outcome)}: {why or 'it was stored'}"
+        )
         must_be_equal(found, value, why or "other bytes")
 
     def listed(self, keys: Collection[PackedKey]) -> dict[PackedKey, TierEntry]:
@@ -189,12 +166,6 @@ def said(outcome: object) -> str:
     return outcome.name if isinstance(outcome, Outcome) else f"{outcome} bytes"
 
 
-def due(outcome: object) -> str:
-    """Return which outcome is right, and why."""
-    why = _MEANS[outcome] if isinstance(outcome, Outcome) else "as many as were received, whatever was expected"
-    return f"right is {said(outcome)}: {why}"
-
-
 def _outcomes(name: str, answer: list[R], keys: Sequence[PackedKey]) -> list[R]:
     __tracebackhide__ = True
     if not isinstance(answer, list):
@@ -206,7 +177,7 @@ def _outcomes(name: str, answer: list[R], keys: Sequence[PackedKey]) -> list[R]:
             outcome in _PERMITTED[name] if isinstance(outcome, Outcome) else name == "get_into" and _is_number(outcome)
         ):
             pytest.fail(f"{outcome!r} is no outcome of {name}")
-    return Answers(name, answer, keys)
+    return answer
 
 
 def _sums(name: str, parts: Parts) -> list[list[int]]:

@@ -119,16 +119,14 @@ class MemoryModel:
                 self.images[to_name][to_place] = other.images[from_name][from_place]
 
     def canonical_block(self, index: int, block: int) -> bytes:
-        """Return the bytes of one block as `[planes, layers, slots, hidden]` (of an opaque group, of its raw
-        blocks)."""
+        """Return the bytes of one block as `[planes, layers, slots, hidden]`, or the raw block of an opaque group."""
         group = self.groups[index]
         lanes = product(range(group.planes), range(group.layers), range(group.slots))
         places = (each for plane, layer, slot in lanes for each in self._lane(index, block, layer, plane, slot))
         return b"".join(self.images[name][place] for name, place in places)
 
     def elements(self, index: int, block: int, slot: int) -> Iterator[tuple[Name, slice]]:
-        """Yield every element of one slot (of an opaque group, of the block) as (tensor, its bytes), in the same order
-        for all axes."""
+        """Yield every element of one slot as (tensor, its bytes), in the same order for all axes."""
         group = self.groups[index]
         slots = range(group.slots) if group.opaque else [slot]
         for layer, plane, at in product(range(group.layers), range(group.planes), slots):
@@ -147,8 +145,7 @@ class MemoryModel:
 
 
 def loaded_slots(group: GroupCase, blocks: int, skip_tokens: int) -> Iterator[tuple[int, list[int]]]:
-    """Yield, for each written block of a load of `blocks` blocks, its written slots. From the definition, token by
-    token."""
+    """Yield each written block of a load of `blocks` blocks, and its written slots: token by token, by definition."""
     tokens = blocks * group.block_size
     for at in range(blocks):
         if group.state and at != blocks - 1:

@@ -152,8 +152,7 @@ class KitEngine:
         what: str = "",
         event: object = None,
     ) -> None:
-        """Load what `blocks` of memory `of` (None: this engine's) held when they were stored; fail unless all memory is
-        then as it must be."""
+        """Load what `blocks` of memory `of` (None: this engine's) held when stored; fail unless all memory is right."""
         __tracebackhide__ = True
         must_succeed(self.load(request, self.target(), skip=skip, event=event), what or "a transfer")
         self.must_have_loaded(of, blocks, skip, what)

@@ -216,8 +216,7 @@ def _changed(sent: Sequence[_Sent]) -> int:
 def _planned(
     monkeypatch: pytest.MonkeyPatch, call: str, work: Callable[[Any], object] = lambda _: None
 ) -> Iterator[None]:
-    """A context in which `work` sees each plan before the transport. The test of a transport that makes no plans is
-    skipped at its end."""
+    """A context in which `work` sees each plan first. Skips the test of a transport that makes no plans, at its end."""
     original, calls = getattr(KVClient, call), []
 
     def saw(done: Future[Any]) -> None:

@@ -34,9 +34,8 @@ _NUMBERS = itertools.count(1)
 class TransportKit(Kit):
     """Give a `spec` fixture. One server and one client serve all tests of a class."""
 
-    # The longest that a submit may keep the engine's thread while its copy is held, in seconds.
+    # Seconds for which a submit may keep the engine's thread while its copy is held, and for events that need no call.
     submit_budget_s = 0.05
-    # The kit's patience for events that need no call, such as the restart of a copier, in seconds.
     patience_s: ClassVar[float] = 20.0
 
     @pytest.fixture(scope="class")
@@ -105,8 +104,8 @@ class TransportKit(Kit):
     def in_mid_copy(
         self, rig: TransportRig, submit: Callable[[], Future[T]]
     ) -> Iterator[tuple[Future[T], Callable[[], None]]]:
-        """A transfer whose copy stands still in its middle, and the call that lets it go on, as the end of the block
-        does. Skips the test for a transport that copies in the engine's thread."""
+        """A transfer whose copy stands still in its middle until the second value is called, or the block ends. Skips
+        the test for a transport that copies in the engine's thread."""
         if rig.synchronous:
             pytest.skip("the transport copies in the engine's thread: nothing is under way after a submit")
         with ExitStack() as held:
