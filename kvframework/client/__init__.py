@@ -31,14 +31,7 @@ from kvframework.client.integration import (
     watch_calls,
 )
 from kvframework.client.kv_client import KVClient
-from kvframework.client.opaque import (
-    ArenaTicket,
-    OpaqueInstance,
-    OpaqueObjects,
-    Prompt,
-    granted_objects,
-    map_arena,
-)
+from kvframework.client.opaque import ArenaTicket, OpaqueInstance, OpaqueObjects, Prompt, granted_objects, map_arena
 from kvframework.client.scheduler import LookupResult, SchedulerAdapter
 from kvframework.client.shards import ModelPart
 from kvframework.client.status_source import StatusSource, quiet_connection, server_endpoint

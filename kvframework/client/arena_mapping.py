@@ -37,9 +37,9 @@ class _Gone(Exception):
     """The arena is mapped no more."""
 
 
-def map_ahead(arena: MappedArena) -> None:
-    """Begin to map the resident pages of `arena` in the background, before a copy needs them: the first write to a page
-    costs a fault, which takes longer than the copy of the page. Never blocks; a failure leaves the rest to the copies.
+def _map_all(reference: weakref.ref[MappedArena]) -> None:
+    """Map the resident pages before a copy needs them: the first write to a page costs a fault, which takes longer than
+    the copy of the page. A failure leaves the rest to the copies.
 
     Only pages that the server has made resident are mapped, so nothing but page tables is charged to this process, 2
     MiB for each GiB of small pages. The thread works in small steps, and rests after each for as long as it took. It
@@ -47,14 +47,6 @@ def map_ahead(arena: MappedArena) -> None:
     without a turn for long, delays it. Its priority is the usual one: whatever a thread of a lower one holds when it
     loses its core, the interpreter or the lock of the address space, the engine waits for.
     """
-    thread = threading.Thread(target=_map_all, args=(weakref.ref(arena),), name="kvf-map-ahead", daemon=True)
-    try:
-        thread.start()
-    except RuntimeError as error:  # no thread is left
-        log.debug("the arena is not mapped ahead: %s", error)
-
-
-def _map_all(reference: weakref.ref[MappedArena]) -> None:
     try:
         begins, examined = list(range(0, _mapping(reference).nbytes, _STEP)), 0
         for pause in _PAUSES_S:
@@ -160,8 +152,13 @@ class MappedArena:
 
     def map_ahead(self) -> None:
         """Map the resident pages in the background, once. Never blocks."""
-        if self._ahead.acquire(blocking=False):
-            map_ahead(self)
+        if not self._ahead.acquire(blocking=False):
+            return
+        thread = threading.Thread(target=_map_all, args=(weakref.ref(self),), name="kvf-map-ahead", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # no thread is left
+            log.debug("the arena is not mapped ahead: %s", error)
 
 
 class _Writers:

@@ -9,23 +9,15 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from kvframework.api.installing import warn_of_missing_kernels
 from kvframework.api.keys import CacheKey, compute_namespace
-from kvframework.api.layout import (
-    EngineView,
-    KVLayout,
-    LayerTensors,
-    Layout,
-    LayoutProvider,
-    MemoryLayoutDesc,
-    with_chunk,
-)
-from kvframework.api.transport import Registration, Transfer, TransferContext, TransportProvider
+from kvframework.api.layout import EngineView, KVLayout, LayerTensors, Layout, MemoryLayoutDesc, with_chunk
+from kvframework.api.transport import Registration, Transfer, TransferContext
 from kvframework.client.kv_client import KVClient, bare_transfer
 from kvframework.client.shards import ModelPart, ShardedLayout, Shards, shards_of
 from kvframework.errors import (
@@ -34,7 +26,6 @@ from kvframework.errors import (
     DeviceError,
     KVFrameworkError,
     PluginError,
-    PluginWrongKind,
     ServerGone,
     TransportMismatch,
     VersionMismatch,
@@ -83,25 +74,23 @@ class Registered(NamedTuple):
     shards: Shards | None
 
 
+@dataclass(eq=False, repr=False)
 class Instance:
     """One registered instance, until `close`. The tensors are borrowed until then. The constructor waits for the server
     and raises a typed error with the setting to change, or `ServerGone`. With the engine's own `view` the declaration
     is proven by a canary, and a wrong one is refused with `BadLayout`."""
 
-    def __init__(
-        self,
-        client: KVClient,
-        identity: InstanceIdentity,
-        kv_caches: Mapping[str, LayerTensors],
-        *,
-        block_size: int,
-        view: EngineView | None,
-    ) -> None:
-        self.kv_caches = kv_caches
-        self._client = client
-        self._identity = identity
-        self._layout = _create_layout(client, identity)
-        self._declared = self._layout.describe(kv_caches, block_size=block_size)
+    client: KVClient
+    identity: InstanceIdentity
+    kv_caches: Mapping[str, LayerTensors]
+    block_size: InitVar[int]
+    view: InitVar[EngineView | None]
+
+    def __post_init__(self, block_size: int, view: EngineView | None) -> None:
+        client, identity = self.client, self.identity
+        where = f"layout of instance {identity.instance_id}"
+        self._layout: Layout = client.plugins.create("layout", identity.layout, identity.layout_options, where=where)
+        self._declared = self._layout.describe(self.kv_caches, block_size=block_size)
         self._closed = threading.Event()
         self._again: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -129,7 +118,7 @@ class Instance:
         mapped, and they may be freed. A server that cannot confirm this in time is logged. Waits for its answer
         `setup_s`, where it maps the engine's memory `transfer_s`."""
         self._closed.set()
-        self._client.forget(self._register_again)
+        self.client.forget(self._register_again)
         if self._again is not None:
             self._again.join()
         with self._registering:
@@ -146,7 +135,7 @@ class Instance:
         Where a transport cannot move the engine's memory, or the server cannot open it, "auto" logs that and tries the
         next. Raises `TransportMismatch` if none is left, else the error of the only one, or of the one by name.
         """
-        client, wanted = self._client, self._identity.transport
+        client, wanted = self.client, self.identity.transport
         offered = client.hello.transports
         refused: list[str] = []
         last: BadLayout | None = None
@@ -155,11 +144,8 @@ class Instance:
                 refused.append(f"{name}: the server has {', '.join(offered)}")
                 continue
             try:
-                provider = client.plugins.resolve("transport", name, where=where)
-                if not isinstance(provider, TransportProvider):
-                    raise PluginWrongKind("no transport here")
-                options = client.plugins.options(provider, self._identity.transport_options, where=where)
-                transfer: TransferContext = provider.create(options, client)
+                options = self.identity.transport_options
+                transfer: TransferContext = client.plugins.create("transport", name, options, client, where=where)
             except (PluginError, DeviceError) as error:
                 refused.append(_reason(name, error))
                 continue
@@ -191,7 +177,7 @@ class Instance:
             try:
                 again.start()
             except RuntimeError as error:  # no thread is left; the next transfer that fails comes here again
-                log.warning("instance %d cannot register again yet: %s", self._identity.instance_id, error)
+                log.warning("instance %d cannot register again yet: %s", self.identity.instance_id, error)
                 return
             self._again = again
 
@@ -205,10 +191,10 @@ class Instance:
                 return
             except _REFUSALS as error:
                 self._refused = True
-                log.error("instance %d stays unregistered at this server: %s", self._identity.instance_id, error)
+                log.error("instance %d stays unregistered at this server: %s", self.identity.instance_id, error)
                 return
             except KVFrameworkError as error:
-                log.warning("instance %d could not register again: %s", self._identity.instance_id, error)
+                log.warning("instance %d could not register again: %s", self.identity.instance_id, error)
             self._closed.wait(backoff.delay(time.monotonic()))
 
     def _register_again(self) -> None:
@@ -216,7 +202,7 @@ class Instance:
         try:
             self._register_anew(urgent=True)
         except DeviceError as error:
-            log.warning("instance %d could not register again: %s", self._identity.instance_id, error)
+            log.warning("instance %d could not register again: %s", self.identity.instance_id, error)
             self.recover()
 
     def _register_anew(self, *, urgent: bool) -> None:
@@ -225,7 +211,7 @@ class Instance:
                 return
             self.registered = self._register(urgent=urgent)
             self._refused = False
-        log.info("instance %d registered again", self._identity.instance_id)
+        log.info("instance %d registered again", self.identity.instance_id)
 
     def _gathered(self, blocks: Sequence[int]) -> list[bytes]:
         """One block of each layer group, through the path that stores take."""
@@ -236,7 +222,7 @@ class Instance:
         return shards.whole_blocks(self._declared, gathered)
 
     def _register(self, *, urgent: bool) -> Registered:
-        identity, client, hello = self._identity, self._client, self._client.hello
+        identity, client, hello = self.identity, self.client, self.client.hello
         if self._transport not in hello.transports:
             raise TransportMismatch(
                 f"the server no longer has transport {self._transport!r}", available=", ".join(hello.transports)
@@ -304,43 +290,33 @@ class Instance:
         """Return the shards that the server asks for; None if it asks for none, or the objects are no whole shards."""
         if hello.tp_lcm == hello.pp_lcm == 1:
             return None
-        part, why = self._identity.part, "the engine's integration does not tell which part of it a rank holds"
+        part, why = self.identity.part, "the engine's integration does not tell which part of it a rank holds"
         if part is not None:
             try:
                 return shards_of(self._declared, desc, part, tp_lcm=hello.tp_lcm, pp_lcm=hello.pp_lcm)
             except BadLayout as error:
                 why = error.fact
         text = "instance %d shares objects only with engines of its own sizes, although tp_lcm is %d, pp_lcm %d: %s"
-        log.warning(text, self._identity.instance_id, hello.tp_lcm, hello.pp_lcm, why)
+        log.warning(text, self.identity.instance_id, hello.tp_lcm, hello.pp_lcm, why)
         return None
 
     def _unregister(self, *, urgent: bool) -> None:
-        if not urgent and not self._client.usable:
+        if not urgent and not self.client.usable:
             return
-        deadlines, payload = self._client.deadlines, m.Unregister(self._identity.instance_id)
+        deadlines, payload = self.client.deadlines, m.Unregister(self.identity.instance_id)
         # The answer follows the server's own copies; a silent server may be in the midst of one.
         timeout = deadlines.transfer_s if self._exports else deadlines.setup_s
         try:
-            self._client.request("UNREGISTER_KV_CACHE", payload, m.Empty, urgent=urgent, timeout=timeout)
+            self.client.request("UNREGISTER_KV_CACHE", payload, m.Empty, urgent=urgent, timeout=timeout)
         except ServerGone:
             pass  # and its mappings ended with it
         except KVFrameworkError as error:
             doubt = ", its memory may be in use" if self._exports else ""
-            log.warning("instance %d could not unregister%s: %s", self._identity.instance_id, doubt, error)
+            log.warning("instance %d could not unregister%s: %s", self.identity.instance_id, doubt, error)
 
 
 def _reason(name: str, error: KVFrameworkError) -> str:
     return f"{name}: {error.fact}" + (f" ({error.hint})" if error.hint else "")
-
-
-def _create_layout(client: KVClient, identity: InstanceIdentity) -> Layout:
-    """Return the engine half of the layout plugin. Raises `PluginError`, `ConfigFieldError`."""
-    where = f"layout of instance {identity.instance_id}"
-    provider = client.plugins.resolve("layout", identity.layout, where=where)
-    if not isinstance(provider, LayoutProvider):
-        raise PluginWrongKind(f"{identity.layout!r} is no layout", where=where)
-    layout: Layout = provider.create(client.plugins.options(provider, identity.layout_options, where=where))
-    return layout
 
 
 def _with_chunk(declared: KVLayout, hello: m.HelloReply, identity: InstanceIdentity, shards: Shards | None) -> KVLayout:

@@ -187,38 +187,34 @@ class KVClient(ServerSession, EngineLink):
     # grant of the server that comes too late for its caller is released.
 
     def prepare_store(self, transfer: Transfer) -> Future[StorePlan]:
-        arena = self._arena
-        if arena is None:
-            # A miss like any other: an engine whose connection ends just now asks for nothing wrong.
-            return Future.failed(ServerGone("the server's arena is not mapped in this process"))
         left_out = transfer.first_chunks
         payload = m.Prepare(transfer.key, transfer.registration.instance_id, left_out if any(left_out) else ())
 
-        def check(reply: m.StorePlan) -> None:
-            check_ranges(transfer, reply.ranges, arena.view.nbytes)
+        def check(reply: m.StorePlan, arena_bytes: int) -> None:
+            check_ranges(transfer, reply.ranges, arena_bytes)
             check_held(transfer, reply.ranges, reply.outcome)
 
-        return self._prepared(arena, "PREPARE_STORE", payload, check, transfer.content)
+        return self._prepared("PREPARE_STORE", payload, check, transfer.content)
 
     def prepare_store_keys(
         self, payload: m.PrepareKeys, check: Callable[[Sequence[ArenaRange]], None]
     ) -> Future[StorePlan]:
         """Reserve places for keys by group; `check` raises for wrong ranges. Neither this nor `commit` waits."""
-        arena = self._arena
-        if arena is None:
-            return Future.failed(ServerGone("the server's arena is not mapped in this process"))
-        return self._prepared(arena, "PREPARE_STORE_KEYS", payload, lambda reply: check(reply.ranges), waits=False)
+        return self._prepared("PREPARE_STORE_KEYS", payload, lambda reply, _: check(reply.ranges), waits=False)
 
     def _prepared(
         self,
-        arena: MappedArena,
         name: str,
         payload: Message,
-        check: Callable[[m.StorePlan], None],
+        check: Callable[[m.StorePlan, int], None],
         content: ChunkContent | None = None,
         *,
         waits: bool = True,
     ) -> Future[StorePlan]:
+        arena = self._arena
+        if arena is None:
+            # A miss like any other: an engine whose connection ends just now asks for nothing wrong.
+            return Future.failed(ServerGone("the server's arena is not mapped in this process"))
         on_late = only(m.StorePlan, lambda late: self._abort(late.lease))
         sent = self._begin(name, payload, on_late=on_late, waits=waits)
 
@@ -226,7 +222,7 @@ class KVClient(ServerSession, EngineLink):
             reply = as_response(answer.payload, m.StorePlan)
             try:
                 self._check_same(arena)
-                check(reply)
+                check(reply, arena.view.nbytes)
             except KVFrameworkError:
                 self._abort(reply.lease)
                 raise
@@ -394,15 +390,19 @@ class KVClient(ServerSession, EngineLink):
     def store(
         self, transfer: Transfer, *, event: bytes = b"", stream_hook: StreamHook | None = None
     ) -> Future[StoreOutcome]:
-        return self._server_driven(
-            "STORE", transfer, 0, event, stream_hook, partial(_store_outcome, transfer), transfer.failed
-        )
+        def outcome_of(reply: m.TransferReply) -> StoreOutcome:
+            return reply.outcome if reply.ok or not reply.outcome.ok else StoreOutcome(dropped=transfer.objects)
+
+        return self._server_driven("STORE", transfer, 0, event, stream_hook, outcome_of, transfer.failed)
 
     def load(
         self, transfer: Transfer, skip_tokens: int, *, event: bytes = b"", stream_hook: StreamHook | None = None
     ) -> Future[LoadOutcome]:
+        def outcome_of(reply: m.TransferReply) -> LoadOutcome:
+            return LoadOutcome(reply.ok, reply.reason)
+
         return self._server_driven(
-            "RETRIEVE", transfer, skip_tokens, event, stream_hook, _load_outcome, LoadOutcome.failed
+            "RETRIEVE", transfer, skip_tokens, event, stream_hook, outcome_of, LoadOutcome.failed
         )
 
     def gather_block(self, registration: Registration, blocks: Sequence[int], event: bytes) -> list[bytes]:
@@ -458,11 +458,3 @@ class KVClient(ServerSession, EngineLink):
                 then()
 
         self._connection.cancel(sent).add_done_callback(answered)
-
-
-def _store_outcome(transfer: Transfer, reply: m.TransferReply) -> StoreOutcome:
-    return reply.outcome if reply.ok or not reply.outcome.ok else StoreOutcome(dropped=transfer.objects)
-
-
-def _load_outcome(reply: m.TransferReply) -> LoadOutcome:
-    return LoadOutcome(reply.ok, reply.reason)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from kvframework.api.futures import Future
 from kvframework.api.keys import DIGEST_BYTES, CacheKey, Retain, compute_namespace
-from kvframework.api.layout import MAX_OBJECT_BYTES, KVLayout, LayerGroup, LayoutProvider
+from kvframework.api.layout import MAX_OBJECT_BYTES, KVLayout, LayerGroup, Layout
 from kvframework.api.transport import ArenaRange, StorePlan
 from kvframework.client.arena_mapping import MappedArena
 from kvframework.client.kv_client import KVClient
@@ -191,10 +191,8 @@ class OpaqueInstance:
             if hello.session == self._session:
                 return
             instance_id = secrets.randbits(62) if self._session else objects.instance_id
-            provider = client.plugins.resolve("layout", self._layout.format, where="objects by size")
-            if not isinstance(provider, LayoutProvider):
-                raise BadLayout(f"{self._layout.format!r} is no layout")
-            plugin = provider.create(client.plugins.options(provider, {"packing": objects.packing}, where="layout"))
+            options, where = {"packing": objects.packing}, "objects by size"
+            plugin: Layout = client.plugins.create("layout", self._layout.format, options, where=where)
             desc = plugin.object_desc(self._layout, hello.chunk_size)
             transport = next((name for name in hello.transports if name == "cpu_gather"), hello.transports[-1])
             namespace = compute_namespace(
@@ -206,16 +204,8 @@ class OpaqueInstance:
                 quantization=objects.quantization,
                 packing=objects.packing,
             )
-            payload = m.RegisterKvCache(
-                instance_id,
-                objects.model_name,
-                1,
-                0,
-                namespace,
-                transport,
-                self._layout,
-                model_dtype=objects.model_dtype,
-            )
+            model, dtype = objects.model_name, objects.model_dtype
+            payload = m.RegisterKvCache(instance_id, model, 1, 0, namespace, transport, self._layout, model_dtype=dtype)
             reply = client.request("REGISTER_KV_CACHE", payload, m.Registered, urgent=True)
             if reply.desc != desc:
                 raise VersionMismatch(f"the server computes {reply.desc}", available=str(desc))

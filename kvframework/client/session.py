@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from kvframework.api.futures import Future, Promise
-from kvframework.api.hasher import HasherProvider, KeyHasher
+from kvframework.api.hasher import KeyHasher
 from kvframework.api.plugin import Message
 from kvframework.api.requests import RequestSpec
 from kvframework.api.transport import LostKind
@@ -338,10 +338,7 @@ class ServerSession:
             )
 
     def _load_hasher(self, reply: m.HelloReply) -> KeyHasher:
-        provider = self.plugins.resolve("hasher", reply.hasher, where="the server's hasher")
-        if not isinstance(provider, HasherProvider):
-            raise VersionMismatch(f"{reply.hasher!r} is no hasher here")
-        hasher: KeyHasher = provider.create(self.plugins.options(provider, {}, where="the server's hasher"))
+        hasher: KeyHasher = self.plugins.create("hasher", reply.hasher, {}, where="the server's hasher")
         if hasher.fingerprint != reply.hasher_fingerprint:
             raise VersionMismatch(
                 f"the server hashes with {reply.hasher_fingerprint}",

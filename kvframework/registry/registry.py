@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 from collections.abc import Iterable, Mapping
 from importlib import metadata
+from typing import Any
 
 import msgspec
 import pluggy
@@ -25,7 +26,6 @@ from kvframework.errors import (
     PluginError,
     PluginNotFound,
     PluginUnavailable,
-    PluginWrongApi,
     PluginWrongKind,
 )
 from kvframework.registry.discovery import FIRST_PARTY, KINDS, EntryPointInfo, discover
@@ -44,14 +44,6 @@ from kvframework.registry.plugin_check import (
 # The distribution of plugins that are registered as objects: who uses one can read its code.
 IN_PROCESS = "in-process"
 _MORE = "`kvframework plugins check` says more"
-
-_STATUS: dict[type[PluginError], str] = {
-    PluginBroken: "broken",
-    PluginConflict: "conflict",
-    PluginUnavailable: "unavailable",
-    PluginWrongApi: "wrong-api",
-    PluginWrongKind: "wrong-kind",
-}
 
 
 class PluginInfo(msgspec.Struct, frozen=True):
@@ -138,6 +130,11 @@ class PluginRegistry:
             raise
         return options
 
+    def create(self, kind: str, name: str, raw: Mapping[str, object], *args: object, where: str) -> Any:
+        """What the provider's `create` makes of its options and `args`. Raises as `resolve`, `options` and itself."""
+        provider: Any = self.resolve(kind, name, where=where)
+        return provider.create(self.options(provider, raw, where=where), *args)
+
     def names(self, kind: str) -> builtins.list[str]:
         """The names offered of a kind, sorted. Imports nothing."""
         return sorted({offer.name for offer in self._offers if offer.kind == kind and _same_major(offer)})
@@ -219,7 +216,7 @@ class PluginRegistry:
                 reason = probed(self._load(offer), str(offer)) or ""
                 status = "unavailable" if reason else status
         except PluginError as error:
-            status, reason = _STATUS[type(error)], error.fact.removeprefix(f"{offer}: ")
+            status, reason = error.code.removeprefix("plugin.").replace("_", "-"), error.fact.removeprefix(f"{offer}: ")
         return PluginInfo(offer.name, offer.kind, offer.distribution, offer.version, status, reason)
 
     def _check_static(self, offer: EntryPointInfo) -> None:

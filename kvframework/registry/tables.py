@@ -156,9 +156,7 @@ def complete_config(
 
 
 def _with_tables(
-    config: Config,
-    codecs: Iterable[PluginTable],
-    changed: Callable[[PluginTable, type[Provider[Any]]], PluginTable],
+    config: Config, codecs: Iterable[PluginTable], changed: Callable[[PluginTable, type[Provider[Any]]], PluginTable]
 ) -> Config:
     """The configuration with each table that names a plugin as `changed` returns it."""
     l1 = config.l1

@@ -59,7 +59,7 @@ class SendPins:
     def __init__(self, arena: memoryview) -> None:
         self._arena = arena
         self._lock = threading.Lock()  # guards the counts, and is never taken where a view is finalized
-        self._nbytes: Counter[int] = Counter()
+        self.unsent_bytes: Counter[int] = Counter()  # by client
         # Views that are not taken back, and the answers of those among them that ZMQ has released, in any thread.
         self._views = 0
         self._back: deque[_Send] = deque()
@@ -68,15 +68,12 @@ class SendPins:
         """The number of views that are not sent yet."""
         return self._views - len(self._back)
 
-    def unsent_bytes(self, client: int) -> int:
-        return self._nbytes[client]
-
     def views(self, client: int, places: Sequence[tuple[int, int]], pin: PinLease) -> list[memoryview]:
         """Return views of (offset, length), at least one, to pass to ZMQ. `take_sent` later returns `pin`."""
         send = _Send(client, sum(length for _, length in places), pin, len(places))
         views = [self._arena[offset : offset + length] for offset, length in places]
         with self._lock:
-            self._nbytes[client] += send.nbytes
+            self.unsent_bytes[client] += send.nbytes
             self._views += len(views)
         for view in views:
             weakref.finalize(view, self._back.append, send).atexit = False
@@ -92,17 +89,10 @@ class SendPins:
                 send.unsent -= 1
                 if not send.unsent:
                     pins.append(send.pin)
-                    self._nbytes[send.client] -= send.nbytes
-                    if not self._nbytes[send.client]:
-                        del self._nbytes[send.client]
+                    self.unsent_bytes[send.client] -= send.nbytes
+                    if not self.unsent_bytes[send.client]:
+                        del self.unsent_bytes[send.client]
         return pins
-
-    def wait_sent(self, timeout: float) -> bool:
-        """Wait until every view is sent, at most `timeout` seconds; return whether that is so."""
-        deadline = time.monotonic() + timeout
-        while len(self) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-        return not len(self)
 
 
 _RETURN_S = 0.3
@@ -132,9 +122,11 @@ class ChunkTransfers:
 
     def settle(self) -> bool:
         """Unpin objects that ZMQ sends within a moment; return whether that was all. Blocks for that moment."""
-        all_sent = self._send_pins.wait_sent(_RETURN_S)
+        until = time.monotonic() + _RETURN_S
+        while len(self._send_pins) and time.monotonic() < until:
+            time.sleep(_POLL_S)
         self.tick()
-        return all_sent
+        return not len(self._send_pins)
 
     def close(self) -> None:
         """Wait for the running copies (others never begin) and for bytes that ZMQ still sends. Blocks for a moment."""
@@ -218,7 +210,7 @@ class ChunkTransfers:
                 hint="ask for fewer at once",
             )
         self.tick()
-        unsent = self._send_pins.unsent_bytes(client.session_id)
+        unsent = self._send_pins.unsent_bytes[client.session_id]
         if unsent + size > MAX_UNSENT_BYTES:
             raise MessageTooLarge(
                 f"{unsent} bytes are on their way to this client, {size} more were asked for",

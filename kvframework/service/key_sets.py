@@ -152,14 +152,8 @@ class KeySet(KeyGrid):
 
 
 def key_set(resolver: KeyResolver, key: CacheKey, desc: MemoryLayoutDesc, groups: Sequence[KeyGroup]) -> KeySet:
-    """Return the objects of `groups`. Raises as `check_groups`."""
-    check_groups(key, desc, groups)
-    prefixes = resolver.prefixes(key.namespace, key.cache_salt, (0,), len(groups))
-    return KeySet(desc, prefixes, groups, key.start, key.end)
-
-
-def check_groups(key: CacheKey, desc: MemoryLayoutDesc, groups: Sequence[KeyGroup]) -> None:
-    """Raise `NamespaceMismatch`, `BadRange` or `MessageTooLarge` for keys that do not fit what was registered."""
+    """Return the objects of `groups`. Raises `NamespaceMismatch`, `BadRange` or `MessageTooLarge` for keys that do not
+    fit what was registered."""
     if len(groups) != len(desc.groups):
         raise NamespaceMismatch(
             f"keys of {len(groups)} groups", where="groups", available=f"{len(desc.groups)} as registered"
@@ -195,6 +189,8 @@ def check_groups(key: CacheKey, desc: MemoryLayoutDesc, groups: Sequence[KeyGrou
                 where=f"groups[{index}]",
                 available=f"chunks that begin before token {key.end}, the end of the key",
             )
+    prefixes = resolver.prefixes(key.namespace, key.cache_salt, (0,), len(groups))
+    return KeySet(desc, prefixes, groups, key.start, key.end)
 
 
 def _unpacked(packed: bytes) -> list[bytes]:

@@ -14,6 +14,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -31,35 +32,26 @@ from kvframework.wire.protocol import REQUESTS
 log = logging.getLogger(__name__)
 
 
-Makers = Mapping[str, Callable[[], object]]
-
-
+@dataclass(eq=False)
 class Diagnosis:
     """`parts` make the document's parts beside the log, the threads and the finished requests, by name; `secrets` and
     `models` are hidden in all of them, and so are the models that the requests name."""
 
-    def __init__(
-        self,
-        parts: Makers,
-        finished: FinishedRequests,
-        *,
-        secrets: Callable[[], Collection[str]],
-        models: Callable[[], Collection[str]],
-    ) -> None:
-        self._parts = {**parts, "log": recent_lines, "threads": stacks}
-        self._finished = finished
-        self._secrets = secrets
-        self._models = models
+    parts: Mapping[str, Callable[[], object]]
+    finished: FinishedRequests
+    secrets: Callable[[], Collection[str]]
+    models: Callable[[], Collection[str]]
 
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
         return [Handler(REQUESTS["DUMP"], self._dump, pooled=True)]
 
     def _dump(self, client: ClientInfo, _payload: m.Empty, _buffers: Sequence[memoryview]) -> m.DumpReply:
         check_own_user(client, "make a dump")
-        records = self._finished.after(0).records
-        models = {*self._models(), *(model for record in records for model in (record.model, record.by))}
-        redaction = Redaction(self._secrets(), {*models, *(model[:MAX_TEXT] for model in models)})
-        document = {name: make() for name, make in self._parts.items()} | {"requests": _anonymous(records)}
+        records = self.finished.after(0).records
+        models = {*self.models(), *(model for record in records for model in (record.model, record.by))}
+        redaction = Redaction(self.secrets(), {*models, *(model[:MAX_TEXT] for model in models)})
+        parts = {**self.parts, "log": recent_lines, "threads": stacks}
+        document = {name: make() for name, make in parts.items()} | {"requests": _anonymous(records)}
         return m.DumpReply(msgspec.json.encode(redaction.document(msgspec.to_builtins(document, enc_hook=plain))))
 
 
@@ -86,14 +78,13 @@ def stacks() -> dict[str, str]:
 _SEND_S = 2.0
 
 
+@dataclass(eq=False)
 class HandOver:
     """`descriptors()` lends arena and journal; `stop()` begins the server's end. `done`: a next server has them."""
 
-    done = False
-
-    def __init__(self, descriptors: Callable[[], Sequence[int]], stop: Callable[[], None]) -> None:
-        self._descriptors = descriptors
-        self._stop = stop
+    descriptors: Callable[[], Sequence[int]]
+    stop: Callable[[], None]
+    done: bool = False
 
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
         return [Handler(REQUESTS["HAND_OVER"], self._hand_over, pooled=True, ordered=True)]
@@ -101,7 +92,7 @@ class HandOver:
     def _hand_over(self, client: ClientInfo, payload: m.HandOver, _buffers: object) -> m.Empty:
         check_own_user(client, "take over from this server")
         try:
-            descriptors = self._descriptors()
+            descriptors = self.descriptors()
             with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as next_one:
                 next_one.settimeout(_SEND_S)
                 next_one.connect(payload.path)
@@ -111,5 +102,5 @@ class HandOver:
             raise RequestError(f"L1 cannot be handed over: {reason}", where=os.path.basename(payload.path)) from None
         self.done = True
         log.info("process %d takes over: this server ends", client.pid)
-        self._stop()
+        self.stop()
         return m.Empty()

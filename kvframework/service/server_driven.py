@@ -74,15 +74,12 @@ class ServerDrivenTransfers:
 
         def finish(ok: bool) -> m.TransferReply:
             if ok:
-                stored = len(self._table.commit(plan.lease, owner=INTERNAL_OWNER))
+                outcome = replace(plan.outcome, stored=len(self._table.commit(plan.lease, owner=INTERNAL_OWNER)))
             else:
                 self._table.abort(plan.lease, owner=INTERNAL_OWNER)
+                outcome = replace(plan.outcome, dropped=plan.outcome.dropped + len(plan.ranges))
             self._transfers.end(plan.transfer, payload.content, ok=ok)
-            if ok:
-                outcome = replace(plan.outcome, stored=stored)
-                return m.TransferReply(outcome.ok, outcome)
-            outcome = replace(plan.outcome, dropped=plan.outcome.dropped + len(plan.ranges))
-            return m.TransferReply(False, outcome, "cancelled or failed")
+            return m.TransferReply(ok and outcome.ok, outcome, "" if ok else "cancelled or failed")
 
         return _run(context, self._job(payload, plan, blocks, is_store=True), finish)
 
@@ -159,8 +156,7 @@ class ServerDrivenTransfers:
         lost = context.memory.failure()
         if lost is not None:
             raise NotRegistered(
-                f"the memory of instance {context.instance_id} is no longer open: {lost.fact}",
-                hint="register it again",
+                f"the memory of instance {context.instance_id} is no longer open: {lost.fact}", hint="register it again"
             )
         return context
 

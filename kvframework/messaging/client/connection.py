@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,6 +66,7 @@ _FOR_A_CONTEXT = {"descriptors": 2 * FOR_A_CONNECTION, "threads": 4}
 _BULK_PING_S = 3600.0
 
 
+@dataclass(eq=False, repr=False)
 class Connection:
     """A connection that reconnects by itself, also where this process lacks descriptors or threads for one. `start()`,
     then requests from any thread, then `close()`.
@@ -74,28 +76,19 @@ class Connection:
     follows every `on_up` that returned. `reports` go to the server. A forked child cannot use or disturb its parent's.
     """
 
-    def __init__(
-        self,
-        endpoint: str,
-        hello: Hello,
-        *,
-        table: Mapping[str, RequestSpec],
-        on_up: Callable[[HelloReply, int | None], None],
-        on_down: Callable[[], None],
-        deadlines: ClientDeadlines = LOCAL,
-        keys: LoadedKeys | None = None,
-    ) -> None:
+    endpoint: str
+    hello: Hello
+    table: Mapping[str, RequestSpec]
+    on_up: Callable[[HelloReply, int | None], None]
+    on_down: Callable[[], None]
+    deadlines: ClientDeadlines = LOCAL
+    keys: LoadedKeys | None = None
+
+    def __post_init__(self) -> None:
         self.reports = Reports()
         # The error of the last attempt to connect, or the reason for the connection's end; None while it is up.
         self.last_error: Exception | None = None
         self._log_again_at = 0.0
-        self._endpoint = endpoint
-        self._hello = hello
-        self._table = table
-        self._on_up = on_up
-        self._on_down = on_down
-        self._deadlines = deadlines
-        self._keys = keys
         self._pid = os.getpid()
         self._link: Link | None = None
         # The second socket of the session, made by the first thread that needs it.
@@ -161,13 +154,7 @@ class Connection:
         return link.liveness.duplicate() if link is not None and link.liveness is not None else None
 
     def ask(
-        self,
-        name: str,
-        payload: Message,
-        *,
-        timeout: float,
-        urgent: bool = False,
-        on_late: OnLate | None = None,
+        self, name: str, payload: Message, *, timeout: float, urgent: bool = False, on_late: OnLate | None = None
     ) -> Message:
         """Send a request and wait for its answer; the calling thread receives by itself. Raises the error with which
         the future of `begin` would fail. Not for callbacks of futures."""
@@ -264,7 +251,7 @@ class Connection:
                 if bulk.alive and not bulk.watch.suspect:
                     return bulk
                 bulk.close()
-            hello = msgspec.structs.replace(self._hello, session=self._hello.replaces, replaces=b"")
+            hello = msgspec.structs.replace(self.hello, session=self.hello.replaces, replaces=b"")
             try:
                 need(descriptors=FOR_A_CONNECTION)
                 dealer, _ = self._dial(hello, lambda: not control.alive, BULK)
@@ -283,11 +270,11 @@ class Connection:
         link, state = self._link, self.state
         allowed = state == "up" or (urgent and os.getpid() == self._pid)
         if link is None or not (allowed or (state == "suspect" and link.watch.silent_s(time.monotonic()) < silence_s)):
-            raise ServerGone(f"the connection is {state}", where=self._endpoint)
+            raise ServerGone(f"the connection is {state}", where=self.endpoint)
         return link
 
     def _spec(self, name: str) -> RequestSpec:
-        spec = self._table.get(name)
+        spec = self.table.get(name)
         if spec is None:
             raise UnknownRequest(f"there is no request {name!r}")
         return spec
@@ -312,14 +299,14 @@ class Connection:
 
     def _connect_once(self) -> None:
         """Run one connection, from HELLO to its end. Raises if it did not come up."""
-        deadlines = self._deadlines
-        dealer, reply = self._dial(self._hello, self._closing.is_set, CONTROL)
-        self._hello = msgspec.structs.replace(self._hello, replaces=reply.session)
+        deadlines = self.deadlines
+        dealer, reply = self._dial(self.hello, self._closing.is_set, CONTROL)
+        self.hello = msgspec.structs.replace(self.hello, replaces=reply.session)
         with contextlib.ExitStack() as undo:
             undo.callback(dealer.close, 0)
             liveness, arena_fd = None, None
             # Paths of a server on another host do not refer to this host.
-            if reply.liveness and self._endpoint.startswith("ipc://"):
+            if reply.liveness and self.endpoint.startswith("ipc://"):
                 liveness, arena_fd = LivenessLink.connect(reply.liveness, reply.session, deadlines.hello_s)
                 undo.callback(liveness.close)
                 if arena_fd is not None:
@@ -332,10 +319,10 @@ class Connection:
         if self._closing.is_set():
             link.close()
         try:
-            self._on_up(reply, arena_fd)
+            self.on_up(reply, arena_fd)
             self.last_error = None
             self._welcomed = self._was_up = True
-            logger.info("connected to the server at %s, boot %s", self._endpoint, reply.boot_id.hex()[:8])
+            logger.info("connected to the server at %s, boot %s", self.endpoint, reply.boot_id.hex()[:8])
             self._notify()
             link.ended.wait()
         except KVFrameworkError as error:
@@ -353,9 +340,9 @@ class Connection:
         if up:
             if not self._closing.is_set():
                 self.last_error = link.gone()
-                logger.warning("lost the server at %s: %s", self._endpoint, self.last_error.fact)
+                logger.warning("lost the server at %s: %s", self.endpoint, self.last_error.fact)
             try:
-                self._on_down()
+                self.on_down()
             except Exception as error:
                 self.last_error = error
                 logger.exception("on_down failed")
@@ -371,13 +358,13 @@ class Connection:
         if not self._closing.is_set() and (str(error) != str(self.last_error) or now >= self._log_again_at):
             self._log_again_at = now + LOG_AGAIN_S
             if isinstance(error, ServerGone):
-                logger.info("no server at %s: %s", self._endpoint, error.fact)
+                logger.info("no server at %s: %s", self.endpoint, error.fact)
             elif isinstance(error, OutOfResources):
-                logger.warning("no connection to %s for now: %s", self._endpoint, error)
+                logger.warning("no connection to %s for now: %s", self.endpoint, error)
             elif isinstance(error, KVFrameworkError):
-                logger.error("the server at %s cannot be used: %s", self._endpoint, error)
+                logger.error("the server at %s cannot be used: %s", self.endpoint, error)
             else:
-                logger.error("connecting to %s failed", self._endpoint, exc_info=error)
+                logger.error("connecting to %s failed", self.endpoint, exc_info=error)
         self.last_error = error
         return _UNREACHABLE_PAUSE_S if isinstance(error, (ServerGone, OutOfResources)) else _REFUSED_PAUSE_S
 
@@ -388,8 +375,8 @@ class Connection:
         Raises `ServerGone` without a listener, without an answer in time, or on `closing()`; `EndpointError` for an
         ipc:// endpoint in a directory that others may write to; else the server's refusal.
         """
-        address = _probe(self._endpoint, self._deadlines.hello_s)
-        unanswered = ServerGone("no answer to HELLO", where=self._endpoint, hint=_hint(address, self._keys))
+        address = _probe(self.endpoint, self.deadlines.hello_s)
+        unanswered = ServerGone("no answer to HELLO", where=self.endpoint, hint=_hint(address, self.keys))
         assert self._context is not None
         with contextlib.ExitStack() as undo:
             dealer = self._context.socket(zmq.DEALER)
@@ -403,11 +390,11 @@ class Connection:
                 dealer.setsockopt(zmq.AFFINITY, io_thread)
                 if address is not None:
                     frames_io.over_tcp(dealer, address.host)
-                    if self._keys is not None:
-                        self._keys.apply(dealer)
-                dealer.connect(self._endpoint)
+                    if self.keys is not None:
+                        self.keys.apply(dealer)
+                dealer.connect(self.endpoint)
                 frames_io.send(dealer, join(_HELLO_ID, "HELLO", hello))
-                deadline = time.monotonic() + self._deadlines.hello_s
+                deadline = time.monotonic() + self.deadlines.hello_s
                 poller = zmq.Poller()
                 poller.register(dealer, zmq.POLLIN)
                 poller.register(hung_up, zmq.POLLIN)
@@ -420,7 +407,7 @@ class Connection:
                 # The server hung up before HELLO was sent, as it does with clients that have no keys.
                 raise unanswered from None
             except zmq.ZMQError as error:
-                raise ServerGone(f"cannot connect: {error}", where=self._endpoint) from None
+                raise ServerGone(f"cannot connect: {error}", where=self.endpoint) from None
             finally:
                 dealer.disable_monitor()
                 hung_up.close(0)

@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass, field
 from typing import Any, NamedTuple
 
 import zmq
@@ -186,31 +187,25 @@ class Pending:
                 del self._late[next(iter(self._late))]
 
 
+@dataclass(eq=False, repr=False)
 class Link:
     """One connection. `watch.changed()` is called when the server's silence has changed and when the link has ended."""
 
-    def __init__(
-        self,
-        dealer: frames_io.Socket,
-        liveness: LivenessLink | None,
-        boot_id: bytes,
-        watch: Watch,
-        *,
-        gone_s: float = math.inf,
-        reports: Reports | None = None,
-    ) -> None:
-        self.boot_id = boot_id
-        self.watch = watch
+    dealer: InitVar[frames_io.Socket]
+    liveness: LivenessLink | None
+    boot_id: bytes
+    watch: Watch
+    gone_s: float = math.inf
+    reports: Reports = field(default_factory=Reports)
+
+    def __post_init__(self, dealer: frames_io.Socket) -> None:
         self.reason: KVFrameworkError | None = None
         self.ended = threading.Event()
         # Until when the server may have released pins by an END_SESSION of this session, of the monotonic clock.
         self.released_at = -math.inf
         self._prompt = True
-        self._gone_s = gone_s
-        self._reports = reports or Reports()
-        self._reports.begin()
+        self.reports.begin()
         self._dealer = SharedDealer(dealer)
-        self.liveness = liveness
         self._clock = time.monotonic
         self._ids = itertools.count(int.from_bytes(os.urandom(7), "little") + 1)
         # Guards _closed and the way into _outbox. Reentrant: a signal's handler may close.
@@ -301,11 +296,11 @@ class Link:
 
     def say_goodbye(self, why: KVFrameworkError | None = None) -> None:
         """Report losses to the server, the end if it would not notice, and `why` it cannot be used. Waits a moment."""
-        ping = self._reports.ping()
+        ping = self.reports.ping()
         with contextlib.suppress(KVFrameworkError):
             if ping != Ping():
                 self.begin(_PING, ping, timeout=_GOODBYE_S).result(2 * _GOODBYE_S)
-                self._reports.answered(ping)
+                self.reports.answered(ping)
         with contextlib.suppress(KVFrameworkError):
             if self.liveness is None or why is not None:
                 goodbye = Goodbye(why.code, why.fact) if why is not None else Goodbye()
@@ -429,11 +424,11 @@ class Link:
 
     def _send(self, item: Request) -> None:
         """Send a request. One that needs room follows the tickets that were freed before it. Raises `zmq.ZMQError`."""
-        while item.spec.name in ROOM_REQUESTS and (free := self._reports.take_freed()):
+        while item.spec.name in ROOM_REQUESTS and (free := self.reports.take_freed()):
             try:
                 self._dealer.send(join(next(self._ids), _PING.name, Ping(free=free)))
             except zmq.ZMQError:
-                self._reports.free(free)
+                self.reports.free(free)
                 raise
         frames = item.frames
         if not frames:
@@ -493,7 +488,7 @@ class Link:
         if isinstance(error, (ServerGone, HelloRequired)):
             return  # the link ends
         if error is None:
-            self._reports.answered(ping)
+            self.reports.answered(ping)
         self.watch.answered(self._clock())
 
     def _full(self, item: Request) -> KVFrameworkError:
@@ -558,13 +553,13 @@ class Link:
         self.watch.log(now)
         silence = self.watch.unanswered_s(now)
         if silence:
-            if self.liveness is None and silence >= self._gone_s:
+            if self.liveness is None and silence >= self.gone_s:
                 self._stop(ServerGone(f"the server has answered no PING for {silence:.0f} s"))
                 return
             self.watch.doubt(now - silence, now)
         if now < self.watch.next_at:
             return
-        ping, free = self._reports.ping(), self._reports.take_freed()
+        ping, free = self.reports.ping(), self.reports.take_freed()
         self._send_outbox()  # requests that name those tickets
         item = self._request(_PING, replace(ping, free=free) if free else ping, (), math.inf, None)
         item.add_done_callback(lambda reply: self._on_pong(ping, reply))
@@ -573,7 +568,7 @@ class Link:
         try:
             self._dealer.send(item.frames)
         except zmq.Again:
-            self._reports.free(free)
+            self.reports.free(free)
             self._pending.take(item.request_id)
             if silence:
                 self._stop(ServerGone("the connection is broken"))

@@ -18,15 +18,7 @@ from kvframework.errors import EndpointError, ProtocolError, ServerGone
 from kvframework.logs.limit import LogLimit
 from kvframework.messaging.polling import WITH_ARENA, WITHOUT_ARENA, close_after_fork, peer_of
 from kvframework.supervise.state import Backoff
-from kvframework.wire.messages import (
-    LOST_AMOUNTS,
-    MAX_FREED,
-    MAX_LOST,
-    MAX_LOST_CODE,
-    MOST_LOST,
-    Lost,
-    Ping,
-)
+from kvframework.wire.messages import LOST_AMOUNTS, MAX_FREED, MAX_LOST, MAX_LOST_CODE, MOST_LOST, Lost, Ping
 
 logger = logging.getLogger(__name__)
 logger.addFilter(LogLimit())

@@ -99,34 +99,29 @@ def outcome_of(future: Future[Message]) -> HandlerResult | BaseException:
     return error if error is not None else future.result(0)
 
 
+@dataclass(eq=False, repr=False)
 class InFlight:
     """Runs handlers and answers for them. `wake`, called from other threads, makes the serving loop call `collect()`;
     `took(name, received)` counts an answer."""
 
-    def __init__(
-        self,
-        handlers: Mapping[str, Handler[Any]],
-        routers: Routers,
-        *,
-        workers: int,
-        wake: Callable[[], None],
-        counters: dict[str, int],
-        took: Callable[[str, float], None],
-    ) -> None:
+    handlers: Mapping[str, Handler[Any]]
+    routers: Routers
+    workers: int
+    wake: Callable[[], None]
+    counters: dict[str, int]
+    took: Callable[[str, float], None]
+
+    def __post_init__(self) -> None:
         cancel = Handler[Cancel](REQUESTS["CANCEL"], self._cancel_request)
-        self._handlers: dict[str, Handler[Any]] = {**handlers, "CANCEL": cancel}
+        self._handlers: dict[str, Handler[Any]] = {**self.handlers, "CANCEL": cancel}
         # Serves a CANCEL whose target is named by other means than a message's id.
-        self._cancel_other = handlers.get("CANCEL")
-        self._routers = routers
-        self._wake = wake
-        self._counters = counters
-        self._took = took
+        self._cancel_other = self.handlers.get("CANCEL")
         self._calls: dict[CallKey, Call] = {}
         self._advance: deque[ClientSession] = deque()
         self._deadlines: Deadlines[CallKey] = Deadlines()
+        self.next_deadline = self._deadlines.next
         self._results: deque[tuple[Call, HandlerResult | BaseException]] = deque()
         self._serving_thread = 0
-        self._workers = workers
         # By request: any number of DUMPs takes no thread from REPORT_STATUS. A pool starts threads as it needs them.
         self._pools: dict[str, ThreadPoolExecutor] = {}
 
@@ -137,9 +132,6 @@ class InFlight:
     @property
     def has_results(self) -> bool:
         return bool(self._results)
-
-    def next_deadline(self) -> float | None:
-        return self._deadlines.next()
 
     def submit(self, session: ClientSession, identity: bytes, envelope: Envelope, received: float) -> None:
         """Start or queue a request that arrived at `received`. Raises `ProtocolError` for one that is not accepted."""
@@ -218,14 +210,14 @@ class InFlight:
         self._track(call)
         name = call.handler.spec.name
         if name not in self._pools:
-            self._pools[name] = ThreadPoolExecutor(self._workers, thread_name_prefix="kvf-worker")
+            self._pools[name] = ThreadPoolExecutor(self.workers, thread_name_prefix="kvf-worker")
         call.job = self._pools[name].submit(lambda: self._hand_over(call, call.run()))
 
     def _hand_over(self, call: Call, result: HandlerResult | BaseException) -> None:
         self._results.append((call, result))
         # A system call gives the interpreter away, and the serving thread sees the result by itself.
         if threading.get_ident() != self._serving_thread:
-            self._wake()
+            self.wake()
 
     def _settle(self, call: Call, result: HandlerResult | BaseException) -> None:
         if isinstance(result, Future):
@@ -234,7 +226,7 @@ class InFlight:
                 return
             result = outcome_of(result)
         if call.answered:
-            self._counters["late"] += 1
+            self.counters["late"] += 1
         else:
             self._answer(call, result)
         self._finish(call)
@@ -304,8 +296,8 @@ class InFlight:
         if error is not None:
             if isinstance(error, HandlerFailed) or not isinstance(error, KVFrameworkError):
                 logger.error("the handler of %s failed", name, exc_info=error)
-            self._routers.send_error(call.identity, call.request_id, error)
-        self._took(name, call.received)
+            self.routers.send_error(call.identity, call.request_id, error)
+        self.took(name, call.received)
 
     def _send(self, call: Call, result: HandlerResult) -> Exception | None:
         spec = call.handler.spec
@@ -314,7 +306,7 @@ class InFlight:
             what = f"the handler returned {type(payload).__name__}, not {spec.response.__name__}"
             return HandlerFailed(what, where=spec.name)
         try:
-            self._routers.send(call.identity, call.request_id, spec.name, payload, buffers)
+            self.routers.send(call.identity, call.request_id, spec.name, payload, buffers)
         except Exception as error:  # noqa: BLE001 - any error of encoding; the caller logs and answers it
             return error
         return None

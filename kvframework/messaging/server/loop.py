@@ -14,7 +14,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import msgspec
@@ -73,6 +73,7 @@ class Served:
     on_time: Callable[[], None] = lambda: None
 
 
+@dataclass(eq=False, repr=False)
 class MessageServer:
     """Serves `endpoint`: an `ipc://` one to the processes of this user and of `admit_uids`, or a `tcp://` one; also
     `tcp`, unless it is "". `bind()`, then `serve_forever()`, until `stop()`.
@@ -81,41 +82,35 @@ class MessageServer:
     `tick_s`. `admit_readers` is the gate's. `counters` and what has no other note may be used from any thread.
     """
 
-    # From `bind` on.
-    _routers: Routers
-    _calls: InFlight
-    _liveness: LivenessServer | None
-    _zap: ZapHandler | None
+    endpoint: str
+    served: Served
+    tick_s: float = 0.1
+    session_timeout_s: InitVar[float] = 30.0
+    workers: int = 2
+    tcp: str = ""
+    curve: ServerKeys | None = None
+    admit_uids: Collection[int] = ()
+    admit_readers: Callable[[bool], None] | None = None
 
-    def __init__(
-        self,
-        endpoint: str,
-        served: Served,
-        *,
-        tick_s: float = 0.1,
-        session_timeout_s: float = 30.0,
-        workers: int = 2,
-        tcp: str = "",
-        curve: ServerKeys | None = None,
-        admit_uids: Collection[int] = (),
-        admit_readers: Callable[[bool], None] | None = None,
-    ) -> None:
+    def __post_init__(self, session_timeout_s: float) -> None:
+        # From `bind` on.
+        self._routers: Routers
+        self._calls: InFlight
+        self._liveness: LivenessServer | None
+        self._zap: ZapHandler | None
         self.counters: dict[str, int] = Counter(zeros(MessagingCounters))
         self._clock = time.monotonic
         self.refusals = Refusals(self._clock)
-        self._durations = {name: Histogram(FIRST_S, OCTAVES) for name in {**REQUESTS, **served.handlers}}
-        self._endpoints = [endpoint, tcp] if tcp else [endpoint]
-        self._files = None if endpoint.startswith("tcp://") else EndpointFiles(endpoint, shared=bool(admit_uids))
-        self._admit_uids = admit_uids
-        self._admit_readers = admit_readers
-        self._curve = curve
-        self._served = served
-        self._tick_s = tick_s
-        self._workers = workers
+        self._durations = {name: Histogram(FIRST_S, OCTAVES) for name in {**REQUESTS, **self.served.handlers}}
+        self._endpoints = [each for each in (self.endpoint, self.tcp) if each]
+        self._files = None
+        if not self.endpoint.startswith("tcp://"):
+            self._files = EndpointFiles(self.endpoint, shared=bool(self.admit_uids))
         self._table = SessionTable(self._clock, session_timeout_s=session_timeout_s)
         # Routing ids of sessions that have ended: messages they sent earlier still arrive, and are no failure.
         self._left: dict[bytes, None] = {}
         self._wakeup = Wakeup()
+        self.wake = self._wakeup.signal  # makes the loop begin its next round now
         self._poller = zmq.Poller()
         self._resources = contextlib.ExitStack()
         self._gate: Gate | None = None  # None: not bound
@@ -172,10 +167,6 @@ class MessageServer:
         self._stopping = True
         self._wakeup.signal()
 
-    def wake(self) -> None:
-        """Make the loop begin its next round now."""
-        self._wakeup.signal()
-
     def abandon(self) -> None:
         """Remove the endpoint's files and nothing else, for a process that ends at once."""
         if self._files is not None:
@@ -194,10 +185,10 @@ class MessageServer:
         if self._files is not None:
             self._liveness = LivenessServer(
                 self._files.liveness,
-                arena_for=self._served.arena_for,
+                arena_for=self.served.arena_for,
                 find=self._table.by_token,
                 counters=self.counters,
-                admit_uids=self._admit_uids,
+                admit_uids=self.admit_uids,
             )
             resources.callback(self._liveness.close)
             self._poller.register(self._liveness.fileno(), zmq.POLLIN)
@@ -206,20 +197,20 @@ class MessageServer:
         context = zmq.Context(2 if remote else 1)
         resources.callback(context.term)  # after the sockets: flushes sent messages, for a moment
         self._zap = None
-        if remote and self._curve is not None:
-            self._zap = ZapHandler(context, self._curve.admitted, self.counters)
+        if remote and self.curve is not None:
+            self._zap = ZapHandler(context, self.curve.admitted, self.counters)
             resources.callback(self._zap.close)
             self._poller.register(self._zap.socket, zmq.POLLIN)
-        self._routers = Routers(context, self.counters, self._admit_uids)
+        self._routers = Routers(context, self.counters, self.admit_uids)
         resources.callback(self._routers.close)
         for endpoint in self._endpoints:
-            self._poller.register(self._routers.open(endpoint, self._curve), zmq.POLLIN)
-        gate = Gate(self._files.show if self._files else None, self.counters, self._admit_readers)
+            self._poller.register(self._routers.open(endpoint, self.curve), zmq.POLLIN)
+        gate = Gate(self._files.show if self._files else None, self.counters, self.admit_readers)
         resources.callback(gate.close)
         self._calls = InFlight(
-            self._served.handlers,
+            self.served.handlers,
             self._routers,
-            workers=self._workers,
+            workers=self.workers,
             wake=self._wakeup.signal,
             counters=self.counters,
             took=self._took,
@@ -239,7 +230,7 @@ class MessageServer:
     def _round(self, until: float) -> None:
         """Wait for the first event and handle a bounded amount of everything."""
         calls, liveness = self._calls, self._liveness
-        wake_at = min(self._next_tick, calls.next_deadline() or math.inf, self._served.next_at(), until)
+        wake_at = min(self._next_tick, calls.next_deadline() or math.inf, self.served.next_at(), until)
         wait_s = 0.0 if calls.has_results else max(wake_at - self._clock(), 0.0)
         ready = dict(self._poller.poll(math.ceil(wait_s * 1000)))
         if self._wakeup.fd in ready:
@@ -249,8 +240,8 @@ class MessageServer:
         if liveness is not None and liveness.fileno() in ready:
             for session in liveness.serve():
                 self._end(session)
-        if self._served.next_at() <= self._clock():
-            self._served.on_time()
+        if self.served.next_at() <= self._clock():
+            self.served.on_time()
         calls.collect()
         for router in self._routers.sockets:
             if router in ready:
@@ -258,7 +249,7 @@ class MessageServer:
         now = self._clock()
         calls.expire(now)
         if now >= self._next_tick:
-            self._next_tick = now + self._tick_s
+            self._next_tick = now + self.tick_s
             self._tick(now)
 
     def _receive(self, router: Socket) -> None:
@@ -278,7 +269,7 @@ class MessageServer:
             logger.warning("session %d of %s was silent for too long", session.session_id, session.name)
             self._end(session)
         try:
-            self._served.on_tick()
+            self.served.on_tick()
             self._tick_failing = False
         except Exception:
             self.counters["tick_errors"] += 1
@@ -363,7 +354,7 @@ class MessageServer:
         if envelope.buffers:
             raise MalformedFrames(f"{len(envelope.buffers)} buffers", where="HELLO", available="none")
         hello = decode(envelope.payload, Hello, where="HELLO")
-        version = negotiate(hello, self._served.hasher_fingerprint)
+        version = negotiate(hello, self.served.hasher_fingerprint)
         lost = self._table.by_token(hello.replaces)
         returns = bool(hello.replaces) and not self._table.was_opened(hello.replaces)
         # A local session ends with its liveness socket only: until then its process may still write into the arena.
@@ -384,7 +375,7 @@ class MessageServer:
         welcomed = False
         try:
             reply = msgspec.structs.replace(
-                self._served.welcome(hello, session, version, returns),
+                self.served.welcome(hello, session, version, returns),
                 session=session.token,
                 version=version,
                 liveness=liveness,
@@ -420,6 +411,6 @@ class MessageServer:
         session.local = False
         self._calls.end_session(session)
         try:
-            self._served.on_session_end(session)
+            self.served.on_session_end(session)
         except Exception:
             logger.exception("ending session %d of %s failed", session.session_id, session.name)

@@ -88,6 +88,8 @@ class SessionTable:
         self._remote = 0
         self._by_identity: dict[bytes, ClientSession] = {}
         self._by_token: dict[bytes, ClientSession] = {}
+        # Return a session, None for an unknown routing id or token.
+        self.by_identity, self.by_token = self._by_identity.get, self._by_token.get
         # Tokens of sessions that have ended, the latest `max_sessions`.
         self._ended: dict[bytes, None] = {}
 
@@ -131,12 +133,6 @@ class SessionTable:
         self._bind(identity, session)
         self.touch(session)
         return session
-
-    def by_identity(self, identity: bytes) -> ClientSession | None:
-        return self._by_identity.get(identity)
-
-    def by_token(self, token: bytes) -> ClientSession | None:
-        return self._by_token.get(token)
 
     def was_opened(self, token: bytes) -> bool:
         """Whether a session of this table has or had the token, as far as is remembered."""
@@ -206,24 +202,20 @@ def peer_process(sock: socket.socket) -> int | None:
         return None
 
 
+@dataclass(eq=False, repr=False)
 class LivenessServer:
     """Listens at `path`, to processes of this user and of `admit_uids`. `find` returns the session of a token; sessions
     become `local` when their socket is admitted. `arena_for(session id)` returns a descriptor, which is closed here.
     Driven by the serving loop through one pollable descriptor (`fileno`); nothing here blocks."""
 
-    def __init__(
-        self,
-        path: str,
-        *,
-        arena_for: Callable[[int], int] | None,
-        find: Callable[[bytes], ClientSession | None],
-        counters: dict[str, int],
-        admit_uids: Collection[int] = (),
-    ) -> None:
-        self._admitted = {os.geteuid(), *admit_uids}
-        self._arena_for = arena_for
-        self._find = find
-        self._counters = counters
+    path: str
+    arena_for: Callable[[int], int] | None
+    find: Callable[[bytes], ClientSession | None]
+    counters: dict[str, int]
+    admit_uids: Collection[int] = ()
+
+    def __post_init__(self) -> None:
+        self._admitted = {os.geteuid(), *self.admit_uids}
         # Connections that have not sent their token, by descriptor, with their deadlines.
         self._half_open: dict[int, tuple[socket.socket, float]] = {}
         # Sessions and their sockets, by the socket's descriptor and by the pidfd of its process.
@@ -234,8 +226,8 @@ class LivenessServer:
         close_after_fork(self)
         try:
             self._listener.setblocking(False)
-            with socket_umask(shared=bool(admit_uids)):
-                self._listener.bind(path)
+            with socket_umask(shared=bool(self.admit_uids)):
+                self._listener.bind(self.path)
             self._listener.listen(BACKLOG)
             self._listen()
         except OSError:
@@ -334,7 +326,7 @@ class LivenessServer:
     def _hear(self, sock: socket.socket) -> None:
         """Take the token, which comes in one piece, and admit the client."""
         try:
-            session = self._find(sock.recv(TOKEN_BYTES + 1))
+            session = self.find(sock.recv(TOKEN_BYTES + 1))
         except BlockingIOError:
             return
         except OSError:
@@ -364,17 +356,17 @@ class LivenessServer:
 
     def _answer(self, sock: socket.socket, session: ClientSession) -> None:
         """Raise `OSError`, also where the process of the client has ended."""
-        if self._arena_for is None:
+        if self.arena_for is None:
             sock.send(WITHOUT_ARENA)
             return
-        arena = self._arena_for(session.session_id)
+        arena = self.arena_for(session.session_id)
         try:
             socket.send_fds(sock, [WITH_ARENA], [arena])
         finally:
             os.close(arena)
 
     def _refuse(self, sock: socket.socket) -> None:
-        self._counters["liveness_refused"] += 1
+        self.counters["liveness_refused"] += 1
         self._half_open.pop(sock.fileno(), None)
         self._hang_up(sock)
 

@@ -98,10 +98,6 @@ class Start(msgspec.Struct, frozen=True, array_like=True):
     tenants: tuple[str, ...] = ()
 
 
-def state_word(kind: int, tenant: int, serial: int) -> int:
-    return serial << 24 | tenant << 8 | kind
-
-
 def pack_blob(value: msgspec.Struct, room: int) -> bytes:
     """Return the bytes of a blob. Raises `ValueError` if there is no room for it."""
     packed = msgspec.msgpack.encode(value)
@@ -450,7 +446,7 @@ class Journal:
             at = SLOTS_AT + slot * SLOT_BYTES + 8
             memory[at : at + SLOT.size] = body
             SLOT_TAIL.pack_into(memory, at + SLOT.size, 0.0, xxhash.xxh3_64_intdigest(body, serial << 16 | tenant), 0)
-            words[_FIRST_WORD + slot * SLOT_WORDS] = state_word(RESERVED, tenant, serial)
+            words[_FIRST_WORD + slot * SLOT_WORDS] = serial << 24 | tenant << 8 | RESERVED
             slots.append(slot)
         self._serial = serial
         return slots

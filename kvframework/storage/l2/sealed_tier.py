@@ -228,7 +228,7 @@ class L2Store(TierCalls):
         asked = [key for key, absent in zip(keys, lacked, strict=True) if not absent]
         if not asked:
             return [False] * len(keys)
-        outcomes = self._ask("contains", asked, lambda at: self._tier.contains(asked, deadline=at))
+        outcomes = self._ask("contains", asked, partial(self._tier.contains, asked))
         self.count(misses=outcomes.count(Outcome.MISSING))
         for key, outcome in zip(asked, outcomes, strict=True):
             if outcome is Outcome.DAMAGED:
@@ -254,9 +254,7 @@ class L2Store(TierCalls):
         outcomes = self._ask("get_into", keys, receive)
         if Outcome.FAILED in outcomes:
             self.read_trouble = self._clock(), "a value could not be read"
-        good = []
-        for key, header, view, outcome in zip(keys, headers, ranges, outcomes, strict=True):
-            good.append(self._open(key, header, view, outcome))
+        good = list(map(self._open, keys, headers, ranges, outcomes))
         read = [self._stands_for(key, view.nbytes) for key, view, ok in zip(keys, ranges, good, strict=True) if ok]
         self.count(hits=len(read), bytes_read=sum(read))
         if len(read) < len(keys):
@@ -277,7 +275,7 @@ class L2Store(TierCalls):
         self.on_sealed(plain)
         self._make_space(keys, parts)
         try:
-            outcomes = self._each("put", keys, lambda at: self._tier.put(keys, parts, deadline=at))
+            outcomes = self._each("put", keys, partial(self._tier.put, keys, parts))
         finally:
             # A call that failed may have written.
             with self._lock:
@@ -297,12 +295,9 @@ class L2Store(TierCalls):
         deleted: list[PackedKey] = []
         for first in range(0, len(keys), DELETE_AT_ONCE):
             part = keys[first : first + DELETE_AT_ONCE]
-            outcomes = self._each("delete", part, partial(self._delete, part))
+            outcomes = self._each("delete", part, partial(self._tier.delete, part))
             deleted += [key for key, outcome in zip(part, outcomes, strict=True) if outcome is Outcome.DELETED]
         return deleted
-
-    def _delete(self, keys: Sequence[PackedKey], deadline: float) -> list[Outcome]:
-        return self._tier.delete(keys, deadline=deadline)
 
     def touch(self, keys: Sequence[PackedKey]) -> None:
         self.call("touch", lambda at: self._tier.touch(keys, deadline=at))
@@ -448,7 +443,7 @@ class L2Store(TierCalls):
         self._usage = self.call("usage", lambda at: self._tier.usage(deadline=at))
         return self._usage
 
-    def _ask(self, name: str, keys: Sequence[PackedKey], operation: Callable[[float], list[R]]) -> list[R]:
+    def _ask(self, name: str, keys: Sequence[PackedKey], operation: Callable[..., list[R]]) -> list[R]:
         """Call a reading operation like `_each`, and remember what is missing."""
         writes = self._absences.writes
         outcomes = self._each(name, keys, operation)
@@ -457,9 +452,9 @@ class L2Store(TierCalls):
             self._absences.answered(missing, writes, self._clock())
         return outcomes
 
-    def _each(self, name: str, keys: Sequence[PackedKey], operation: Callable[[float], list[R]]) -> list[R]:
+    def _each(self, name: str, keys: Sequence[PackedKey], operation: Callable[..., list[R]]) -> list[R]:
         def checked(deadline: float) -> list[R]:
-            outcomes = operation(deadline)
+            outcomes = operation(deadline=deadline)
             if len(outcomes) != len(keys):
                 raise TierError(f"the tier answered {len(outcomes)} outcomes for {len(keys)} keys", where=self.name)
             return outcomes

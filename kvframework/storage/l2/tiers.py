@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
 
 from kvframework.api.keys import PackedKey
 from kvframework.api.layout import MemoryLayoutDesc
@@ -20,7 +19,7 @@ from kvframework.record_ring import NO_RECORDS, RecordRing
 from kvframework.storage.l1.entries import NO_CLIENT
 from kvframework.storage.l1.leases import NO_PROMPT, PromptPart
 from kvframework.storage.l2.loading import Loader, LoadTask, Located
-from kvframework.storage.l2.prefetch import Prefetcher
+from kvframework.storage.l2.prefetch import Prefetcher, TierLoads
 from kvframework.storage.l2.sealed_tier import L1, L2Store, Watermarks
 from kvframework.storage.l2.writer import AttachedTier, TierWriter
 from kvframework.storage.namespaces import NamespaceRecords
@@ -29,23 +28,8 @@ log = logging.getLogger(__name__)
 
 # It blocks as long as the tier does, and runs to completion.
 Work = Callable[[], object]
-
-
-class Controller(Protocol):
-    """A source of work for threads. `changed` is notified whenever there may be work, and when `closing` turns True."""
-
-    name: str
-    changed: threading.Condition
-
-    @property
-    def closing(self) -> bool:
-        """Whether threads without work should end."""
-
-    def wait_s(self) -> float:
-        """Return the seconds until there is work; infinite if that depends on others."""
-
-    def poll(self) -> Work | None:
-        """Return the next unit of work, None when idle."""
+# A source of work for threads. Its `changed` is notified whenever there may be work, and when `closing` turns True.
+Controller = TierWriter | TierLoads
 
 
 def _drive(controller: Controller) -> None:
@@ -165,7 +149,7 @@ class Tiers:
         return task if self._prefetcher.submit(task, on_done) else None
 
     def submit_record_task(self, namespace: bytes, on_done: Callable[[], None]) -> bool:
-        """Read a namespace's record from L2 and add it to the records; `on_done` runs in a storage thread."""
+        """See `Prefetcher.submit_record`."""
         return self._prefetcher.submit_record(namespace, on_done)
 
     @property

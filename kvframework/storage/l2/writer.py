@@ -95,11 +95,8 @@ MAX_REFUSALS = 3
 REFUSED_PAUSE_S = 0.5
 
 
-class Batch:
-    """The keys that one writer has taken, in their order."""
-
-    def __init__(self, keys: Sequence[PackedKey]) -> None:
-        self.keys = keys
+# The keys that one writer has taken, in their order. Two batches are one only if they are the same list.
+Batch = list[PackedKey]
 
 
 class WriteQueue:
@@ -168,15 +165,14 @@ class WriteQueue:
         for key in [key for key, due in self._refused.items() if due <= now]:
             del self._refused[key]
             self._waiting[key] = None
-        keys: list[PackedKey] = []
+        batch: Batch = []
         most = min(self._at_once, -(-len(self._waiting) // self._writers))
         for key in self._waiting:
             most = min(most, self._most.get(key, most))
-            if len(keys) >= most:
+            if len(batch) >= most:
                 break
-            keys.append(key)
-        batch = Batch(keys)
-        for key in keys:
+            batch.append(key)
+        for key in batch:
             del self._waiting[key]
             self._sending[key] = batch
         return batch
@@ -292,11 +288,7 @@ class TierWriter:
     One or several storage threads (`tiers.py`) drive it, each with its own batch."""
 
     def __init__(
-        self,
-        l1: L1,
-        tier: AttachedTier,
-        records: NamespaceRecords,
-        clock: Callable[[], float] = time.monotonic,
+        self, l1: L1, tier: AttachedTier, records: NamespaceRecords, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.store = store = tier.store
         self.name = f"writer-{store.name}"
@@ -433,7 +425,7 @@ class TierWriter:
     def _send_batch(self, batch: Batch) -> None:
         pinned: dict[PackedKey, StoredObject] = {}
         try:
-            pinned = {stored.key: stored for stored in self._l1.pin_present(batch.keys)}
+            pinned = {stored.key: stored for stored in self._l1.pin_present(batch)}
             with self.changed:
                 mine = set(self._queue.found(batch, list(pinned)))
             self._l1.release([pinned.pop(key) for key in [*pinned] if key not in mine])

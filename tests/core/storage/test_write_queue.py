@@ -61,13 +61,13 @@ class Writers(RuleBasedStateMachine):
     @rule()
     def take(self) -> None:
         self.taken.append(self.queue.take(self.now))
-        assert len(self.taken[-1].keys) <= BATCH_OBJECTS
+        assert len(self.taken[-1]) <= BATCH_OBJECTS
 
     @precondition(lambda self: self.taken)
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
         batch = self.taken.pop(data.draw(st.integers(0, len(self.taken) - 1)))
-        self.sending.append((batch, self.queue.found(batch, [key for key in batch.keys if key in self.here])))
+        self.sending.append((batch, self.queue.found(batch, [key for key in batch if key in self.here])))
 
     @precondition(lambda self: self.sending)
     @rule(data=st.data(), stored=st.lists(st.booleans(), min_size=BATCH_OBJECTS, max_size=BATCH_OBJECTS))
@@ -104,7 +104,7 @@ class Writers(RuleBasedStateMachine):
         for _ in range(1000):
             self.now += 1.0
             batch = self.queue.take(self.now)
-            keys = self.queue.found(batch, [key for key in batch.keys if key in self.here])
+            keys = self.queue.found(batch, [key for key in batch if key in self.here])
             self.queue.answered(keys, [True] * len(keys), self.now)
             self.queue.put_back(batch)
         assert not self.queue.pending, "everything comes to its end"
@@ -131,7 +131,7 @@ def test_an_object_that_another_batch_was_refused_waits_for_its_own_time() -> No
     assert queue.found(first, [K[1]]) == []
     queue.put_back(first)
     assert queue.pending == 1
-    assert queue.take(1.0).keys == [K[1]]
+    assert queue.take(1.0) == [K[1]]
 
 
 def test_an_object_that_was_dropped_is_not_sent_by_the_batch_that_took_it_before() -> None:
