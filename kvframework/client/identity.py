@@ -146,11 +146,9 @@ def model_files(
 
 
 class FileState(NamedTuple):
-    """The state of a file that changes with its content. `place` names the resolved path; times are nanoseconds.
-
-    The ctime cannot be set back as the mtime can. Writes through a shared mapping change the times later than the
-    content, and not at all on tmpfs: they are not seen.
-    """
+    """The state of a file that changes with its content. `place` names the resolved path; times are nanoseconds. The
+    ctime cannot be set back as the mtime can. Writes through a shared mapping change the times later than the content,
+    and not at all on tmpfs: they are not seen."""
 
     place: str
     inode: int

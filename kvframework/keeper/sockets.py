@@ -1,7 +1,5 @@
-"""The place of a `kvframework hold`: its lock, its signals, and the socket at which it hears its servers and callers.
-
-A server sends the words of systemd (`keeper/sd_notify.py`), a caller a JSON object with a descriptor for the reply.
-"""
+"""The place of a `kvframework hold`: its lock, its signals, and the socket at which it hears its servers and callers. A
+server sends the words of systemd (`keeper/sd_notify.py`), a caller a JSON object with a descriptor for the reply."""
 
 from __future__ import annotations
 

@@ -125,11 +125,9 @@ def _become(command: Sequence[str], environ: Mapping[str, str], kept: Mapping[st
 
 
 class FdStoreSupervisor:
-    """Keeps one server running until SIGINT or SIGTERM, and what it stores until then.
-
-    `command` starts a server; with `TAKEOVER` as a further argument, one that takes over from another. `base` is the
-    path that the sockets' names begin with, in an existing directory where no other user may write.
-    """
+    """Keeps one server running until SIGINT or SIGTERM, and what it stores until then. `command` starts a server; with
+    `TAKEOVER` as a further argument, one that takes over from another. `base` is the path that the sockets' names begin
+    with, in an existing directory where no other user may write."""
 
     def __init__(self, command: Sequence[str], base: str, lines: Lines) -> None:
         self._command, self._base, self._log = command, base, lines

@@ -125,6 +125,7 @@ class SharedDealer:
         self._leading = threading.RLock()  # reentrant, since it knows its owner, see `follow`
         self._leader: int | None = None
         self._interrupt = Wakeup()
+        self.interrupt = self._interrupt.signal  # makes the leader, if there is one, check again
         self._closed = False
 
     def send(self, frames: Sequence[Any]) -> None:
@@ -183,10 +184,6 @@ class SharedDealer:
         poller.register(self._fd, zmq.POLLIN)
         poller.register(self._interrupt.fd, zmq.POLLIN)
         return poller
-
-    def interrupt(self) -> None:
-        """Make the leader, if there is one, check again."""
-        self._interrupt.signal()
 
     def close(self) -> None:
         """Close the socket; nothing is received afterwards. Interrupts the leader and waits for it: not for it."""

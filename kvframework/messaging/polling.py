@@ -69,11 +69,9 @@ class Deadlines(Generic[K]):
 
 
 class Wakeup:
-    """An eventfd: `signal()` makes `fd` readable until `drain()`. A signal's handler may use it.
-
-    The owner closes it: an object of a reference cycle, or of a traceback that is kept, would hold the descriptor until
-    the garbage collector runs, which an engine may have switched off.
-    """
+    """An eventfd: `signal()` makes `fd` readable until `drain()`. A signal's handler may use it. The owner closes it:
+    an object of a reference cycle, or of a traceback that is kept, would hold the descriptor until the garbage
+    collector runs, which an engine may have switched off."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()

@@ -1,7 +1,5 @@
-"""`CacheService`: the contexts registry, key resolution and all request handlers of the core, wired together.
-
-Made by `kvframework.server`; its handlers run on the serving thread unless they are pooled.
-"""
+"""`CacheService`: the contexts registry, key resolution and all request handlers of the core, wired together. Made by
+`kvframework.server`; its handlers run on the serving thread unless they are pooled."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ from kvframework.api.requests import (
     PrefetchTask,
     Select,
 )
-from kvframework.api.transport import ServerContext, ServerTransport
+from kvframework.api.transport import ServerTransport
 from kvframework.bounded_calls import call_within
 from kvframework.config.schema import LEAST_CHUNK, MOST_CHUNK, ServerConfig, TenantConfig
 from kvframework.errors import NotRegistered, RequestError
@@ -95,6 +93,7 @@ class CacheService(CacheServices):
             self.contexts, storage.records, transports, layouts, self.chunk_size, self._least_chunk, hasher.fingerprint
         )
         requests = self._request_log = RequestLog(storage.clock, self._tenants, self._listeners.ring)
+        self.start = requests.start
         self.finished = FinishedRequests(self.boot_id, requests)
         grants = Grants(self.contexts, storage, requests)
         lookups = self.lookups = Lookups(
@@ -217,9 +216,6 @@ class CacheService(CacheServices):
         least = math.lcm(LEAST_CHUNK, self._listeners.block_tokens)
         return 0 if self._config.chunk_size or least > self.chunk_size else least
 
-    def start(self) -> None:
-        self._request_log.start()
-
     def stop(self) -> None:
         """Have sessions end with the server, not with their clients, and hold no answer back. From any thread."""
         self._stopping = self.lookups.waits.closing = True
@@ -256,11 +252,9 @@ class CacheService(CacheServices):
                 log.warning("in the last %.0f s: %s", EVERY_S, grown)
 
     def close(self, by: float | None = None, *, process_ends: bool = False) -> None:
-        """Close contexts, transports and storage, after the last request. Errors of a transport are logged.
-
-        With `by`, of the monotonic clock, everything has ended by then or is left to the end of the process, and
-        pending writes to L2 get the remaining time; without it, L2 gets no time. See `StorageManager.close`.
-        """
+        """Close contexts, transports and storage, after the last request. Errors of a transport are logged. With `by`,
+        of the monotonic clock, everything has ended by then or is left to the end of the process, and pending writes to
+        L2 get the remaining time; without it, L2 gets no time. See `StorageManager.close`."""
         self._request_log.stop()
         contexts = list(self.contexts.values())
         self.contexts.clear()
@@ -360,14 +354,10 @@ class CacheService(CacheServices):
 
 
 def _close_transport(name: str, transport: ServerTransport, contexts: Sequence[RegisteredContext]) -> None:
-    for context in contexts:
-        if context.transport == name and context.memory is not None:
-            _close(context.memory, f"instance {context.instance_id}")
-    _close(transport, f"transport {name}")
-
-
-def _close(part: ServerContext | ServerTransport, what: str) -> None:
-    try:
-        part.close()
-    except Exception:
-        log.exception("closing %s failed", what)
+    own = {f"instance {each.instance_id}": each.memory for each in contexts if each.transport == name}
+    for what, part in {**own, f"transport {name}": transport}.items():
+        try:
+            if part is not None:
+                part.close()
+        except Exception:
+            log.exception("closing %s failed", what)

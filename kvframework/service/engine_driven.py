@@ -1,7 +1,5 @@
-"""The engine-driven path: PREPARE_STORE / COMMIT_STORE / ABORT and PREPARE_RETRIEVE / COMMIT_RETRIEVE.
-
-Runs on the serving thread, which never copies the bytes: the client writes and reads the arena itself.
-"""
+"""The engine-driven path: PREPARE_STORE / COMMIT_STORE / ABORT and PREPARE_RETRIEVE / COMMIT_RETRIEVE. Runs on the
+serving thread, which never copies the bytes: the client writes and reads the arena itself."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The problems in a status document: current ones, and the counters of failures. Pure.
-
-The document, the log, `kvframework status` and docs/operations.md use the same names.
-"""
+"""The problems in a status document: current ones, and the counters of failures. Pure. The document, the log,
+`kvframework status` and docs/operations.md use the same names."""
 
 from __future__ import annotations
 

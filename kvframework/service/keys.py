@@ -202,9 +202,7 @@ class KeyGrid:
 
     def stored(self, first_chunks: Sequence[int]) -> list[int]:
         """Return the indices into `flat` of the objects that a store writes, without the first chunks of each row.
-
-        Raises `BadRange` if a group of full attention, which needs every chunk, would lack any.
-        """
+        Raises `BadRange` if a group of full attention, which needs every chunk, would lack any."""
         if not first_chunks:
             return list(range(len(self.flat)))
         most = [self.chunks if group.window else 0 for group in self.row_groups]
@@ -245,10 +243,8 @@ class KeyResolver:
         ]
 
     def resolve(self, key: CacheKey, desc: MemoryLayoutDesc, ranks: Sequence[int] = ()) -> KeyGrid:
-        """Return the objects that a checked `key` names for `ranks`; (): its rank or, without one, all.
-
-        Raises `BadRange` if start, end, content and chunk size do not fit each other, `MessageTooLarge` beyond bounds.
-        """
+        """Return the objects that a checked `key` names for `ranks`; (): its rank or, without one, all. Raises
+        `BadRange` if start, end, content and chunk size do not fit each other, `MessageTooLarge` beyond bounds."""
         chunk = desc.chunk_tokens
         if key.start % chunk or key.end % chunk:
             raise BadRange(
@@ -327,11 +323,8 @@ def _used(rows: Sequence[Sequence[T | None]], windows: Sequence[int], chunks: in
 
 
 def check_key(key: CacheKey) -> None:
-    """Check a key as far as possible without its namespace; called once per request.
-
-    Raises `NamespaceMismatch` for a malformed namespace or rank, `BadRange` for a range without tokens,
-    `MessageTooLarge` beyond the bounds.
-    """
+    """Check a key as far as possible without its namespace; called once per request. Raises `NamespaceMismatch` for a
+    malformed namespace or rank, `BadRange` for a range without tokens, `MessageTooLarge` beyond the bounds."""
     if len(key.namespace) != NAMESPACE_BYTES:
         raise NamespaceMismatch(f"the namespace has {len(key.namespace)} bytes", available=f"{NAMESPACE_BYTES} bytes")
     if not 1 <= key.world_size <= MAX_WORLD_SIZE:

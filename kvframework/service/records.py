@@ -1,7 +1,5 @@
-"""Requests from their receipt to their record: LOOKUPs, and STOREs and RETRIEVEs, whichever way their bytes take.
-
-A request leaves one frozen record, made at its end. Those who count read it off the serving thread.
-"""
+"""Requests from their receipt to their record: LOOKUPs, and STOREs and RETRIEVEs, whichever way their bytes take. A
+request leaves one frozen record, made at its end. Those who count read it off the serving thread."""
 
 from __future__ import annotations
 
@@ -86,6 +84,7 @@ class RequestLog:
         self._counting = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvf-records", daemon=True)
+        self.start = self._thread.start  # counts in the background until `stop`
 
     def begun(self, request: str, client: ClientInfo, key: CacheKey, path: str) -> RequestRecord:
         """Return what is known of the record of a request that begins now, at which `monotonic` is until its `end`."""
@@ -151,10 +150,6 @@ class RequestLog:
                 for listener in self.listeners:
                     listener(record)
             return bool(self._taken)
-
-    def start(self) -> None:
-        """Count in the background until `stop`."""
-        self._thread.start()
 
     def stop(self) -> None:
         """End the thread. Idempotent."""
@@ -264,6 +259,7 @@ class Transfers:
         self.begun = self.requests.begun
         self._ring = self.requests.ring
         self._under_way: dict[str, Transfer] = {}
+        self.under = self._under_way.get  # a lease's transfer, None if there is none
 
     def grid(self, context: RegisteredContext, key: CacheKey, groups: Sequence[KeyGroup] = ()) -> KeyGrid:
         """Return the objects that the key names: of one rank, or of the shards that the instance holds, or those of
@@ -365,9 +361,6 @@ class Transfers:
             self._under_way[plan.lease] = plan.transfer
             if len(self._under_way) > MAX_UNDER_WAY:
                 del self._under_way[next(iter(self._under_way))]
-
-    def under(self, lease: str) -> Transfer | None:
-        return self._under_way.get(lease)
 
     def lapsed(self, lease: str, owner: int) -> bool:
         """Whether the pins of a client's transfer under way have lapsed, as L1 does not know their lease any more."""

@@ -43,9 +43,7 @@ log = logging.getLogger(__name__)
 def layer_order(layout: KVLayout) -> bytes:
     """Return b"" for layers that follow each other in the natural order of their names, group after group, and for
     layers without names; else `LAYER_ORDER_BYTES` bytes that are equal for equal orders only, whatever the names.
-
-    BLAKE2b over the JSON of each group's layers as positions in the natural order of all names.
-    """
+    BLAKE2b over the JSON of each group's layers as positions in the natural order of all names."""
     names = {name for group in layout.groups for name in group.layer_names}
     position = {name: number for number, name in enumerate(sorted(names, key=natural))}
     order = [[position[name] for name in group.layer_names] for group in layout.groups]

@@ -78,10 +78,8 @@ def unseal(
     header: Buffer, key: PackedKey, place: memoryview, *, received: int, layout: bytes = UNKNOWN_LAYOUT
 ) -> tuple[str, memoryview]:
     """Return the codec's name, and the beginning of `place` that holds the packed bytes. `received` bytes of the value
-    were read into header and place together; bytes behind them are from earlier use.
-
-    `place` is as long as the object; no packed form is longer. Raises `Damaged`.
-    """
+    were read into header and place together; bytes behind them are from earlier use. `place` is as long as the object;
+    no packed form is longer. Raises `Damaged`."""
     if memoryview(header).nbytes != HEADER_BYTES or received < HEADER_BYTES:
         raise Damaged("no envelope")
     fields = bytes(header)[: _FIELDS.size]
@@ -202,9 +200,7 @@ class NamespaceRecords:
 
     def add(self, namespace: bytes, record: NamespaceRecord, *, learned: bool = False) -> None:
         """Add a record. Raises `NamespaceMismatch` for another meaning of a known one, `RequestError` for a long one.
-
-        `learned` means that the record came from L2, where any client may write: a registration overrides it.
-        """
+        `learned` means that the record came from L2, where any client may write: a registration overrides it."""
         with self._lock:
             known = self._records.get(namespace)
             doubtful = namespace in self._learned

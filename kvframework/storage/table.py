@@ -285,6 +285,7 @@ class Table(ObjectTable):
 
     @locked
     def status(self) -> dict[str, object]:
+        check = self.verification
         return {
             "capacity_bytes": self.capacity,
             "ready_bytes": self.allocator.limit,
@@ -298,7 +299,7 @@ class Table(ObjectTable):
             "write_leases": self.write_leases,
             "pin_leases": self.pin_leases,
             "evictions": self.evictions,
-            "recovered": {**self._recovered, **self.verification.status()},
+            "recovered": {**self._recovered, "verified": check.verified, "damaged": check.damaged},
             "journal_bytes": self._journal.nbytes if self._journal is not None else 0,
             **self._statistics.status(),
             "counters": {
@@ -411,9 +412,7 @@ class Verification:
         self._stop = threading.Event()
         self.verified = self.damaged = 0
         self._thread = threading.Thread(target=self._run, name="kvf-verification", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
+        self.start = self._thread.start
 
     def stop(self, timeout_s: float) -> bool:
         """End the check after the object that is read; return False if it has not ended by then."""
@@ -421,9 +420,6 @@ class Verification:
         if self._thread.ident is not None:
             self._thread.join(max(timeout_s, 0.0))
         return not self._thread.is_alive()
-
-    def status(self) -> dict[str, int]:
-        return {"verified": self.verified, "damaged": self.damaged}
 
     def _run(self) -> None:
         for first in range(0, len(self._known), VERIFY_AT_ONCE):

@@ -55,10 +55,8 @@ def join(request_id: int, type_name: str, payload: Message, buffers: Sequence[Bu
 
 
 def split(frames: Sequence[Buffer]) -> Envelope:
-    """Split a message, without the routing id, into its parts.
-
-    Raises `MalformedFrames` for a wrong number, size or order of frames and `MessageTooLarge` beyond the bounds.
-    """
+    """Split a message, without the routing id, into its parts. Raises `MalformedFrames` for a wrong number, size or
+    order of frames and `MessageTooLarge` beyond the bounds."""
     if len(frames) < 3:
         raise MalformedFrames(f"{len(frames)} frames", available="request id, type, payload, then buffers")
     if len(frames) - 3 > MAX_BUFFERS:

@@ -254,8 +254,13 @@ class Connection:
             hello = msgspec.structs.replace(self.hello, session=self.hello.replaces, replaces=b"")
             try:
                 need(descriptors=FOR_A_CONNECTION)
-                dealer, _ = self._dial(hello, lambda: not control.alive, BULK)
-                self._bulk = _linked(dealer, control.boot_id)
+                with contextlib.ExitStack() as undo:
+                    dealer, _ = self._dial(hello, lambda: not control.alive, BULK)
+                    undo.callback(dealer.close, 0)
+                    bulk = Link(dealer, None, control.boot_id, Watch(_BULK_PING_S, _BULK_PING_S, time.monotonic()))
+                    bulk.start()
+                    undo.pop_all()
+                self._bulk = bulk
             except Exception as error:
                 failure = error if isinstance(error, KVFrameworkError) else as_out_of_resources(error)
                 if failure is None:
@@ -427,17 +432,6 @@ def make_context() -> zmq.Context[Any]:
         context.destroy(0)
         raise
     return context
-
-
-def _linked(dealer: frames_io.Socket, boot_id: bytes) -> Link:
-    """Return a running link for the bulk of a session."""
-    try:
-        link = Link(dealer, None, boot_id, Watch(_BULK_PING_S, _BULK_PING_S, time.monotonic()))
-        link.start()
-    except BaseException:
-        dealer.close(0)
-        raise
-    return link
 
 
 def _accepted(dealer: frames_io.Socket, envelope: Envelope, hello: Hello) -> HelloReply:

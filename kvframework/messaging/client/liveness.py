@@ -98,10 +98,8 @@ class Watch:
 
 class Reports:
     """What the PINGs of a client's sessions carry: losses, and tickets to free. Safe in threads and signal handlers.
-
     Losses are failed calls by error code and kind. A PING has the totals of its session, unless an answered one had the
-    same: a repeated one counts once. Tickets go along with a LOOKUP or a PING, and end with the session.
-    """
+    same: a repeated one counts once. Tickets go along with a LOOKUP or a PING, and end with the session."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -153,10 +151,8 @@ class Reports:
 
 
 class LivenessLink:
-    """A connected liveness socket. Poll `fd` for reading: it becomes readable only at the server's end.
-
-    A forked child closes its copy by itself, so the server sees the end of the process that connected.
-    """
+    """A connected liveness socket. Poll `fd` for reading: it becomes readable only at the server's end. A forked child
+    closes its copy by itself, so the server sees the end of the process that connected."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock

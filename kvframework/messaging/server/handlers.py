@@ -1,7 +1,5 @@
-"""The calls in flight: from a decoded message to its answer, whatever happens to its handler.
-
-Runs on the serving thread; pooled handlers run in worker threads and return their results through a queue.
-"""
+"""The calls in flight: from a decoded message to its answer, whatever happens to its handler. Runs on the serving
+thread; pooled handlers run in worker threads and return their results through a queue."""
 
 from __future__ import annotations
 

@@ -374,9 +374,7 @@ class Gate:
         self._ended = threading.Event()
         self._failing = False
         self._thread = threading.Thread(target=self._run, name="kvf-gate", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
+        self.start = self._thread.start
 
     def close(self) -> None:
         """End the thread. Blocks until it has ended. Idempotent."""

@@ -86,11 +86,9 @@ class Tenant(NamedTuple):
 
 
 class Tenants:
-    """See the module. `policy` is that of tenant 0; `used` has the bytes of each tenant.
-
-    A policy must not be called while its victims are walked, so the objects of one STORE leave first, and the policies
-    learn of all of them afterwards, by `report_removals`.
-    """
+    """See the module. `policy` is that of tenant 0; `used` has the bytes of each tenant. A policy must not be called
+    while its victims are walked, so the objects of one STORE leave first, and the policies learn of all of them
+    afterwards, by `report_removals`."""
 
     def __init__(self, policy: EvictionPolicy, named: Sequence[Tenant] = ()) -> None:
         self.policies = (policy, *(tenant.policy for tenant in named))
@@ -297,10 +295,8 @@ def choose_window(
     spare: Sequence[int] | None = None,
 ) -> list[StoredObject]:
     """Return objects whose removal leaves `length` contiguous bytes free, a multiple of the alignment; [] for none.
-
     `victims` are the evictable objects, best first; the table must not change while this runs. `spare` has the bytes
-    that each tenant may lose, None if none has a bound; each victim alone fits in.
-    """
+    that each tenant may lose, None if none has a bound; each victim alone fits in."""
     first = next(victims, None)
     if first is None:
         return []

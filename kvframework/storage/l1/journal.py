@@ -280,12 +280,10 @@ def _gaps(ranges: list[tuple[int, int]], capacity: int) -> tuple[list[tuple[int,
     gaps = []
     end = 0
     for offset, length in ranges:
-        if offset != end:
-            if offset < end or offset % ALIGNMENT:
-                raise Cold("damaged", f"the range at byte {offset} of the arena")
-            gaps.append((end, offset - end))
-        if length <= 0:
+        if offset < end or offset % ALIGNMENT or length <= 0:
             raise Cold("damaged", f"the range at byte {offset} of the arena")
+        if offset > end:
+            gaps.append((end, offset - end))
         end = offset + rounded(length)
     if end > capacity:
         raise Cold("damaged", f"a range that ends at byte {end} of {capacity}")

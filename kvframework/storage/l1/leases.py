@@ -1,7 +1,5 @@
 """The lease book: write leases (ranges to fill) and pin leases (objects protected from eviction), by id and by owner.
-
-Pure bookkeeping: the object table decides what a lease's end means for objects and ranges.
-"""
+Pure bookkeeping: the object table decides what a lease's end means for objects and ranges."""
 
 from __future__ import annotations
 
@@ -131,6 +129,7 @@ class LeaseBook:
                 available=f"at most {MAX_LEASES_PER_OWNER} at once",
                 hint="commit, abort or free them",
             )
+        lease.id = f"{self._boot}-{next(self._count):x}"
         if isinstance(lease, PinLease):
             pinned = self._pinned[payer] + len(lease.objects)
             if payer != INTERNAL_OWNER and pinned > MAX_PINS_PER_OWNER:
@@ -140,8 +139,6 @@ class LeaseBook:
                     hint="free the tickets of requests that have ended",
                 )
             self._pinned[payer] = pinned
-        lease.id = f"{self._boot}-{next(self._count):x}"
-        if isinstance(lease, PinLease):
             self.pins[lease.id] = lease
             if lease.hit:
                 self._hits.setdefault(payer, {})[lease.id] = lease

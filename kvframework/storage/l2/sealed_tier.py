@@ -237,11 +237,9 @@ class L2Store(TierCalls):
         return [not absent and next(found) is Outcome.FOUND for absent in lacked]
 
     def get(self, keys: Sequence[PackedKey], ranges: Sequence[memoryview]) -> list[bool]:
-        """Fill each range from the tier; True where its bytes are verified as those that were stored.
-
-        Values are received straight into the ranges. Packed bytes are copied out once and unpacked into their place. A
-        value that is damaged, foreign or of another format is deleted and counted.
-        """
+        """Fill each range from the tier; True where its bytes are verified as those that were stored. Values are
+        received straight into the ranges. Packed bytes are copied out once and unpacked into their place. A value that
+        is damaged, foreign or of another format is deleted and counted."""
         headers = [bytearray(HEADER_BYTES) for _ in keys]
         parts = [[memoryview(header), view] for header, view in zip(headers, ranges, strict=True)]
 
