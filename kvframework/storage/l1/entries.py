@@ -116,7 +116,6 @@ class ObjectRows:
     def __init__(self) -> None:
         self._rows: dict[bytes, dict[bytes, StoredObject]] = {}
         self._at: dict[int, StoredObject] = {}
-        self.at = self._at.get  # the object that begins at a byte of the arena, else None
 
     def __len__(self) -> int:
         return len(self._at)
@@ -155,6 +154,10 @@ class ObjectRows:
 
     def still_here(self, objects: Iterable[StoredObject]) -> list[StoredObject]:
         return [stored for stored in objects if self.get(stored.key) is stored]
+
+    def at(self, offset: int) -> StoredObject | None:
+        """Return the object that begins at this byte of the arena."""
+        return self._at.get(offset)
 
     def row(self, prefix: bytes, digests: Sequence[bytes]) -> list[StoredObject | None]:
         """Return the objects of one row by their digests; `prefix` is the result of `key_prefix`."""

@@ -52,7 +52,7 @@ def serving_without(request: str, *settings: str) -> Iterator[Server]:
         raise UnknownRequest(f"there is no request {request!r}")
 
     with serving(*settings) as server:
-        handlers = server._messages._served.handlers
+        handlers = server._messages.served.handlers
         assert isinstance(handlers, dict)
         old = Handler(handlers[request].spec, refuse)  # type: ignore[arg-type]
         with mock.patch.dict(server._messages._calls._handlers, {request: old}):

@@ -173,4 +173,4 @@ def test_a_cancelled_load_ends_too(stored: Stored) -> None:
 
 def test_every_request_of_the_protocol_is_served() -> None:
     with serving() as server:
-        assert server._messages._served.handlers.keys() >= REQUESTS.keys() - {"HELLO", "GOODBYE"}
+        assert server._messages.served.handlers.keys() >= REQUESTS.keys() - {"HELLO", "GOODBYE"}
