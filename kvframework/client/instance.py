@@ -130,11 +130,9 @@ class Instance:
 
     def _choose_transport(self, where: str) -> None:
         """Register with the first transport that both sides have, in the server's order, and that accepts the engine's
-        memory; or with the one that is wanted by name.
-
-        Where a transport cannot move the engine's memory, or the server cannot open it, "auto" logs that and tries the
-        next. Raises `TransportMismatch` if none is left, else the error of the only one, or of the one by name.
-        """
+        memory; or with the one that is wanted by name. Where a transport cannot move the engine's memory, or the server
+        cannot open it, "auto" logs that and tries the next. Raises `TransportMismatch` if none is left, else the error
+        of the only one, or of the one by name."""
         client, wanted = self.client, self.identity.transport
         offered = client.hello.transports
         refused: list[str] = []

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -64,20 +64,17 @@ _PAUSE_S = 0.0005
 _END_S = 1.0
 
 
+@dataclass(eq=False, repr=False)
 class RequestLog:
     """The records of finished requests: `ring` hands them to those who read it, the listeners of plugins and, here, the
     server's own: each of `listeners` gets every record once, in the order of the ends. A handler that shows counts
     calls `count` first, so that no count lacks a request that was answered. From any thread."""
 
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.monotonic,
-        tenants: TenantNames | None = None,
-        ring: RecordRing | None = None,
-    ) -> None:
-        self.clock = clock
-        self.tenants = tenants or TenantNames()
-        self.ring = ring or RecordRing()
+    clock: Callable[[], float] = time.monotonic
+    tenants: TenantNames = field(default_factory=TenantNames)
+    ring: RecordRing = field(default_factory=RecordRing)
+
+    def __post_init__(self) -> None:
         self.listeners: list[Callable[[RequestRecord], None]] = []
         self._reader = self.ring.open()
         self._taken: deque[RequestRecord] = deque()

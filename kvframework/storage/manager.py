@@ -50,12 +50,10 @@ class StorageManager:
             self.table.verification.start()
 
     def clear(self, *, l2: bool = False, model: str = "") -> ClearedObjects:
-        """Drop the objects, of one model or all, present at the call that are unused at their turn.
-
-        Objects stored meanwhile stay, even under the name of a dropped one. Blocks, but not other callers: takes the
-        lock for some hundred objects at a time. With `l2` deletes these, and all that a tier lists, in every tier;
-        raises `TierError`, after all were asked, if one failed. Raises `RequestError` for an unknown model.
-        """
+        """Drop the objects, of one model or all, present at the call that are unused at their turn. Objects stored
+        meanwhile stay, even under the name of a dropped one. Blocks, but not other callers: takes the lock for some
+        hundred objects at a time. With `l2` deletes these, and all that a tier lists, in every tier; raises
+        `TierError`, after all were asked, if one failed. Raises `RequestError` for an unknown model."""
         if model and l2:
             try:
                 self.tiers.learn(self.records)
@@ -74,11 +72,9 @@ class StorageManager:
 
     def close(self, drain_s: float = 0.0, end_s: float | None = None, *, process_ends: bool = False) -> None:
         """Wait up to `drain_s` for writes to L2, then close the tiers, which ends calls in flight, stop all threads and
-        free the arena within `end_s` (None: the longest timeout of a tier). Idempotent; not for storage threads.
-
-        A thread that is stuck in a tier, or an unfinished copy of a transport, keeps the arena mapped, since it may
-        still write there. If the process ends right afterwards, the kernel frees memory that ends with it.
-        """
+        free the arena within `end_s` (None: the longest timeout of a tier). Idempotent; not for storage threads. A
+        thread that is stuck in a tier, or an unfinished copy of a transport, keeps the arena mapped, since it may still
+        write there. If the process ends right afterwards, the kernel frees memory that ends with it."""
         self.tiers.drain(drain_s)
         self.table.write_uses()
         self.tiers.stop()

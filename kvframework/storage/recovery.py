@@ -79,10 +79,8 @@ def recover(
 ) -> tuple[Memory, Recovery]:
     """Return the L1 memory and journal that the keeper holds, or new ones that it holds from now on. `create` makes the
     memory, over an arena that it owns from then on, or a new one. `identity` is that of this server, without the arena;
-    `tenants` are the names of its tenants by number, from 1.
-
-    Blocks up to `LOCK_S` for the end of an earlier server. Raises `ArenaError` if that does not end, and as `create`.
-    """
+    `tenants` are the names of its tenants by number, from 1. Blocks up to `LOCK_S` for the end of an earlier server.
+    Raises `ArenaError` if that does not end, and as `create`."""
     began = time.monotonic()
     held = keeper.kept((ARENA, JOURNAL))
     arena = -1

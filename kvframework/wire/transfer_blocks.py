@@ -61,12 +61,10 @@ def _little_endian(numbers: array.array[int]) -> array.array[int]:
 def checked_blocks(
     layout: KVLayout, chunk_tokens: int, tokens: int, block_ids: BlockIds, *, storing: bool, bounded: bool
 ) -> tuple[GroupBlocks, ...]:
-    """The blocks that a store or load of `tokens` tokens (whole chunks) touches, per layer group.
-
-    `bounded`: a layer group whose number of blocks is unknown has none; otherwise any id is accepted there. Raises
-    `BadBlockIds` for another number of lists or ids than the tokens need, and for a touched id that is no block. Ids of
-    untouched blocks are not checked. A store may name no touched block twice: it holds one part of a prompt.
-    """
+    """The blocks that a store or load of `tokens` tokens (whole chunks) touches, per layer group. `bounded`: a layer
+    group whose number of blocks is unknown has none; otherwise any id is accepted there. Raises `BadBlockIds` for
+    another number of lists or ids than the tokens need, and for a touched id that is no block. Ids of untouched blocks
+    are not checked. A store may name no touched block twice: it holds one part of a prompt."""
     if len(block_ids) != len(layout.groups):
         raise BadBlockIds(
             f"{len(block_ids)} lists of block ids", available=f"{len(layout.groups)}, one per layer group"

@@ -375,11 +375,9 @@ class Connection:
 
     def _dial(self, hello: Hello, closing: Callable[[], bool], io_thread: int) -> tuple[frames_io.Socket, HelloReply]:
         """One attempt to reach the server, blocking: return a connected DEALER, which the caller owns, and HELLO's
-        answer. It never reconnects, so that no message for one server reaches another.
-
-        Raises `ServerGone` without a listener, without an answer in time, or on `closing()`; `EndpointError` for an
-        ipc:// endpoint in a directory that others may write to; else the server's refusal.
-        """
+        answer. It never reconnects, so that no message for one server reaches another. Raises `ServerGone` without a
+        listener, without an answer in time, or on `closing()`; `EndpointError` for an ipc:// endpoint in a directory
+        that others may write to; else the server's refusal."""
         address = _probe(self.endpoint, self.deadlines.hello_s)
         unanswered = ServerGone("no answer to HELLO", where=self.endpoint, hint=_hint(address, self.keys))
         assert self._context is not None
