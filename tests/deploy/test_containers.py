@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from kvframework.api.toml import read_toml
 from tests.deploy.manifests import KUBERNETES, containers, documents
 from tests.deploy.podman import BASE, PYTHON, Podman, missing, wait_for_server
+from tests.support.processes import ran
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,7 +58,7 @@ def download_requirements(folder: Path) -> None:
     wanted.append("async-timeout")  # redis needs it for Debian's 3.11.2
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(folder), "--only-binary", ":all:"]
     command += ["--python-version", PYTHON, "--constraint", str(ROOT / "constraints.txt"), *wanted]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    done = ran(*command, code=None, timeout=600)
     if done.returncode:
         pytest.skip(f"pip downloads nothing here: {done.stderr[-500:]}")
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from typing import Any
 
 import pytest
 
 from kvframework.config.load import load_config
 from tests.deploy.manifests import KUBERNETES, containers, documents, in_bytes, memory_limit, pod
+from tests.support.processes import ran
 
 FOLDERS = ("sidecar", "daemonset", "monitoring")
 # The oldest release with sidecars switched on, and a late one.
@@ -132,10 +132,7 @@ def test_prometheus_finds_the_pods_of_both_forms() -> None:
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl, for kustomize")
 def test_kustomize_builds_it(folder: str) -> None:
     yaml = pytest.importorskip("yaml")
-    built = subprocess.run(
-        ["kubectl", "kustomize", str(KUBERNETES / folder)], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert built.returncode == 0, built.stderr
+    built = ran("kubectl", "kustomize", str(KUBERNETES / folder), timeout=120)
     objects = list(yaml.safe_load_all(built.stdout))
     named = {each["metadata"]["name"] for each in objects if each["kind"] == "ConfigMap"}
     assert len(named) == 1

@@ -17,6 +17,7 @@ import pytest
 
 from tests.deploy.test_systemd import FOLDER
 from tests.support.observe_process import get, listening_url
+from tests.support.processes import ran
 from tests.support.waiting import wait_until
 
 pytestmark = [
@@ -91,9 +92,7 @@ def members(groups: str) -> set[str]:
     """The system calls of groups such as "@basic-io"."""
     found: set[str] = set()
     for group in groups.split():
-        shown = subprocess.run(
-            ["systemd-analyze", "syscall-filter", group], capture_output=True, text=True, timeout=120, check=True
-        )
+        shown = ran("systemd-analyze", "syscall-filter", group, timeout=120)
         for line in map(str.strip, shown.stdout.splitlines()[1:]):
             if line and not line.startswith("#"):
                 found |= members(line) if line.startswith("@") else {line}

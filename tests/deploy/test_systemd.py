@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.core.cli.command import run
+from tests.support.processes import ran
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "systemd"
 UNITS = sorted(FOLDER.glob("*.service"))
@@ -20,7 +21,7 @@ needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reas
 
 
 def analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["systemd-analyze", *arguments], capture_output=True, text=True, timeout=120, check=False)
+    return ran("systemd-analyze", *arguments, code=None, timeout=120)
 
 
 def setting(unit: Path, name: str) -> str:
@@ -64,8 +65,7 @@ def test_systemd_finds_a_planted_mistake(tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("systemd-sysusers") is None, reason="needs systemd-sysusers")
 def test_the_user_can_be_made() -> None:
     file = FOLDER / "kvframework.sysusers.conf"
-    made = subprocess.run(["systemd-sysusers", "--dry-run", str(file)], capture_output=True, text=True, check=False)
-    assert made.returncode == 0, made.stderr
+    ran("systemd-sysusers", "--dry-run", str(file))
     assert " 10001 " in file.read_text()
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.support.processes import ran
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -22,14 +23,11 @@ def entry_points(package: str) -> dict[str, str]:
 def prove(folder: Path) -> int:
     """Run pytest with only the files of that folder; return the number of passed tests. Blocks up to 100 s."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error", "--strict-markers"]
-    done = subprocess.run(
-        [*command, "--rootdir", ".", "-c", os.devnull],
+    done = ran(
+        *(*command, "--rootdir", ".", "-c", os.devnull),
+        code=None,
         cwd=folder,
         env={name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTEST_ADDOPTS")},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
     )
     passed = re.search(r"^(\d+) passed\b", done.stdout, re.MULTILINE)
     assert done.returncode == 0, done.stdout

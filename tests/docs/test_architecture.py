@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.processes import ran
 from tests.support.redis_server import RedisServer
 
 pytest.importorskip("torch")
@@ -43,9 +43,7 @@ def listed(section: str) -> dict[str, list[str]]:
 @pytest.fixture(scope="module")
 def trips(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[str]]]:
     with RedisServer(tmp_path_factory.mktemp("redis")) as redis:
-        run = subprocess.run(
-            [sys.executable, "-m", "tests.docs.trace_trips", redis.url], capture_output=True, text=True, timeout=240
-        )
+        run = ran(sys.executable, "-m", "tests.docs.trace_trips", redis.url, code=None)
     assert run.returncode == 0, run.stderr
     traced: dict[str, dict[str, list[str]]] = json.loads(run.stdout)
     return traced

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from runpy import run_path
@@ -16,6 +15,7 @@ import pytest
 from tests.core.cli.command import run
 from tests.docs.shown import blocks
 from tests.support.ports import free_port
+from tests.support.processes import ran
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 
@@ -30,14 +30,7 @@ pytestmark = pytest.mark.torch
 def engine(**environment: str) -> tuple[int, int, str]:
     """One process of the engine: tokens that it loaded, the next token, and its whole output. Blocking."""
     scaled = {"KVFRAMEWORK_DEADLINE_SCALE": "20", **environment}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(PROGRAM)],
-        env=os.environ | scaled,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = ran(sys.executable, "-W", "error", str(PROGRAM), code=None, env=os.environ | scaled)
     said = SAYS.search(done.stdout)
     assert done.returncode == 0, done.stderr
     assert said, done.stdout + done.stderr

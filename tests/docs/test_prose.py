@@ -145,13 +145,6 @@ def test_its_links_lead_somewhere(page: Path) -> None:
 def test_what_breaks_a_rule_is_found() -> None:
     page = ROOT / "README.md"
     broken = "[a](none.md) [b](docs/faq.md#none) [c](https:/example.com) [d](#none) ![e](none.svg) [f](ftp://x)"
-    assert dead(page, broken) == [
-        "none.md",
-        "docs/faq.md#none",
-        "https:/example.com",
-        "#none",
-        "none.svg",
-        "ftp://x",
-    ]
+    assert dead(page, broken) == ["none.md", "docs/faq.md#none", "https:/example.com", "#none", "none.svg", "ftp://x"]
     bad = "Besides, a process of its own sends 3 GB a second to who asks. Nothing of this waits for what it has."
     assert sum(bool(re.search(pattern, bad)) for pattern in BANNED) == 6

@@ -11,6 +11,8 @@ from types import ModuleType
 
 import pytest
 
+from tests.support.processes import ran
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "docs" / "site" / "pages.py"
 
@@ -40,16 +42,12 @@ def site(written: Path) -> Path:
     builder = Path(sys.executable).with_name("zensical")
     if not builder.exists():
         pytest.skip("no zensical here: `pip install --group site`")
-    done = subprocess.run(
-        [str(builder), "build", "--strict", "--config-file", str(written / "zensical.toml")],
+    ran(
+        *(str(builder), "build", "--strict", "--config-file", str(written / "zensical.toml")),
         cwd=written,
         env=os.environ | {"NO_COLOR": "1"},
-        capture_output=True,
-        text=True,
         timeout=120,
-        check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
     return written / "site"
 
 

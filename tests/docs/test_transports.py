@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import get_args
@@ -15,6 +14,7 @@ from kvf_dev.testing import accelerator
 from kvf_dev.testing.accelerator import node
 from tests.core.registry.fake_distributions import install
 from tests.docs.shown import blocks, entry_points
+from tests.support.processes import ran
 from tests.support.server_process import ServerProcess
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,7 +58,7 @@ def test_the_engine_in_small_stores_and_loads(tmp_path: Path, monkeypatch: pytes
         path = str(made.path)
         with ServerProcess("transport.0.use=simdev", f"transport.0.node={path}") as server:
             command = [sys.executable, "-W", "error", str(DEMO), server.endpoint, path]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+            done = ran(*command, code=None)
             assert done.stdout.splitlines() == ["stored True", "loaded True True"], done.stderr + server.log
         assert made.violations() == []
 
@@ -72,29 +72,12 @@ def test_the_example_is_proven_by_its_own_tests_once_it_is_installed(tmp_path: P
     )
     chosen = "comes_back_in_other_blocks and (nhd or hybrid) or killed_in_mid_copy or what_is_cancelled and store"
     known = list(filter(None, [os.environ.get("PYTHONPATH")]))
-    run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "--rootdir",
-            str(EXAMPLE),
-            "-c",
-            os.devnull,
-            "-W",
-            "error",
-            "-k",
-            chosen,
-            str(EXAMPLE / "tests"),
-        ],
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(EXAMPLE)]
+    run = ran(
+        *(*command, "-c", os.devnull, "-W", "error", "-k", chosen, str(EXAMPLE / "tests")),
+        code=None,
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(site), *known])},
-        capture_output=True,
-        text=True,
         timeout=110,
-        check=False,
     )
     assert re.search(r"^6 passed", run.stdout, re.MULTILINE), run.stdout + run.stderr

@@ -20,16 +20,7 @@ from kvf_filesystem.reading import SLICE_BYTES, move
 from kvframework.api.tier import Outcome
 from kvframework.errors import ConfigFieldError
 from kvframework.storage.namespaces import HEADER_BYTES
-from tests.filesystem.folder import (
-    file_of,
-    fresh_key,
-    get,
-    open_files,
-    open_tier,
-    put,
-    soon,
-    used,
-)
+from tests.filesystem.folder import file_of, fresh_key, get, open_files, open_tier, put, soon, used
 from tests.support.received import outcomes_of
 
 FOUND, STORED = Outcome.FOUND, Outcome.STORED

@@ -13,16 +13,7 @@ from pathlib import Path
 from kvf_filesystem.form import LARGE
 from kvframework.api.keys import PACKED_KEY_BYTES
 from kvframework.api.tier import Outcome
-from tests.filesystem.folder import (
-    file_of,
-    fresh_key,
-    get,
-    open_tier,
-    put,
-    soon,
-    temporary_files,
-    used,
-)
+from tests.filesystem.folder import file_of, fresh_key, get, open_tier, put, soon, temporary_files, used
 from tests.support.processes import send
 from tests.support.received import outcomes_of
 from tests.support.waiting import wait_until

@@ -20,14 +20,21 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
 
 
 @pytest.fixture
-def on_cluster(cluster: RedisCluster) -> Iterator[Opened]:
-    """Makes tiers on the cluster that are closed when the test ends."""
+def opened() -> Iterator[Opened]:
+    """Makes tiers that are closed when the test ends."""
     with ExitStack() as stack:
 
-        def opens(url: str = "", **options: object) -> Tier:
-            given = {"topology": "cluster", "nodes": cluster.nodes, **options}
-            tier = open_redis_tier(url or cluster.running[0].url, **given)
+        def opens(url: str, **options: object) -> Tier:
+            tier = open_redis_tier(url, **options)
             stack.callback(tier.close)
             return tier
 
         yield opens
+
+
+@pytest.fixture
+def on_cluster(cluster: RedisCluster, opened: Opened) -> Opened:
+    """Makes tiers on the cluster that are closed when the test ends."""
+    return lambda url="", **options: opened(
+        url or cluster.running[0].url, **{"topology": "cluster", "nodes": cluster.nodes, **options}
+    )

@@ -14,14 +14,7 @@ pytestmark = pytest.mark.redis
 
 SOUND = ("--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru")
 ALL_OK = dict.fromkeys(
-    (
-        "plugin.usable",
-        "redis.reachable",
-        "redis.maxmemory",
-        "redis.policy",
-        "redis.persistence",
-    ),
-    "ok",
+    ("plugin.usable", "redis.reachable", "redis.maxmemory", "redis.policy", "redis.persistence"), "ok"
 )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from kvframework.api.plugin import ByteSize
 from kvframework.api.tier import Outcome
 from kvframework.errors import ConfigFieldError, KVFrameworkError, TierError
 from kvframework.masking import masked_url
+from tests.support.processes import ran
 from tests.support.redis_server import RedisServer
 from tests.support.redis_tier import soon
 from tests.support.resp_peer import RespPeer
@@ -260,7 +260,7 @@ def test_listing_the_plugin_imports_no_redis_and_a_missing_one_is_told() -> None
         "import importlib.util\n"
         "print(provider.probe())\n"
     )
-    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False)
+    done = ran(sys.executable, "-W", "error", "-c", program, code=None)
     assert done.stdout.strip() == f"redis is not installed: {install_command(distribution='kvframework-redis')}", (
         done.stderr
     )

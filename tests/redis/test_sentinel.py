@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 
 import pytest
 
-from kvframework.api.tier import Outcome, Tier
+from kvframework.api.tier import Outcome
 from kvframework.errors import TierError
 from tests.redis.rounds import rounds
 from tests.support.redis_sentinel import MASTER, RedisWithSentinels
-from tests.support.redis_tier import Opened, get, open_redis_tier, put, soon
+from tests.support.redis_tier import Opened, get, put, soon
 
 pytestmark = pytest.mark.redis
 
@@ -31,25 +30,18 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisWithSentine
 
 
 @pytest.fixture
-def opened(group: RedisWithSentinels, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
+def on_sentinels(group: RedisWithSentinels, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> Opened:
     """Makes tiers that are closed when the test ends."""
     monkeypatch.setenv("KVF_TEST_PASSWORD", PASSWORD)
     monkeypatch.setenv("KVF_TEST_SENTINEL", SENTINEL_PASSWORD)
     first, *others = [f"127.0.0.1:{each.port}" for each in group.sentinels]
-    with ExitStack() as stack:
-
-        def opens(**options: object) -> Tier:
-            given = {"url": f"redis://{first}/1", "nodes": others, "topology": "sentinel", "master_name": MASTER}
-            given |= {"password_env": "KVF_TEST_PASSWORD", "sentinel_password_env": "KVF_TEST_SENTINEL"}
-            tier = open_redis_tier(**{**given, **options})
-            stack.callback(tier.close)
-            return tier
-
-        yield opens
+    given = {"nodes": others, "topology": "sentinel", "master_name": MASTER, "password_env": "KVF_TEST_PASSWORD"}
+    given |= {"sentinel_password_env": "KVF_TEST_SENTINEL"}
+    return lambda url=f"redis://{first}/1", **options: opened(url, **{**given, **options})
 
 
-def test_the_master_is_found_and_used(group: RedisWithSentinels, opened: Opened) -> None:
-    tier = opened()
+def test_the_master_is_found_and_used(group: RedisWithSentinels, on_sentinels: Opened) -> None:
+    tier = on_sentinels()
     tier.ping(deadline=soon())
     assert put(tier, b"key", b"value") is STORED
     assert get(tier, b"key", b"none", nbytes=5)[0] == [FOUND, MISSING]
@@ -59,37 +51,39 @@ def test_the_master_is_found_and_used(group: RedisWithSentinels, opened: Opened)
     assert tier.delete([b"key"], deadline=soon()) == [Outcome.DELETED]
 
 
-def test_sentinels_that_are_dead_or_silent_cost_their_share(group: RedisWithSentinels, opened: Opened) -> None:
+def test_sentinels_that_are_dead_or_silent_cost_their_share(group: RedisWithSentinels, on_sentinels: Opened) -> None:
     alive = f"127.0.0.1:{group.sentinels[2].port}"
-    dead = opened(url="redis://127.0.0.1:1", nodes=["127.0.0.1:2", alive])
+    dead = on_sentinels(url="redis://127.0.0.1:1", nodes=["127.0.0.1:2", alive])
     assert dead.contains([b"key"], deadline=soon()) == [MISSING]
     group.sentinels[0].sigstop()
     try:
-        silent = opened(connections=4)
+        silent = on_sentinels(connections=4)
         assert silent.contains([b"key"], deadline=soon(4.0)) == [MISSING], "it leaves time for the others"
     finally:
         group.sentinels[0].sigcont()
-    none = opened(url="redis://127.0.0.1:1", nodes=["127.0.0.1:2"])
+    none = on_sentinels(url="redis://127.0.0.1:1", nodes=["127.0.0.1:2"])
     with pytest.raises(TierError, match=r"cannot ask SENTINEL .*Connection refused") as caught:
         none.contains([b"key"], deadline=soon())
     assert "127.0.0.1:2" in caught.value.where
 
 
-def test_what_the_sentinels_refuse_is_told(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    unknown = opened(master_name="nobody")
+def test_what_the_sentinels_refuse_is_told(on_sentinels: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    unknown = on_sentinels(master_name="nobody")
     with pytest.raises(TierError, match="knows no master named 'nobody'") as caught:
         unknown.contains([b"key"], deadline=soon())
     assert "master_name" in caught.value.hint
     monkeypatch.setenv("KVF_TEST_SENTINEL", "wr0ng")
     for options in ({}, {"sentinel_password_env": ""}):
-        refused = opened(**options)
+        refused = on_sentinels(**options)
         with pytest.raises(TierError, match="refuses the user name or password") as caught:
             refused.ping(deadline=soon())
         assert "wr0ng" not in str(caught.value)
 
 
-def test_a_master_that_turned_replica_is_left_at_its_first_refusal(group: RedisWithSentinels, opened: Opened) -> None:
-    tier = opened(connections=3)
+def test_a_master_that_turned_replica_is_left_at_its_first_refusal(
+    group: RedisWithSentinels, on_sentinels: Opened
+) -> None:
+    tier = on_sentinels(connections=3)
     in_threads(lambda: tier.contains([os.urandom(9)] * 300, deadline=soon()), 3)  # connections that will lie idle
     assert put(tier, b"before", b"value") is STORED
     master, replica = group.master, group.replica
@@ -118,8 +112,8 @@ def in_threads(work: Callable[[], object], count: int) -> None:
         thread.join()
 
 
-def test_a_killed_master_is_replaced_and_no_byte_is_wrong(group: RedisWithSentinels, opened: Opened) -> None:
-    with rounds(opened(), 100_000, call_s=2.0) as progress:
+def test_a_killed_master_is_replaced_and_no_byte_is_wrong(group: RedisWithSentinels, on_sentinels: Opened) -> None:
+    with rounds(on_sentinels(), 100_000, call_s=2.0) as progress:
         progress("found")
         victim, heir = group.master, group.replica
         group.set_down_after(500)

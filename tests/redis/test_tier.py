@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -41,19 +40,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 def unix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     with RedisServer(tmp_path_factory.mktemp("redis"), unix=True) as server:
         yield server
-
-
-@pytest.fixture
-def opened() -> Iterator[Opened]:
-    """Makes tiers that are closed when the test ends."""
-    with ExitStack() as stack:
-
-        def opens(url: str, **options: object) -> Tier:
-            tier = open_redis_tier(url, **options)
-            stack.callback(tier.close)
-            return tier
-
-        yield opens
 
 
 @pytest.fixture

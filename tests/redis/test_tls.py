@@ -83,12 +83,7 @@ class TestOnAClusterOverTls(TierConformance):
     @pytest.fixture
     def tier_options(self, cluster: RedisCluster, files: dict[str, object]) -> Mapping[str, object]:
         nodes = cluster.nodes
-        return {
-            "url": cluster.masters[0].url,
-            "nodes": nodes,
-            "topology": "cluster",
-            **files,
-        }
+        return {"url": cluster.masters[0].url, "nodes": nodes, "topology": "cluster", **files}
 
 
 def test_small_and_large_values_travel_over_tls(server: RedisServer, files: dict[str, object]) -> None:
@@ -108,12 +103,7 @@ def test_a_client_that_trusts_nobody_or_shows_nothing_is_refused(
 ) -> None:
     stranger = make_certificate(tmp_path)
     strangers = {**stranger.options(), "tls_ca": files["tls_ca"]}
-    for change in (
-        {"tls_ca": ""},
-        {"tls_ca": str(stranger.certificate)},
-        {"tls_cert": "", "tls_key": ""},
-        strangers,
-    ):
+    for change in ({"tls_ca": ""}, {"tls_ca": str(stranger.certificate)}, {"tls_cert": "", "tls_key": ""}, strangers):
         tier = open_redis_tier(server.url, **{**files, **change})
         with pytest.raises(TierError):
             tier.ping(deadline=soon())

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.processes import ran
+
 COMMAND = [sys.executable, "-m", "kvframework.cli.main", "demo"]
 
 
@@ -14,9 +16,7 @@ def demo(temporary: Path, *arguments: str, **variables: str) -> subprocess.Compl
     """Run the demo to its end; `temporary` is the directory in which it creates its own."""
     # The model is so small that several threads only wait for each other.
     environment = {**os.environ, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", **variables}
-    return subprocess.run(
-        [*COMMAND, *arguments], env=environment, capture_output=True, text=True, timeout=1100, check=False
-    )
+    return ran(*COMMAND, *arguments, code=None, env=environment, timeout=1100)
 
 
 def left_behind(temporary: Path) -> list[str]:

@@ -5,9 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 from pathlib import Path
+from typing import Any
 
 from tests.support.waiting import wait_until
+
+
+def ran(
+    *command: str, code: int | None = 0, timeout: float = 240.0, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, which has to be with this `code`; None: with any."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, **options)
+    assert code in (None, done.returncode), (done.returncode, done.stdout + done.stderr)
+    return done
 
 
 def descriptors(pid: int) -> dict[int, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 
 import redis
 from tests.support.ports import free_port
@@ -98,9 +97,7 @@ class RedisWithSentinels:
             stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_exc: object) -> None:
         for each in (*self.sentinels, *self.servers):
             each.kill9()
 

@@ -7,7 +7,6 @@ import os
 import shutil
 import socket
 import ssl
-import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from redis.retry import Retry
 import redis
 from tests.support.certificates import Certificate
 from tests.support.ports import free_port
+from tests.support.processes import ran
 from tests.support.store_process import StoreProcess
 
 # Of a member of a cluster, whose bus listens 10000 above: below the kernel's range of ephemeral ports.
@@ -55,7 +55,7 @@ def tls_redis_executable() -> str | None:
         return None
     # Without TLS the option is unknown; with TLS the missing certificate stops the start.
     command = [found, "--port", "0", "--tls-port", "1", "--tls-cert-file", "/nonexistent"]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    said = ran(*command, code=None)
     built_without = any(words in said.stdout + said.stderr for words in ("Bad directive", "Failed finding TLS support"))
     return None if built_without else found
 

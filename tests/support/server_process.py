@@ -155,12 +155,28 @@ def _alone(client: WireClient) -> bool:
     return len(status["messaging"]["sessions"]) == 1 and not status["l1"]["write_leases"]
 
 
-def server_fixture(*settings: str, scope: str = "function", **options: Any) -> Any:
+def server_fixture(
+    *settings: str, scope: str = "function", kind: type[ServerProcess] = ServerProcess, **options: Any
+) -> Any:
     """Make a fixture: a server process with these settings, named as the attribute that it is assigned to."""
 
     @pytest.fixture(scope=scope)
     def server() -> Iterator[ServerProcess]:
-        with ServerProcess(*settings, **options) as process:
+        with kind(*settings, **options) as process:
             yield process
 
     return server
+
+
+def client_fixture(server: str = "server", *, emptied: bool = False, engine: bool = False, **options: Any) -> Any:
+    """Make a fixture: a client of the server that the fixture `server` gives, an engine's or a `WireClient`."""
+
+    @pytest.fixture
+    def client(request: pytest.FixtureRequest) -> Iterator[KVClient | WireClient]:
+        process: ServerProcess = request.getfixturevalue(server)
+        if emptied:
+            process.emptied()
+        with process.engine_client(**options) if engine else process.client(**options) as connected:
+            yield connected
+
+    return client

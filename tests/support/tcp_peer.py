@@ -6,7 +6,6 @@ import contextlib
 import socket
 import threading
 from abc import ABC, abstractmethod
-from types import TracebackType
 
 
 class TcpPeer(ABC):
@@ -31,9 +30,7 @@ class TcpPeer(ABC):
         self._threads[0].start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_exc: object) -> None:
         self._stop.set()
         for thread in self._threads:
             thread.join()

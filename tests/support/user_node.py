@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvf_run.node_server import started_keeper
+from tests.support.processes import ran
 from tests.support.waiting import wait_until
 
 SLOW_S = 90.0
@@ -30,17 +31,7 @@ class Node:
         return [sys.executable, "-m", "kvframework", *words]
 
     def ask(self, *words: str, code: int = 0, timeout: float = SLOW_S) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            self.command(*words),
-            env=self.environ,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
-        assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
-        return done
+        return ran(*self.command(*words), code=code, env=self.environ, timeout=timeout, stdin=subprocess.DEVNULL)
 
     def engine(self, program: str, *options: str, code: int = 0) -> subprocess.CompletedProcess[str]:
         return self.ask("run", *options, "--", sys.executable, "-c", program, code=code)

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from tests.support.processes import ran
+
 # One process builds all of them: starting Python takes longer than building such a wheel.
 _BUILD = """
 import os, sys
@@ -39,17 +41,14 @@ def run_own_tests(
     """Run a project's tests, with its own settings, on the installed packages. The folder itself is not on the path of
     modules, as it were with `python -m pytest`."""
     pytest = Path(sys.executable).with_name("pytest")
-    return subprocess.run(
-        [str(pytest), "-p", "no:cacheprovider", *arguments],
+    return ran(
+        *(str(pytest), "-p", "no:cacheprovider", *arguments),
+        code=None,
         cwd=project,
         env=environment_with(site),
-        capture_output=True,
-        text=True,
         timeout=timeout_s,
-        check=False,
     )
 
 
 def _run(*arguments: str) -> None:
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    ran(sys.executable, *arguments)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tests.support.lazy import torch
+from tests.support.processes import ran
 
 
 @dataclass
@@ -37,16 +37,9 @@ class Answer:
 def run(order: Order) -> Answer:
     """The answer of a new process. Asserts that it ends well."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    found = subprocess.run(
-        [sys.executable, "-m", "tests.vllm.hf_engine"],
-        input=json.dumps(asdict(order)),
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-        timeout=600,
+    found = ran(
+        sys.executable, "-m", "tests.vllm.hf_engine", input=json.dumps(asdict(order)), env=environment, timeout=600
     )
-    assert found.returncode == 0, found.stderr[-5000:]
     return Answer(**json.loads(found.stdout.splitlines()[-1]))
 
 

@@ -15,11 +15,7 @@ from typing import Any
 from tests.support.lazy import torch
 
 # layers, hidden size, attention heads, KV heads, head size
-SIZES = {
-    "tiny": (4, 256, 8, 4, 32),
-    "small": (4, 512, 8, 4, 64),
-    "mid": (8, 1024, 16, 4, 64),
-}
+SIZES = {"tiny": (4, 256, 8, 4, 32), "small": (4, 512, 8, 4, 64), "mid": (8, 1024, 16, 4, 64)}
 VOCABULARY = 32000
 WINDOW = 512
 COMMON: dict[str, Any] = {

@@ -20,7 +20,7 @@ from kvf_vllm.worker import WorkerSide
 from kvframework.client import KVClient, KvIdentity, WorkerAdapter, integration
 from kvframework.errors import BadLayout
 from tests.support.lazy import torch
-from tests.support.server_process import ServerProcess
+from tests.support.server_process import ServerProcess, server_fixture
 from tests.support.waiting import wait_until
 from tests.vllm.stand_ins import FakeRequest
 
@@ -139,10 +139,7 @@ def spied_on(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-@pytest.fixture(scope="module")
-def process() -> Iterator[ServerProcess]:
-    with ServerProcess(f"server.chunk_size={CHUNK}") as running:
-        yield running
+process = server_fixture(f"server.chunk_size={CHUNK}", scope="module")
 
 
 @pytest.fixture

@@ -13,16 +13,7 @@ from typing import Any
 import pytest
 
 from kvf_vllm.canonical import CanonicalBlocks, LayerForm
-from kvf_vllm.facts import (
-    check_parallel,
-    check_sleep,
-    forms_of,
-    groups_of,
-    model_of,
-    packing_of,
-    part_of,
-    place_of,
-)
+from kvf_vllm.facts import check_parallel, check_sleep, forms_of, groups_of, model_of, packing_of, part_of, place_of
 from kvf_vllm.identity import identify
 from kvf_vllm.layouts import GroupFacts, OpaqueBlocks, packing_name
 from kvf_vllm.options import VllmOptions, check_offloading, check_version, parse_options

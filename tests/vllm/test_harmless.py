@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-import subprocess
 import sys
 from types import ModuleType
 
@@ -13,6 +12,7 @@ import pytest
 from kvf_vllm.registration import CONNECTORS, register
 from kvframework.client import ErrorNotes, harmless
 from kvframework.errors import ServerGone
+from tests.support.processes import ran
 
 
 class Connector:
@@ -113,5 +113,5 @@ def test_the_entry_point_imports_next_to_nothing() -> None:
         "import sys, kvf_vllm.registration;"
         "print([each for each in sys.modules if each.split('.')[0] in ('kvframework', 'zmq', 'torch', 'msgspec')])"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=True)
+    done = ran(sys.executable, "-c", program)
     assert done.stdout.strip() == "[]"

@@ -25,14 +25,7 @@ WARNING = "nothing is loaded or stored: this engine has neither prefix caching n
 
 
 def bench_of(size: str, directory: Path, **engine: Any) -> Bench:
-    return Bench(
-        cached(size),
-        directory,
-        prompt(TOKENS, seed=3),
-        12,
-        OPTIONS,
-        engine,
-    )
+    return Bench(cached(size), directory, prompt(TOKENS, seed=3), 12, OPTIONS, engine)
 
 
 def asks_of(bench: Bench) -> list[rows.Ask]:

@@ -3,14 +3,13 @@ real."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvframework.client import ArenaTicket, KVClient, OpaqueInstance, OpaqueObjects
-from tests.support.server_process import ServerProcess
+from tests.support.server_process import ServerProcess, client_fixture, server_fixture
 from tests.support.waiting import wait_until
 from tests.vllm.stand_ins import FakeRequest
 
@@ -19,16 +18,10 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.filterwarn
 PATIENCE_S = 60.0
 
 
-@pytest.fixture
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess(capacity="4MiB") as running:
-        yield running
+server = server_fixture(capacity="4MiB")
 
 
-@pytest.fixture
-def client(server: ServerProcess) -> Iterator[KVClient]:
-    with server.engine_client() as connected:
-        yield connected
+client = client_fixture(engine=True)
 
 
 @pytest.fixture

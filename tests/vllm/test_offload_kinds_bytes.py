@@ -4,13 +4,13 @@ a real server. vLLM's own classes group and lay out the blocks and its scheduler
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.support.server_process import ServerProcess
+from tests.support.server_process import ServerProcess, server_fixture
 from tests.vllm.model import prompt
 from tests.vllm.modelless import Cache, engine
 
@@ -78,10 +78,7 @@ CACHES: dict[str, Callable[[], Cache]] = {
 }
 
 
-@pytest.fixture
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess(capacity="256MiB") as running:
-        yield running
+server = server_fixture(capacity="256MiB")
 
 
 @pytest.fixture

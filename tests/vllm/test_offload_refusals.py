@@ -3,9 +3,7 @@ real, the configurations are vLLM's own, and no engine needs to run."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,8 @@ import pytest
 
 from kvframework.client import KvIdentity
 from kvframework.errors import BadLayout, ConfigFieldError, KVFrameworkError
-from tests.support.server_process import ServerProcess
+from tests.support.processes import ran
+from tests.support.server_process import ServerProcess, server_fixture
 from tests.support.waiting import wait_until
 from tests.vllm.model import cached
 
@@ -22,10 +21,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.filterwarn
 BLOCKS = 64
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess(capacity="1MiB") as running:
-        yield running
+server = server_fixture(capacity="1MiB", scope="module")
 
 
 def made(server: ServerProcess, extra: dict[str, Any] | None = None, **engine: Any) -> Any:
@@ -127,8 +123,7 @@ def test_engines_of_one_model_with_other_chunks_share_no_object(server: ServerPr
 
 def test_a_vllm_of_another_interface(tmp_path: Path) -> None:
     program = "import vllm; vllm.__version__ = '0.29.1'; import kvf_vllm.offloading.connector"
-    tried = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
-    assert tried.returncode == 1
+    tried = ran(sys.executable, "-c", program, code=1, timeout=300)
     assert "VersionMismatch" in tried.stderr
     assert "vLLM 0.29.1" in tried.stderr
     assert "hint: install such a vLLM" in tried.stderr

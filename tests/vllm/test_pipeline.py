@@ -20,7 +20,7 @@ from kvf_vllm.step_messages import Served, StepPlan, StepReport
 from kvf_vllm.worker import WorkerSide
 from kvframework.client import KVClient, KvIdentity, LookupResult, RequestHashes
 from tests.support.lazy import torch
-from tests.support.server_process import ServerProcess
+from tests.support.server_process import ServerProcess, server_fixture
 from tests.support.waiting import wait_until
 from tests.vllm.stand_ins import SERVED, FakeRequest, FakeServer, computed, filled, scene, table
 from tests.vllm.test_attached import Connected
@@ -89,10 +89,7 @@ class Engine(Connected):
         self.step(StepPlan())
 
 
-@pytest.fixture(scope="module")
-def process() -> Iterator[ServerProcess]:
-    with ServerProcess(f"server.chunk_size={CHUNK}") as running:
-        yield running
+process = server_fixture(f"server.chunk_size={CHUNK}", scope="module")
 
 
 @pytest.fixture

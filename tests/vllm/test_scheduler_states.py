@@ -43,10 +43,7 @@ def test_states_within_a_step_end_stores_of_their_own() -> None:
     handed = [(group, 10 * group + at, at * CHUNK) for at in (1, 3) for group in (1, 2)]
     stores = step(side, request, 3 * CHUNK + 1, handed).stores
     assert [(store.start, store.end) for store in stores] == [(0, CHUNK), (CHUNK, 3 * CHUNK)]
-    assert [store.block_ids for store in stores] == [
-        [[100], [11], [21]],
-        [[101, 102], [NO_BLOCK, 13], [NO_BLOCK, 23]],
-    ]
+    assert [store.block_ids for store in stores] == [[[100], [11], [21]], [[101, 102], [NO_BLOCK, 13], [NO_BLOCK, 23]]]
     assert len({store.number for store in stores}) == 2
 
 
@@ -119,9 +116,7 @@ def test_states_and_windows_are_loaded_between_steps_even_in_a_single_group(fiel
     assert side.matched_tokens(FakeRequest("a", list(range(CHUNK + 1))), 0) == (CHUNK, True)
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(1, 3).map(lambda chunks: chunks * CHUNK))),
-)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(1, 3).map(lambda chunks: chunks * CHUNK))))
 def test_only_complete_sets_of_states_count(handed: list[Handover]) -> None:
     for tokens, blocks in complete_states(RECURRENT, handed).items():
         assert blocks.keys() == {1, 2}

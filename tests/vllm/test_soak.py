@@ -52,10 +52,7 @@ def test_conversations_with_two_engines(
 
 TALK = Talk()
 _ERRORS = "kvframework:errors_total"
-MODULES = {
-    "KvFrameworkConnector": "kvf_vllm.connector",
-    "KvFrameworkOffloading": "kvf_vllm.offloading.connector",
-}
+MODULES = {"KvFrameworkConnector": "kvf_vllm.connector", "KvFrameworkOffloading": "kvf_vllm.offloading.connector"}
 
 
 class VLLM:

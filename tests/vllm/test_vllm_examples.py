@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from kvframework.config.load import load_config
 from kvframework.registry.registry import PluginRegistry
 from kvframework.registry.tables import complete_config
 from tests.support.ports import free_port
+from tests.support.processes import ran
 from tests.support.redis_server import RedisServer
 from tests.vllm.model import cached
 from tests.vllm.rows import server_for
@@ -26,8 +26,7 @@ def python(*arguments: str) -> str:
     """What a script prints. Fails with its log if it fails."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "0-1")
-    run = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment, check=False)
-    assert run.returncode == 0, run.stderr[-5000:] + run.stdout[-2000:]
+    run = ran(sys.executable, *arguments, env=environment)
     return run.stdout
 
 

@@ -18,16 +18,7 @@ from kvf_vllm.weights import EngineWeights
 from kvf_vllm.worker import WorkerSide
 from kvframework.api.futures import Future, Promise
 from kvframework.api.transport import LoadOutcome, StoreOutcome
-from tests.vllm.stand_ins import (
-    BLOCK,
-    CHUNK,
-    ONE_GROUP,
-    Clock,
-    FakeRequest,
-    FakeServer,
-    digest,
-    scheduler,
-)
+from tests.vllm.stand_ins import BLOCK, CHUNK, ONE_GROUP, Clock, FakeRequest, FakeServer, digest, scheduler
 
 # the model: one engine of two workers, vLLM's prefix cache, and the server
 

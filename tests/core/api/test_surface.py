@@ -37,12 +37,7 @@ def test_the_public_surface_is_the_one_on_file() -> None:
 
 
 def test_it_has_every_module_that_authors_are_shown_to_import() -> None:
-    shown = [
-        ROOT / "docs" / "plugins",
-        ROOT / "examples",
-        TEMPLATES,
-        *OURS,
-    ]
+    shown = [ROOT / "docs" / "plugins", ROOT / "examples", TEMPLATES, *OURS]
     texts = [
         file.read_text()
         for folder in shown

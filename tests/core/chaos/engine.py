@@ -93,10 +93,7 @@ class Engine:
             prompt = self._chance.choice(self._prompts)
             # Few request ids, so that ids of different engines collide.
             request = RequestHashes(
-                self._client.hasher,
-                CHUNK,
-                request_id=f"r{self._chance.randrange(4)}",
-                digests=b"".join(prompt.digests),
+                self._client.hasher, CHUNK, request_id=f"r{self._chance.randrange(4)}", digests=b"".join(prompt.digests)
             )
             (way,) = self._chance.choices([each for each, _ in ways], [weight for _, weight in ways])
             way(prompt, request)

@@ -36,11 +36,7 @@ LANES = (
     Lane(
         "engines",
         (0.5, 3.0),
-        (
-            Kind("kill_engine", (SHORT_S,)),
-            Kind("stop_engine", (SHORT_S, LONG_S)),
-            Kind("stop_all_engines", (SHORT_S,)),
-        ),
+        (Kind("kill_engine", (SHORT_S,)), Kind("stop_engine", (SHORT_S, LONG_S)), Kind("stop_all_engines", (SHORT_S,))),
     ),
     Lane(
         "server",
@@ -66,13 +62,7 @@ LANES = (
     Lane(
         "strangers",
         (0.3, 2.0),
-        (
-            Kind("frames"),
-            Kind("payloads"),
-            Kind("half_open"),
-            Kind("die_with_pins"),
-            Kind("die_with_leases"),
-        ),
+        (Kind("frames"), Kind("payloads"), Kind("half_open"), Kind("die_with_pins"), Kind("die_with_leases")),
     ),
 )
 

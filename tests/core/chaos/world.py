@@ -10,7 +10,6 @@ import re
 import secrets
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -109,9 +108,7 @@ class World:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_exc: object) -> None:
         self._stack.close()
 
     def status(self) -> dict[str, Any]:

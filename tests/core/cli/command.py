@@ -17,6 +17,7 @@ from unittest import mock
 import kvframework.api.console  # noqa: F401  its consoles are made here, outside the environments of `run`
 from kvframework.cli.main import main
 from tests.core.registry.fake_distributions import install
+from tests.support.processes import ran
 
 COMMAND = [sys.executable, "-m", "kvframework.cli.main"]
 
@@ -30,14 +31,7 @@ def run_process(
     *arguments: str, site: Path | None = None, config: str = "", **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Runs the command as a process, to its end. `config` is the value of KVFRAMEWORK_CONFIG."""
-    return subprocess.run(
-        [*COMMAND, *arguments],
-        capture_output=True,
-        text=True,
-        env=environment(site, KVFRAMEWORK_CONFIG=config, **variables),
-        timeout=240,
-        check=False,
-    )
+    return ran(*COMMAND, *arguments, code=None, env=environment(site, KVFRAMEWORK_CONFIG=config, **variables))
 
 
 def run(

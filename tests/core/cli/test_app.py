@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.core.cli.command import COMMAND, environment, run
+from tests.support.processes import ran
 from tests.support.waiting import wait_until
 
 SCRIPT = Path(sys.executable).with_name("kvframework")
@@ -44,7 +45,7 @@ print(json.dumps(dict(walk(whole_cli(), "kvframework"))))
 
 
 def test_every_command_and_option_has_a_help_text() -> None:
-    done = subprocess.run([sys.executable, "-c", WALK], capture_output=True, text=True, timeout=240, check=True)
+    done = ran(sys.executable, "-c", WALK)
     helps = json.loads(done.stdout)
     assert {"kvframework serve", "kvframework config show", "kvframework top once"} <= set(helps)
     assert [name for name, text in helps.items() if not text] == []
@@ -60,7 +61,7 @@ def broken(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         "main()\n"
     )
     command = [sys.executable, "-m", "broken", *arguments]
-    return subprocess.run(command, env=environment(site), capture_output=True, text=True, timeout=240, check=False)
+    return ran(*command, code=None, env=environment(site))
 
 
 def test_an_unforeseen_error_is_one_line_and_a_hint(site: Path) -> None:
@@ -142,8 +143,7 @@ def test_completion_installs_into_bash_and_works_there(tmp_path: Path) -> None:
 
     def bash(script: str) -> str:
         command = ["bash", "--norc", "-c", script]
-        done = subprocess.run(command, env=home, capture_output=True, text=True, timeout=240, check=False)
-        assert done.returncode == 0, done.stderr
+        done = ran(*command, env=home)
         return done.stdout
 
     # `;` keeps bash from being replaced by the command, which looks for it among its parents.

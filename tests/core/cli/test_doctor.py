@@ -20,17 +20,7 @@ def test_a_machine_that_is_well_is_status_0(tmp_path: Path) -> None:
     assert document["fail"] == 0
     assert document["ok"] + document["warn"] == len(document["findings"])
     subjects = {each["id"].split(".")[0] for each in document["findings"]}
-    assert subjects == {
-        "config",
-        "python",
-        "kvframework",
-        "memory",
-        "limits",
-        "numa",
-        "socket",
-        "plugin",
-        "pinned",
-    }
+    assert subjects == {"config", "python", "kvframework", "memory", "limits", "numa", "socket", "plugin", "pinned"}
 
 
 def test_a_failure_is_status_1_and_reads_well(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from tests.core.cli.command import environment, run
 from tests.core.cli.test_config_apply import FileServer
 from tests.core.registry.fake_distributions import install
+from tests.support.processes import ran
 from tests.support.waiting import wait_until
 
 # The command, with bounds that a test can wait for.
@@ -74,14 +75,7 @@ def toml(tmp_path: Path) -> Path:
 
 
 def quick(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", QUICK, *arguments],
-        env=environment(site),
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
+    return ran(sys.executable, "-c", QUICK, *arguments, code=None, env=environment(site), timeout=50)
 
 
 @pytest.mark.parametrize("command", ["config check", "serve --config", "serve --log-format json --config"])

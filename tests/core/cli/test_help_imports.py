@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from kvf_dev.new import KINDS
 from kvframework.registry.discovery import KINDS as REGISTERED
 from tests.core.cli.command import environment
 from tests.core.registry.fake_distributions import install
+from tests.support.processes import ran
 
 HEAVY = {"rich", "pydantic", "msgspec", "zmq", "pluggy", "torch", "numpy", "redis", "transformers", "hypothesis"}
 OF_A_COMMAND = {"rich", "msgspec", "zmq", "pluggy"}
@@ -30,14 +30,7 @@ print(*sorted(loaded & set(sys.argv.pop(0).split())), *sorted(own), file=sys.std
 
 def imported(*arguments: str, site: Path | None = None, **variables: str) -> set[str]:
     code = f"import sys; sys.argv = [{' '.join(sorted(HEAVY))!r}, *sys.argv[1:]]\n{SHOW}"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env=environment(site, **variables),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=True,
-    )
+    done = ran(sys.executable, "-c", code, *arguments, env=environment(site, **variables))
     return set(done.stderr.split())
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import subprocess
 import sys
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -17,6 +16,7 @@ from kvframework.config.schema import LogConfig
 from kvframework.errors import ConfigFieldError
 from kvframework.logs.process_log import JsonFormatter
 from tests.core.cli.command import run_process
+from tests.support.processes import ran
 from tests.support.server_process import ServerProcess
 
 HUMAN = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO kvframework.server: serving at ipc://")
@@ -79,7 +79,7 @@ def test_warnings_and_threads_are_logged_too() -> None:
         "thread = threading.Thread(target=fail, name='worker')\n"
         "thread.start(); thread.join()\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True)
+    done = ran(sys.executable, "-c", script)
     warning, failure = entries(done.stderr)
     assert (warning["level"], warning["logger"]) == ("warning", "py.warnings")
     assert "careful" in warning["message"]

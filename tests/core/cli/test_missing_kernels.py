@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.core.cli.command import run
+from tests.support.processes import ran
 from tests.support.server_process import ServerProcess
 
 ENGINE = """
@@ -52,19 +52,18 @@ def test_it_is_said_once_by_each(bare: Path) -> None:
         assert said(server.log) == 1
         assert "with a C compiler in PATH run: pip install " in server.log
         assert len(server.status()["server"]["missing_kernels"]) == len(MISSING)
-        engine = subprocess.run(
-            [sys.executable, "-c", ENGINE, server.endpoint], capture_output=True, text=True, timeout=120, check=True
-        )
+        engine = ran(sys.executable, "-c", ENGINE, server.endpoint, timeout=120)
         assert said(engine.stderr) == 1
         shown = run("status", "--endpoint", server.endpoint, COLUMNS="200").stdout
         assert said(shown) == 1
-    doctor = subprocess.run(
-        [sys.executable, "-m", "kvframework.cli.main", "doctor", "--json"],
+    doctor = ran(
+        sys.executable,
+        "-m",
+        "kvframework.cli.main",
+        "doctor",
+        "--json",
+        code=None,
         env=os.environ | {"KVFRAMEWORK_CONFIG": ""},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
     )
     (found,) = (each for each in json.loads(doctor.stdout)["findings"] if each["id"] == "kvframework.kernels")
     assert (found["level"], said(found["fact"])) == ("warn", 1)

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -24,6 +23,7 @@ from kvf_observe.keys import CLIENTS, SERVER
 from kvframework.supervise.child import Ran
 from tests.core.cli.command import environment, run, run_process
 from tests.filesystem.folder import open_tier
+from tests.support.processes import ran
 from tests.support.server_process import ServerProcess
 
 SMALL = 'transport = []\nlayout = []\n[l1]\nuse = "pinned"\ncapacity = "{capacity}"\n[server]\n'
@@ -249,14 +249,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Refu
             file.write_text(make(bench) if make else bench.toml(**TEXTS[case]))
             made[case] = bench, file, sorted(path.rglob("*"))
         files = [str(file) for _, file, _ in made.values()]
-        done = subprocess.run(
-            [sys.executable, "-c", SERVE, *files],
-            capture_output=True,
-            text=True,
-            env=environment(),
-            timeout=240,
-            check=True,
-        )
+        done = ran(sys.executable, "-c", SERVE, *files, env=environment())
         codes = map(int, done.stdout.split())
         yield {
             name: Refused(*each, code, *(Path(f"{each[1]}.{end}").read_text() for end in ("out", "err")))

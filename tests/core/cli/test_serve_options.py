@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 from kvframework.cli.commands import app
 from kvframework.cli.serving import ServeOptions, plain_options
 from tests.core.cli.command import environment
+from tests.support.processes import ran
 
 USUAL = [
     [],
@@ -86,12 +86,16 @@ main()
 
 def test_a_server_starts_without_the_imports_of_a_command_line() -> None:
     """They are most of the time from `kill -9` to the next answer."""
-    done = subprocess.run(
-        [sys.executable, "-c", SERVE, "serve", "--set", "l1.capacity=1MiB", "--log-level", "error"],
+    done = ran(
+        sys.executable,
+        "-c",
+        SERVE,
+        "serve",
+        "--set",
+        "l1.capacity=1MiB",
+        "--log-level",
+        "error",
+        code=None,
         env=environment(KVFRAMEWORK_ENDPOINT=""),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "set()", "")

@@ -8,7 +8,7 @@ import pytest
 
 from kvframework.client import KVClient
 from tests.support.engines import PagedEngine
-from tests.support.server_process import ServerProcess, server_fixture
+from tests.support.server_process import ServerProcess, client_fixture, server_fixture
 
 process = server_fixture(scope="module")
 
@@ -18,10 +18,7 @@ def server(process: ServerProcess) -> ServerProcess:
     return process.emptied()
 
 
-@pytest.fixture
-def client(server: ServerProcess) -> Iterator[KVClient]:
-    with server.engine_client() as connected:
-        yield connected
+client = client_fixture(engine=True)
 
 
 @pytest.fixture

@@ -99,7 +99,7 @@ def threads(endpoint: str, hashes: RequestHashes) -> None:
             pass
         else:
             say("no limit binds here")
-            return
+            sys.exit()
         client = KVClient(endpoint)
         assert not client.wait_up(0.5)
         assert isinstance(client._connection.last_error, OutOfResources), client._connection.last_error

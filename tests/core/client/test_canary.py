@@ -111,8 +111,7 @@ class Fails(View):
 
 
 @pytest.mark.parametrize(
-    "mistake",
-    ["no spare block", "read raises", "write raises", "another shape", "another dtype", "write does nothing"],
+    "mistake", ["no spare block", "read raises", "write raises", "another shape", "another dtype", "write does nothing"]
 )
 def test_a_mistake_of_the_view_is_refused_by_name(server: ServerProcess, client: KVClient, mistake: str) -> None:
     kv = memory()

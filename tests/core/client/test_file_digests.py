@@ -151,11 +151,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 @pytest.mark.usefixtures("rested")
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_a_damaged_memory_costs_reading_and_a_line_and_is_mended(
-    damage: Callable[[Path], object],
-    tmp_path: Path,
-    memory: Path,
-    read: list[str],
-    caplog: pytest.LogCaptureFixture,
+    damage: Callable[[Path], object], tmp_path: Path, memory: Path, read: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write(tmp_path / "a", b"one")
     digest(path, memory)

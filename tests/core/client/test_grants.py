@@ -105,13 +105,7 @@ def test_a_request_has_its_grants_until_they_are_taken(engine: Engine) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [
-        {"boot_id": b"another server.."},
-        {"began": 0.0},
-        {"instance_id": 8},
-        {"start": 256},
-        {"content": bytes(32)},
-    ],
+    [{"boot_id": b"another server.."}, {"began": 0.0}, {"instance_id": 8}, {"start": 256}, {"content": bytes(32)}],
     ids=["another server", "an earlier session", "another instance", "other tokens", "another prompt"],
 )
 def test_a_grant_that_is_for_something_else_is_passed_over(engine: Engine, wrong: dict[str, Any]) -> None:

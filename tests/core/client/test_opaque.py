@@ -11,14 +11,7 @@ import pytest
 
 from kvframework.api.keys import DIGEST_BYTES
 from kvframework.client import KVClient
-from kvframework.client.opaque import (
-    KeyGroup,
-    OpaqueInstance,
-    OpaqueObjects,
-    Prompt,
-    granted_objects,
-    map_arena,
-)
+from kvframework.client.opaque import KeyGroup, OpaqueInstance, OpaqueObjects, Prompt, granted_objects, map_arena
 from kvframework.errors import ServerGone
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until

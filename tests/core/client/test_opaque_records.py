@@ -12,7 +12,7 @@ from kvframework.api.keys import tenant_digest
 from kvframework.client import EngineSpeed, KVClient, OpaqueInstance, OpaqueObjects, Prompt
 from kvframework.wire import messages as m
 from tests.core.client.test_opaque import SIZES, found, groups, instance, store
-from tests.support.server_process import ServerProcess
+from tests.support.server_process import ServerProcess, client_fixture
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient
 
@@ -32,16 +32,10 @@ def server(folder: Path) -> Iterator[ServerProcess]:
         yield up
 
 
-@pytest.fixture
-def client(server: ServerProcess) -> Iterator[KVClient]:
-    with server.engine_client() as connected:
-        yield connected
+client = client_fixture(engine=True)
 
 
-@pytest.fixture
-def teller(server: ServerProcess) -> Iterator[WireClient]:
-    with server.client() as connected:
-        yield connected
+teller = client_fixture()
 
 
 def asked(teller: WireClient, instance: OpaqueInstance, prompt: str, end: int = 64, **fields: Any) -> m.Finished:
@@ -77,10 +71,7 @@ def test_another_salt_or_namespace_is_told(teller: WireClient, client: KVClient,
     other = OpaqueInstance(client, OpaqueObjects(6, "tiny", SIZES, 8, "test-blocks", revision="2"))
     wait_until(lambda: other.is_ready, 20, "the registration")
     record = asked(teller, other, "known")
-    assert (record.reason, record.detail) == (
-        "other_namespace",
-        "other weights, revision, quantisation or packing",
-    )
+    assert (record.reason, record.detail) == ("other_namespace", "other weights, revision, quantisation or packing")
     other.close()
 
 

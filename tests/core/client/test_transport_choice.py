@@ -204,10 +204,7 @@ def test_what_the_server_refuses_leaves_no_driver_open(
 
 
 def test_a_transport_whose_copier_cannot_open_the_memory_is_left_out_too(
-    node: SimulatedNode,
-    connected: KVClient,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    node: SimulatedNode, connected: KVClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As between containers that share no namespace."""
     monkeypatch.setattr(faulty.LendsNothing, "lends", True)

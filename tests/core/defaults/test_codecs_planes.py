@@ -17,7 +17,7 @@ from kvf_dev.testing import CodecConformance
 from kvframework.api.plugin import DTYPE_BYTES
 from kvframework.errors import PluginUnavailable
 from kvframework.registry.registry import PluginRegistry
-from tests.core.defaults.test_codecs import kib_taken_in_vain
+from tests.core.defaults.test_codecs import bomb, kib_taken_in_vain, unpack
 
 zstandard = pytest.importorskip("zstandard", reason="zstandard is not installed")
 
@@ -57,12 +57,6 @@ def numbers(count: int, seed: int = 1) -> bytes:
 
 def pack(codec: PlanesCodec, data: bytes, dtype: str = "") -> bytes:
     return b"".join(codec.encode_elements(memoryview(data), dtype))
-
-
-def unpack(codec: PlanesCodec, packed: bytes, nbytes: int) -> bytes:
-    out = bytearray(b"\xee" * nbytes)
-    codec.decode_into(memoryview(packed), memoryview(out))
-    return bytes(out)
 
 
 def forged(packed: bytes, at: int, form: str, *values: int) -> bytes:
@@ -232,19 +226,12 @@ def test_a_frame_that_is_longer_than_its_plane_is_refused() -> None:
         unpack(PlanesCodec(), changed, len(data))
 
 
-def bomb(claimed: int) -> bytes:
-    """The packed form of an object of 64 KiB, in 1-byte elements, whose frame unpacks to 256 MiB of zeros."""
-    compressor = zstandard.ZstdCompressor(level=1).compressobj(size=256 * MIB)
-    zeros = bytes(MIB)
-    frame = bytearray(b"".join([*(compressor.compress(zeros) for _ in range(256)), compressor.flush()]))
-    assert frame[6:10] == (256 * MIB).to_bytes(4, "little")
-    frame[6:10] = claimed.to_bytes(4, "little")
-    return struct.pack("<BB6xQQ", 1, 1, 1 << 16, 0) + struct.pack("<I", len(frame)) + frame
-
-
 @pytest.mark.parametrize("claimed", [256 * MIB, 1 << 16], ids=["that says so", "that lies"])
 def test_a_bomb_needs_no_more_memory_than_a_piece(claimed: int) -> None:
-    assert kib_taken_in_vain(PlanesCodec, bomb(claimed), 1 << 16) < 8 << 10
+    """An object of 64 KiB, in 1-byte elements."""
+    frame = bomb(claimed)
+    packed = struct.pack("<BB6xQQI", 1, 1, 1 << 16, 0, len(frame)) + frame
+    assert kib_taken_in_vain(PlanesCodec, packed, 1 << 16) < 8 << 10
 
 
 @given(st.binary(max_size=200), st.sampled_from([0, 1, 24, 200, 40_000]))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvf_cpu_gather import kvf_transports as hook
 from kvf_layouts.dynamic_cache import DynamicCacheLayout
-from kvframework.api.layout import GroupDesc, KVLayout, LayerGroup, Layout, MemoryLayoutDesc
+from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.api.transport import Registration
 from kvframework.client.kv_client import checked_transfer
 from kvframework.errors import BadLayout
@@ -116,48 +116,6 @@ def test_a_dynamic_cache_and_paged_memory_share_objects():
         for plane in (0, 1):
             assert torch.equal(pair[f"l{layer}"][plane][0, :, :16], want[plane, layer].transpose(0, 1))
             assert not pair[f"l{layer}"][plane][0, :, 16:].any()
-
-
-class Compressed(Layout):
-    """Two layer groups, the second with one slot for two tokens."""
-
-    name = "compressed"
-
-    def describe(self, kv_caches, *, block_size):
-        return KVLayout(
-            self.name,
-            (
-                LayerGroup(1, BLOCK, 1, DIM, "float32", planes=1),
-                LayerGroup(1, CHUNK, 1, DIM, "float32", planes=1, compress_ratio=2),
-            ),
-        )
-
-    def block_views(self, layout, kv_caches):
-        return [[[kv_caches["full"]]], [[kv_caches["small"]]]]
-
-
-def test_groups_with_their_own_block_sizes_and_compression():
-    layout = Compressed()
-    tensors = {"full": torch.randn(6, BLOCK, 1, DIM), "small": torch.randn(4, CHUNK // 2, 1, DIM)}
-    declared = layout.describe(tensors, block_size=BLOCK)
-    desc = layout.object_desc(declared, CHUNK)
-    link = ArenaLink(desc)
-    transport = CpuGather(link)
-    registration = Registration(1, 0, bytes(16), declared, desc)
-    transport.on_registered(registration, layout)
-    ids = [[4, 0, 1, 2], [3, 1]]
-    future = transport.store(checked_transfer(registration, key(), tensors, ids, None, storing=True))
-    assert future.result().stored == 4
-    target = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    assert transport.load(checked_transfer(registration, key(), target, ids, None, storing=False), 5).result().ok
-    assert torch.equal(target["full"][[1, 2]], tensors["full"][[1, 2]])
-    assert not target["full"][4].any()
-    assert not target["full"][0, 0].any()
-    assert torch.equal(target["full"][0, 1:], tensors["full"][0, 1:])
-    # tokens 4 and 5 share slot 2: token 5 is wanted, so the slot is written
-    assert not target["small"][3, :2].any()
-    assert torch.equal(target["small"][3, 2:], tensors["small"][3, 2:])
-    assert torch.equal(target["small"][1], tensors["small"][1])
 
 
 def test_the_way_of_tensors_that_are_not_in_host_memory(monkeypatch):

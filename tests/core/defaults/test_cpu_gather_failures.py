@@ -10,13 +10,7 @@ import pytest
 from kvframework.api.futures import Future
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.api.transport import ArenaRange, LoadPlan, Registration
-from kvframework.errors import (
-    BadLayout,
-    DeadlineExceeded,
-    LeaseUnknown,
-    NotRegistered,
-    ServerGone,
-)
+from kvframework.errors import BadLayout, DeadlineExceeded, LeaseUnknown, NotRegistered, ServerGone
 from tests.core.defaults.gather_engine import CHUNK, Engine, both_ways
 
 __all__ = ["both_ways"]
@@ -60,7 +54,8 @@ def test_a_failing_server_is_a_load_that_missed(method):
     engine = Engine()
     engine.store()
     engine.link.failing[method] = DeadlineExceeded("late")
-    assert not engine.load().result().ok
+    outcome = engine.load().result()
+    assert (outcome.ok, outcome.error) == (False, DeadlineExceeded.code)
 
 
 def test_a_miss_and_a_lost_pin_are_no_hit_and_logged_once(caplog):

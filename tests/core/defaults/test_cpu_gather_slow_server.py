@@ -8,7 +8,7 @@ import pytest
 
 from kvframework.api.futures import Future, Promise
 from kvframework.api.transport import StoreOutcome
-from kvframework.errors import Cancelled, DeadlineExceeded, ServerGone
+from kvframework.errors import Cancelled, DeadlineExceeded
 from tests.core.defaults.arena_link import ArenaLink
 from tests.core.defaults.gather_engine import CHUNK, IDS, Engine, both_ways, digest, key
 from tests.support.lazy import torch
@@ -184,15 +184,6 @@ def test_a_commit_that_is_not_answered_in_time_leaves_the_outcome_unknown(caplog
     assert not future.result().ok
     assert "run.deadline" in caplog.text
     assert engine.link.open_leases == 0
-
-
-def test_a_failed_load_says_why():
-    engine = Engine()
-    engine.store()
-    engine.link.failing["prepare_load"] = ServerGone("gone")
-    outcome = engine.load().result()
-    assert (outcome.ok, outcome.error) == (False, "run.server_gone")
-    assert len(engine.link.object_bytes(digest(0))) == engine.desc.nbytes
 
 
 def test_without_a_further_thread_a_transfer_that_has_to_wait_is_a_miss(monkeypatch):

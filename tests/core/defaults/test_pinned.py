@@ -19,7 +19,7 @@ from kvf_dev.testing import MemoryConformance
 from kvf_pinned import memory
 from kvf_pinned.memory import MemfdArena
 from kvf_pinned.options import PinnedOptions
-from kvframework.api.memory import available_memory
+from kvframework.api.memory import Memory, available_memory
 from kvframework.api.plugin import ByteSize
 from kvframework.errors import ArenaError
 from tests.support.waiting import wait_until
@@ -36,6 +36,13 @@ def arena() -> Iterator[MemfdArena]:
     arena = MemfdArena(40 * MIB + 12_345)
     yield arena
     arena.close()
+
+
+def works(arena: Memory) -> None:
+    """Until all of it is resident."""
+    ready: list[int] = []
+    arena.start(ready.append)
+    wait_until(lambda: ready and ready[-1] == arena.capacity)
 
 
 def resident_bytes(fd: int) -> int:
@@ -93,9 +100,7 @@ def test_what_is_resident_is_not_to_be_unmapped_at_the_end_of_the_process(
         with arena.view() as view:
             view[5] = 7
             for each in (arena, kept):
-                ready: list[int] = []
-                each.start(ready.append)
-                wait_until(lambda ready=ready: ready and ready[-1] == arena.capacity)
+                works(each)
             assert resident_bytes(arena.fd) >= arena.capacity
             assert mapped_bytes(arena) == [0, 0]
             assert view[5] == 7
@@ -183,51 +188,45 @@ def test_starting_twice_is_refused(arena: MemfdArena) -> None:
         arena.start(lambda _: None)
 
 
-class TestAvailableMemory:
-    """Against files as the kernel writes them."""
-
-    @pytest.fixture
-    def proc(self, tmp_path: Path) -> Path:
-        (tmp_path / "proc" / "self").mkdir(parents=True)
-        (tmp_path / "proc" / "meminfo").write_text("MemTotal:  9000 kB\nMemFree: 10 kB\nMemAvailable:   1000 kB\n")
-        return tmp_path / "proc"
-
-    def write(self, directory: Path, **files: str) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            (directory / name.replace("__", ".")).write_text(text)
-
-    def test_without_a_cgroup(self, proc: Path, tmp_path: Path) -> None:
-        assert available_memory(proc, tmp_path / "cg") == 1000 * 1024
-
-    def test_nothing_readable_is_no_limit(self, tmp_path: Path) -> None:
-        assert available_memory(tmp_path / "none", tmp_path / "none") == sys.maxsize
-
-    def test_the_tightest_group_above_counts(self, proc: Path, tmp_path: Path) -> None:
-        (proc / "self" / "cgroup").write_text("0::/pod/box\n")
-        self.write(tmp_path / "cg/pod/box", memory__max="max\n", memory__current="5\n")
-        self.write(
-            tmp_path / "cg/pod",
-            memory__max="600000\n",
-            memory__current="500000\n",
-            memory__stat="anon 1\ninactive_file 30000\n",
-        )
-        assert available_memory(proc, tmp_path / "cg") == 130_000
-
-    def test_the_first_version_of_cgroups(self, proc: Path, tmp_path: Path) -> None:
-        (proc / "self" / "cgroup").write_text("5:cpu,cpuacct:/\n4:memory:/docker/abc\n0::/\n")
-        self.write(
-            tmp_path / "cg/memory",
-            memory__limit_in_bytes="400000\n",
-            memory__usage_in_bytes="390000\n",
-            memory__stat="inactive_file 1\ntotal_inactive_file 5000\n",
-        )
-        assert available_memory(proc, tmp_path / "cg") == 15_000
-
-    def test_a_full_group_has_no_room(self, proc: Path, tmp_path: Path) -> None:
-        (proc / "self" / "cgroup").write_text("0::/\n")
-        self.write(tmp_path / "cg", memory__max="100\n", memory__current="200\n")
-        assert available_memory(proc, tmp_path / "cg") == 0
+@pytest.mark.parametrize(
+    ("membership", "files", "available"),
+    [
+        ("", {}, 1000 << 10),
+        (
+            "0::/pod/box\n",
+            {
+                "pod/box/memory.max": "max",
+                "pod/box/memory.current": "5",
+                "pod/memory.max": "600000",
+                "pod/memory.current": "500000",
+                "pod/memory.stat": "anon 1\ninactive_file 30000",
+            },
+            130_000,
+        ),
+        (
+            "5:cpu,cpuacct:/\n4:memory:/docker/abc\n0::/\n",
+            {
+                "memory/memory.limit_in_bytes": "400000",
+                "memory/memory.usage_in_bytes": "390000",
+                "memory/memory.stat": "inactive_file 1\ntotal_inactive_file 5000",
+            },
+            15_000,
+        ),
+        ("0::/\n", {"memory.max": "100", "memory.current": "200"}, 0),
+    ],
+    ids=["no group", "the tightest above counts", "the first version of cgroups", "a full group"],
+)
+def test_available_memory_is_what_the_kernel_writes(
+    tmp_path: Path, membership: str, files: dict[str, str], available: int
+) -> None:
+    proc, groups = tmp_path / "proc", tmp_path / "groups"
+    assert available_memory(proc, groups) == sys.maxsize, "nothing readable is no limit"
+    written = {proc / "meminfo": "MemTotal:  9000 kB\nMemFree: 10 kB\nMemAvailable:   1000 kB"}
+    written |= {proc / "self" / "cgroup": membership, **{groups / name: text for name, text in files.items()}}
+    for path, text in written.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    assert available_memory(proc, groups) == available
 
 
 def test_leaving_ends_the_thread_and_unmaps_nothing() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,7 +17,8 @@ from kvf_pinned.options import HugePages, PinnedOptions
 from kvframework.api.memory import MemoryContext, huge_page_bytes, map_shared
 from kvframework.api.plugin import ByteSize, Finding
 from kvframework.errors import ArenaError
-from tests.support.waiting import wait_until
+from tests.core.defaults.test_pinned import works
+from tests.support.processes import ran
 
 MIB = 1 << 20
 
@@ -180,9 +180,7 @@ def test_the_doctor_warns_of_reserved_pages_that_others_have(tmp_path: Path) -> 
 @pytest.mark.parametrize("pages", [SMALL, Pages("transparent", "as in this test")])
 def test_an_arena_works_with_either(pages: Pages) -> None:
     arena = MemfdArena(5 * MIB + 1, pages=pages)
-    ready: list[int] = []
-    arena.start(ready.append)
-    wait_until(lambda: ready and ready[-1] == arena.capacity)
+    works(arena)
     with arena.view() as view, memoryview(mmap.mmap(arena.fd, arena.capacity)) as other:
         view[0], view[-1] = 7, 9
         assert (other[0], other[-1], len(view)) == (7, 9, 5 * MIB + 1)
@@ -236,7 +234,7 @@ def test_huge_pages_of_a_file_are_mapped_as_such_in_server_and_engine(tmp_path: 
     folder.mkdir()
     command = ["unshare", "--mount", sys.executable, "-c", PROGRAM, str(folder)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = ran(*command, code=None)
     except OSError as error:
         pytest.skip(f"no unshare: {error}")
     if done.returncode == 77 or "unshare" in done.stderr:

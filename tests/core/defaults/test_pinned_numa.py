@@ -8,7 +8,6 @@ import logging
 import mmap
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -25,7 +24,8 @@ from kvf_pinned.options import Numa, PinnedOptions
 from kvframework.api.memory import MemoryContext
 from kvframework.api.plugin import ByteSize, Finding
 from tests.core.defaults.sysfs import CONSOLE, CONSUMER_GPU, GPU, NETWORK, OTHER_ACCELERATOR, sysfs
-from tests.support.waiting import wait_until
+from tests.core.defaults.test_pinned import works
+from tests.support.processes import ran
 
 NUMA_MAPS = Path("/proc/self/numa_maps")
 
@@ -112,12 +112,6 @@ def made(numa: Numa) -> Iterator[MemfdArena]:
         yield arena
 
 
-def works(arena: MemfdArena) -> None:
-    ready: list[int] = []
-    arena.start(ready.append)
-    wait_until(lambda: ready and ready[-1] == arena.capacity)
-
-
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
 
@@ -148,14 +142,7 @@ def test_the_policy_is_that_of_every_process_that_maps_the_arena() -> None:
         "segment = mmap.mmap(int(sys.argv[1]), 0); print(Path('/proc/self/numa_maps').read_text())"
     )
     with made([0]) as arena:
-        done = subprocess.run(
-            [sys.executable, "-c", program, str(arena.fd)],
-            pass_fds=[arena.fd],
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=True,
-        )
+        done = ran(sys.executable, "-c", program, str(arena.fd), pass_fds=[arena.fd])
         assert policies(done.stdout) == ["prefer:0"]
 
 

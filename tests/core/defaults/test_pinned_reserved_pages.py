@@ -28,6 +28,7 @@ from kvframework.api.plugin import ByteSize
 from kvframework.client.arena_mapping import MappedArena
 from kvframework.errors import ArenaError
 from kvframework.keeper.sd_notify import free_memory
+from tests.core.defaults.test_pinned import works
 from tests.core.restart.prompts import hits, store
 from tests.support.held_server import HeldServer
 from tests.support.waiting import wait_until
@@ -71,9 +72,7 @@ def test_an_arena_is_rounded_to_whole_pages_which_are_its_own_from_the_beginning
     assert of_reserved_pages(arena.fd)
     assert arena.capacity == 6 * PAGE == os.fstat(arena.fd).st_size
     before = read_pool()
-    ready: list[int] = []
-    arena.start(ready.append)
-    wait_until(lambda: ready and ready[-1] == arena.capacity)
+    works(arena)
     assert os.fstat(arena.fd).st_blocks * 512 == arena.capacity
     assert read_pool() == before
     arena.close()
@@ -88,9 +87,7 @@ def test_its_pages_are_placed_where_the_options_say() -> None:
         except OSError as error:
             pytest.skip(f"mbind is not to be had here: {error.strerror}")
     arena = MemfdArena(4 * PAGE, choice=Choice((0,), "as in this test"), pages=Pages("reserved", "as in this test"))
-    ready: list[int] = []
-    arena.start(ready.append)
-    wait_until(lambda: ready and ready[-1] == arena.capacity)
+    works(arena)
     maps = Path("/proc/self/numa_maps").read_text()
     arena.close()
     assert re.search(r"^\w+ prefer:0 file=/memfd:kvframework-l1.* huge ", maps, re.MULTILINE), maps

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from kvframework.doctor import machine as checks
 from kvframework.doctor.checkup import examine, run_check, socket_findings
 from kvframework.errors import EndpointError
 from kvframework.preflight import RunningServer
+from tests.support.processes import ran
 
 
 def by_id(found: Iterator[Finding]) -> dict[str, Finding]:
@@ -44,7 +44,7 @@ def test_a_check_that_hangs_does_not_keep_the_command() -> None:
         "import time; from kvframework.doctor.checkup import run_check\n"
         "print(run_check('disk', lambda: time.sleep(600), timeout_s=0.05)[0].id)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=True)
+    done = ran(sys.executable, "-c", program)
     assert done.stdout == "disk.check\n"
 
 
@@ -120,7 +120,7 @@ def in_a_child(limit: str) -> dict[str, tuple[str, str]]:
         f"resource.setrlimit(resource.RLIMIT_{limit})\n"
         "print(json.dumps({each.id: (each.level, each.fact) for each in limits()}))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=True)
+    done = ran(sys.executable, "-c", program)
     return msgspec.json.decode(done.stdout, type=dict[str, tuple[str, str]])
 
 

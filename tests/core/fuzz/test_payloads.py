@@ -157,10 +157,7 @@ def _groups(**fields: Any) -> dict[str, Any]:
         (m.RegisterKvCache, _groups(strides=array_of(b"\x01", _MANY))),
         (m.TransferRequest, {"block_ids": array_of(b"\xc4\x00", _MANY // 2)}),
         (m.Prepare, {"first_chunks": array_of(b"\x00", _MANY)}),
-        (
-            m.Registered,
-            {"desc": {"chunk_tokens": 1, "groups": [{"shape": array_of(b"\x01", _MANY), "dtype": ""}]}},
-        ),
+        (m.Registered, {"desc": {"chunk_tokens": 1, "groups": [{"shape": array_of(b"\x01", _MANY), "dtype": ""}]}}),
         (m.HelloReply, {"transports": array_of(b"\xa0", _MANY)}),
         (m.GatheredBlock, {"groups": array_of(b"\xc4\x00", _MANY // 2)}),
         (StorePlan, {"ranges": array_of(b"\x94\x00\x00\x00\x00", _MANY // 5)}),

@@ -7,7 +7,6 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -15,7 +14,7 @@ import pytest
 
 from kvframework.keeper.sd_notify import remove_note, store_note
 from tests.core.keeper.held import TIMEOUT, Held
-from tests.support.processes import descriptors
+from tests.support.processes import descriptors, ran
 from tests.support.waiting import wait_until
 
 STORE = store_note("kvf-arena")
@@ -90,13 +89,7 @@ os.setgid(12345); os.setuid(12345)
 with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
     other.connect(sys.argv[1])
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program, f"{held.base}.hold"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=TIMEOUT,
-    )
+    done = ran(sys.executable, "-c", program, f"{held.base}.hold", code=None, timeout=TIMEOUT)
     assert "PermissionError" in done.stderr
 
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from tests.core.keeper.held import TIMEOUT, Held
-from tests.support.processes import children
+from tests.support.processes import children, ran
 from tests.support.waiting import wait_until
 
 UNSHARE = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
@@ -25,15 +25,9 @@ def namespaces() -> None:
 
 def test_it_imports_the_standard_library_and_itself() -> None:
     program = "import kvframework.keeper.supervisor, sys; print(*sorted(name for name in sys.modules))"
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=TIMEOUT)
+    run = ran(sys.executable, "-c", program, timeout=TIMEOUT)
     others = {name.partition(".")[0] for name in run.stdout.split()} - set(sys.stdlib_module_names)
-    bare = subprocess.run(
-        [sys.executable, "-c", "import sys; print(*sys.modules)"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=TIMEOUT,
-    )
+    bare = ran(sys.executable, "-c", "import sys; print(*sys.modules)", timeout=TIMEOUT)
     assert others - {name.partition(".")[0] for name in bare.stdout.split()} == {"kvframework"}
     own = {name for name in run.stdout.split() if name.startswith("kvframework.") and "keeper" not in name}
     assert own == {"kvframework.supervise", "kvframework.supervise.state"}

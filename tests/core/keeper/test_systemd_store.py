@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.core.keeper.held import ROOT, SERVER
+from tests.support.processes import ran
 
 SYSTEMD = "/lib/systemd/systemd"
 UNSHARE = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
@@ -59,13 +60,11 @@ def test_systemd_keeps_what_a_server_stores() -> None:
         unit = UNIT.format(python=sys.executable, program=folder / "program.py", root=ROOT, folder=folder)
         (units / "kept.service").write_text(unit)
         environ = {name: value for name, value in os.environ.items() if not name.startswith("DBUS")}
-        done = subprocess.run(
-            [*UNSHARE, "bash", "-c", SCRIPT, "bash", SYSTEMD, str(folder / "report")],
+        done = ran(
+            *(*UNSHARE, "bash", "-c", SCRIPT, "bash", SYSTEMD, str(folder / "report")),
+            code=None,
             env={**environ, "XDG_RUNTIME_DIR": str(folder / "run"), "XDG_CONFIG_HOME": str(folder / "config")},
             stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
             timeout=280,
         )
         if done.returncode == 77:

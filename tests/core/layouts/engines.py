@@ -84,11 +84,7 @@ class Engine(ArenaEngine):
     """Memory of several layer groups."""
 
     def __init__(
-        self,
-        groups: Sequence[Group],
-        contents: Sequence[torch.Tensor],
-        chunk_size: int,
-        link: ArenaLink | None = None,
+        self, groups: Sequence[Group], contents: Sequence[torch.Tensor], chunk_size: int, link: ArenaLink | None = None
     ) -> None:
         self.groups = groups
         named = [(f"g{index}.", group, each) for index, (group, each) in enumerate(zip(groups, contents, strict=True))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ from kvframework.errors import NamespaceMismatch
 from tests.core.tiers.nodes import await_written
 from tests.support.engines import PagedEngine
 from tests.support.lazy import torch
-from tests.support.server_process import ServerProcess, server_fixture
+from tests.support.server_process import ServerProcess, client_fixture, server_fixture
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.torch
@@ -69,10 +69,7 @@ def server(process: ServerProcess) -> ServerProcess:
     return process.emptied()
 
 
-@pytest.fixture
-def client(server: ServerProcess) -> Iterator[KVClient]:
-    with server.engine_client() as connected:
-        yield connected
+client = client_fixture(engine=True)
 
 
 @pytest.mark.parametrize(

@@ -164,12 +164,9 @@ def test_touched_blocks_by_example() -> None:
     window = LayerGroup(1, 4, 1, 1, "uint8", window=18)
     assert touched_blocks(window, 16, ids, storing=True) == (ids, 4, 0, 21)
     assert touched_blocks(window, 16, [NO_BLOCK] * 5 + ids[5:], storing=True).first == 8
-    assert touched_blocks(window, 16, ids, storing=False) == (
-        [NO_BLOCK] * 7 + ids[7:],
-        4,
-        7,
-        21,
-    ), "tokens 30 to 48: block 7 holds 28 to 31"
+    assert touched_blocks(window, 16, ids, storing=False) == ([NO_BLOCK] * 7 + ids[7:], 4, 7, 21), (
+        "tokens 30 to 48: block 7 holds 28 to 31"
+    )
     state = LayerGroup(1, 4, 1, 1, "uint8", state=True)
     assert touched_blocks(state, 16, ids, storing=True) == ([13, 17, 21], 1, 0, 21)
     assert touched_blocks(state, 16, [NO_BLOCK] * 11 + [21], storing=True) == ([NO_BLOCK, NO_BLOCK, 21], 1, 2, 21)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,7 @@ import zmq
 
 from kvframework.api.futures import Future, Promise
 from kvframework.api.requests import Handler, Message, Reply, RequestSpec
-from kvframework.errors import BadRange, Cancelled
+from kvframework.errors import Cancelled
 from kvframework.messaging.client.connection import Connection
 from kvframework.messaging.server.loop import MessageServer, Served
 from kvframework.messaging.server.sessions import ClientSession
@@ -41,8 +41,8 @@ SPECS = [
     _spec("POOLED", deadline_s=600.0),
     _spec("POOLED_SHORT", deadline_s=0.2),
     _spec("ORDERED", deadline_s=600.0),
-    _spec("RAISE"),
-    _spec("WRONG"),
+    _spec("FAILS", deadline_s=600.0),
+    _spec("FAILS_POOLED", deadline_s=600.0),
     _spec("BUFFERS", buffers=4),
 ]
 TABLE = {**REQUESTS, **{spec.name: spec for spec in SPECS}}
@@ -59,20 +59,21 @@ class Work:
         self.ended: list[ClientSession] = []
         self.ticks = 0
         self.gate = threading.Event()  # pooled handlers wait for it
+        self.fails: Callable[[], Any] = Text
 
     def handlers(self) -> dict[str, Handler[Any]]:
         calls = {
             "ECHO": lambda _, text, __: text,
             "DEFERRED": self._defer,
             "SHORT": self._defer,
-            "RAISE": self._fail,
-            "WRONG": lambda *_: Pong(b"not a Text"),
+            "FAILS": lambda *_: self.fails(),
             "BUFFERS": lambda _, text, buffers: Reply(text, [*buffers]),
         }
         handlers = [Handler(TABLE[f"test.{name}"], call) for name, call in calls.items()]
         handlers.append(Handler(TABLE["PING"], lambda *_: Pong(self.boot_id)))
         handlers.append(Handler(TABLE["test.POOLED"], self._pooled, pooled=True))
         handlers.append(Handler(TABLE["test.POOLED_SHORT"], self._pooled, pooled=True))
+        handlers.append(Handler(TABLE["test.FAILS_POOLED"], lambda *_: self.fails(), pooled=True))
         handlers.append(Handler(TABLE["test.ORDERED"], self._ordered, pooled=True, ordered=True))
         return {handler.spec.name: handler for handler in handlers}
 
@@ -88,13 +89,6 @@ class Work:
             future.set_exception(Cancelled("stopped"))
         else:
             future.set_result(Text(text))
-
-    def _fail(self, client: object, text: Text, buffers: object) -> Message:
-        if text.text == "typed":
-            raise BadRange("the range is bad", where="here", hint="a better one")
-        if text.text == "exit":
-            raise SystemExit(3)
-        raise ZeroDivisionError("secret")
 
     def _pooled(self, client: object, text: Text, buffers: object) -> Message:
         self.begun.append(text.text)

@@ -105,11 +105,7 @@ def test_close_fails_what_is_pending_and_may_be_called_from_anywhere(lab: Lab) -
 def test_close_from_within_on_up(lab: Lab) -> None:
     downs: list[int] = []
     connection = Connection(
-        lab.endpoint,
-        Hello("t", 1),
-        table=TABLE,
-        on_up=lambda *_: connection.close(),
-        on_down=lambda: downs.append(1),
+        lab.endpoint, Hello("t", 1), table=TABLE, on_up=lambda *_: connection.close(), on_down=lambda: downs.append(1)
     )
     connection.start()
     wait_until(lambda: downs == [1])

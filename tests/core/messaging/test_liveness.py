@@ -225,8 +225,7 @@ def test_a_server_that_never_serves_leaves_nothing(endpoint: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "endpoint",
-    ["ipc://relative", "ipc://@abstract", "ipc://*", "ipc:///" + "x" * 120, "ipc:///d/"],
+    "endpoint", ["ipc://relative", "ipc://@abstract", "ipc://*", "ipc:///" + "x" * 120, "ipc:///d/"]
 )
 def test_endpoints_that_no_local_server_can_have(endpoint: str) -> None:
     with pytest.raises(EndpointError):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
+from kvframework.api.futures import Future
+from kvframework.api.requests import Reply
 from kvframework.errors import (
     BadRange,
     Cancelled,
@@ -22,7 +25,7 @@ from kvframework.errors import (
 from kvframework.messaging.server import loop as server
 from kvframework.status import COUNTERS
 from kvframework.wire.frames import MAX_PAYLOAD_BYTES
-from kvframework.wire.messages import Cancel, CancelReply
+from kvframework.wire.messages import Cancel, CancelReply, Pong
 from tests.core.messaging.lab import Lab, Text, ask, connected
 from tests.support.waiting import wait_until
 
@@ -94,21 +97,44 @@ def test_many_ordered_calls_behind_one(lab: Lab) -> None:
         assert [future.result(20).payload.text for future in futures[1:]] == [str(n) for n in range(300)]
 
 
-def test_a_handler_that_raises(lab: Lab) -> None:
+def raises(error: BaseException) -> object:
+    raise error
+
+
+def recurses() -> object:
+    return recurses()
+
+
+@pytest.mark.parametrize("name", ["FAILS", "FAILS_POOLED"])
+@pytest.mark.parametrize(
+    ("fails", "error", "match"),
+    [
+        (lambda: raises(ZeroDivisionError("a secret")), HandlerFailed, "ZeroDivisionError in the handler"),
+        (lambda: Future.failed(ZeroDivisionError("a secret")), HandlerFailed, "ZeroDivisionError in the handler"),
+        (
+            lambda: raises(BadRange("bad", where="here", hint="a better one")),
+            BadRange,
+            r"here: bad\s+hint: a better one",
+        ),
+        (lambda: raises(SystemExit(3)), HandlerFailed, "SystemExit"),
+        (recurses, HandlerFailed, "RecursionError"),
+        (lambda: None, HandlerFailed, "NoneType, not Text"),
+        (lambda: Pong(b"not a Text"), HandlerFailed, "Pong, not Text"),
+        (lambda: Text("\ud800"), HandlerFailed, "UnicodeEncodeError"),
+        (lambda: Text("x" * MAX_PAYLOAD_BYTES), MessageTooLarge, "payload"),
+        (lambda: Reply(Text(), [memoryview(bytearray(200_000))[::2]]), InvalidPayload, "contiguous"),
+    ],
+)
+def test_a_handler_that_fails_is_a_typed_error_long_before_any_deadline(
+    lab: Lab, name: str, fails: Callable[[], object], error: type[Exception], match: str
+) -> None:
+    lab.work.fails = fails
     with connected(lab.endpoint) as connection:
-        with pytest.raises(BadRange) as typed:
-            ask(connection, "RAISE", "typed").result(20)
-        assert (typed.value.fact, typed.value.where, typed.value.hint) == ("the range is bad", "here", "a better one")
-        for text in ("untyped", "exit"):
-            with pytest.raises(HandlerFailed) as untyped:
-                ask(connection, "RAISE", text).result(20)
-            assert "secret" not in str(untyped.value)
+        with pytest.raises(error, match=match) as told:
+            ask(connection, name, timeout=600).result(20)
+        assert "a secret" not in str(told.value)
+        assert lab.server.counters["errors"] == 1
         assert ask(connection, "ECHO", "on").result(20).payload.text == "on"
-
-
-def test_a_handler_that_returns_something_else(lab: Lab) -> None:
-    with connected(lab.endpoint) as connection, pytest.raises(HandlerFailed, match="Pong, not Text"):
-        ask(connection, "WRONG").result(20)
 
 
 def test_the_clients_deadline_makes_the_connection_suspect_until_a_ping_is_answered(
@@ -164,32 +190,23 @@ def test_an_overdue_call_that_has_not_begun_never_does(lab: Lab) -> None:
         assert lab.work.begun == [*begun, "last"]
 
 
-def test_cancel_is_answered_only_after_the_future_resolves(lab: Lab) -> None:
+@pytest.mark.parametrize("name", ["DEFERRED", "SHORT"])
+def test_cancel_is_answered_only_after_the_future_resolves_even_behind_its_deadline(lab: Lab, name: str) -> None:
     with connected(lab.endpoint) as connection:
-        future = ask(connection, "DEFERRED", "a")
+        future = ask(connection, name, "a")
         wait_until(lambda: "a" in lab.work.open)
+        if name == "SHORT":
+            with pytest.raises(DeadlineExceeded):
+                future.result(20)
         answer = connection.cancel(future)
         wait_until(lambda: lab.work.cancelled == ["a"])
         assert ask(connection, "ECHO", "a round trip later").result(20)
         assert not answer.query()
-        assert not future.query()
+        assert future.query() == (name == "SHORT")
         lab.work.resolve("a")
         assert answer.result(20).payload == CancelReply(found=True)
-        assert isinstance(future.exception(), Cancelled)
+        assert isinstance(future.exception(), DeadlineExceeded if name == "SHORT" else Cancelled)
         assert connection.cancel(future).result(20).payload == CancelReply(found=False)
-
-
-def test_cancel_after_the_deadline_still_waits(lab: Lab) -> None:
-    with connected(lab.endpoint) as connection:
-        future = ask(connection, "SHORT", "a")
-        with pytest.raises(DeadlineExceeded):
-            future.result(20)
-        answer = connection.cancel(future)
-        wait_until(lambda: lab.work.cancelled == ["a"])
-        assert ask(connection, "ECHO", "a round trip later").result(20)
-        assert not answer.query()
-        lab.work.resolve("a")
-        assert answer.result(20).payload == CancelReply(found=True)
 
 
 def test_a_futures_own_cancel(lab: Lab) -> None:

@@ -10,13 +10,7 @@ import time
 import pytest
 
 from kvf_dev.testing.kit import together
-from kvframework.errors import (
-    DeadlineExceeded,
-    MessageTooLarge,
-    ServerGone,
-    ShuttingDown,
-    UnknownRequest,
-)
+from kvframework.errors import DeadlineExceeded, MessageTooLarge, ServerGone, ShuttingDown, UnknownRequest
 from kvframework.messaging.client.connection import Connection
 from kvframework.wire.frames import MAX_PAYLOAD_BYTES
 from tests.core.messaging.lab import Lab, Text, ask, connected

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ import pytest
 from tests.core.restart.prompts import CAPACITY, hits, store
 from tests.support.held_server import HeldServer
 from tests.support.processes import descriptors
+from tests.support.server_process import server_fixture
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient
 
@@ -34,10 +35,7 @@ os.execv(sys.executable, [sys.executable, "-m", "kvframework.cli.main", "serve",
 """
 
 
-@pytest.fixture
-def server() -> Iterator[HeldServer]:
-    with HeldServer(capacity=CAPACITY) as running:
-        yield running
+server = server_fixture(capacity=CAPACITY, kind=HeldServer)
 
 
 class Given:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from kvframework.wire import messages as m
 from tests.core.restart.prompts import CAPACITY, OBJECT, hits, overwrite_all, store
 from tests.support.held_server import HeldServer
 from tests.support.processes import has_ended
-from tests.support.server_process import ServerProcess
+from tests.support.server_process import ServerProcess, server_fixture
 from tests.support.waiting import wait_until
 from tests.support.wire_client import key_for
 
@@ -24,10 +24,7 @@ pytestmark = pytest.mark.timeout(300)
 KNOWN = range(8)
 
 
-@pytest.fixture
-def server() -> Iterator[HeldServer]:
-    with HeldServer(capacity=CAPACITY) as running:
-        yield running
+server = server_fixture(capacity=CAPACITY, kind=HeldServer)
 
 
 def stopped(server: HeldServer) -> None:

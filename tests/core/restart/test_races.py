@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from tests.core.restart.prompts import CAPACITY, OBJECT, fill_of, overwrite_all
 from tests.support.held_server import HeldServer
 from tests.support.line_process import LineProcess
 from tests.support.processes import arenas, children, has_ended
+from tests.support.server_process import server_fixture
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for
 
@@ -23,10 +23,7 @@ PROGRAM = "tests.core.restart.writer_program"
 KILLS = 10
 
 
-@pytest.fixture
-def server() -> Iterator[HeldServer]:
-    with HeldServer(capacity=CAPACITY) as running:
-        yield running
+server = server_fixture(capacity=CAPACITY, kind=HeldServer)
 
 
 def quarantined(client: WireClient) -> int:

@@ -127,16 +127,7 @@ def test_a_server_elsewhere_names_no_socket_of_this_machine(tmp_path: Path) -> N
         with connected(f"tcp://127.0.0.1:{port}", up=False) as connection:
             assert router.poll(10_000)
             identity, *frames = router.recv_multipart()
-            reply = m.HelloReply(
-                1,
-                b"boot",
-                bytes(16),
-                256,
-                "sha256",
-                HASHER,
-                (),
-                liveness=str(tmp_path / "trap"),
-            )
+            reply = m.HelloReply(1, b"boot", bytes(16), 256, "sha256", HASHER, (), liveness=str(tmp_path / "trap"))
             router.send_multipart([identity, *join(split(frames).request_id, "HELLO", reply)])
             assert connection.wait_up(20)
             with pytest.raises(BlockingIOError):

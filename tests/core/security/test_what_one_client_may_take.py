@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from kvframework.wire import messages as m
 from kvframework.wire.frames import MAX_ERROR_TEXT
 from tests.core.server.in_process import serving
 from tests.support.redis_server import RedisServer
-from tests.support.server_process import ServerProcess, server_fixture
+from tests.support.server_process import ServerProcess, client_fixture, server_fixture
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for
 
@@ -28,10 +27,7 @@ NBYTES = 2 * 2 * 256 * 8 * 4  # of one object of WireClient's model
 server = server_fixture(capacity="1MiB", scope="module")
 
 
-@pytest.fixture
-def client(server: ServerProcess) -> Iterator[WireClient]:
-    with server.client() as connected:
-        yield connected
+client = client_fixture()
 
 
 def prompt(number: int, chunks: int = 4) -> list[int]:

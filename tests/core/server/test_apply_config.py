@@ -246,10 +246,7 @@ def test_only_the_server_s_own_user_may(node: Node, request_: tuple[str, Any]) -
         unknown.say_hello(liveness=False)
         with pytest.raises(RequestError, match="own user"):
             unknown.call(*request_)
-    with (
-        mock.patch.object(contexts, "_uid", return_value=12345),
-        pytest.raises(RequestError, match="own user"),
-    ):
+    with mock.patch.object(contexts, "_uid", return_value=12345), pytest.raises(RequestError, match="own user"):
         node.client.call(*request_)
 
 

@@ -9,12 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvframework.api.eviction import EvictionPolicy, EvictionProvider, PackedKey, RequestFacts, Use, hookimpl
+from kvframework.api.eviction import EvictionProvider, PackedKey, RequestFacts, Use, hookimpl
 from kvframework.api.keys import MAX_RETAINS, Retain, retain_of
 from kvframework.client import RequestHashes
 from kvframework.errors import InvalidPayload
 from kvframework.wire import messages as m
 from tests.core.server.in_process import serving
+from tests.core.storage.memory import OrderedLru
 from tests.support.engines import CHUNK, PagedEngine
 from tests.support.server_process import ServerProcess, server_fixture
 from tests.support.waiting import wait_until
@@ -155,25 +156,12 @@ class _Raw(msgspec.Struct, omit_defaults=True):
     instance_id: int = 0
 
 
-class Places(EvictionPolicy):
+class Places(OrderedLru):
     """Writes down where in its prompt each new object is, and what it came by."""
 
-    name = "places"
-
     def __init__(self) -> None:
-        self.order: dict[PackedKey, None] = {}
+        super().__init__()
         self.told: list[tuple[Use, int, int]] = []
-
-    def on_insert(self, key: PackedKey, nbytes: int) -> None:
-        self.order[key] = None
-
-    def on_access(self, key: PackedKey) -> None: ...
-
-    def on_remove(self, key: PackedKey) -> None:
-        del self.order[key]
-
-    def victims(self) -> Iterator[PackedKey]:
-        return iter(self.order)
 
     def on_inserts(
         self, keys: Sequence[PackedKey], sizes: Sequence[int], chunks: Sequence[int], facts: RequestFacts

@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from kvframework.api.listener import (
-    Listener,
-    ListenerContext,
-    ListenerProvider,
-    Records,
-    RequestRecord,
-    hookimpl,
-)
+from kvframework.api.listener import Listener, ListenerContext, ListenerProvider, Records, RequestRecord, hookimpl
 from kvframework.api.plugin import NoOptions
 from tests.core.server.in_process import serving
 from tests.support.waiting import wait_until
@@ -73,10 +66,7 @@ def test_it_hears_requests_and_objects() -> None:
 
 
 def test_one_that_fails_is_a_problem_of_the_server_which_serves() -> None:
-    with (
-        serving("listener.0.use=tally", plugins=(Plugin(Broken),)) as server,
-        WireClient(server.endpoint) as client,
-    ):
+    with serving("listener.0.use=tally", plugins=(Plugin(Broken),)) as server, WireClient(server.endpoint) as client:
         wait_until(lambda: client.status()["problems"], what="the problem")
         (problem,) = client.status()["problems"]
         assert problem["fact"] == "listener tally: it has failed: ValueError('it cannot listen')"

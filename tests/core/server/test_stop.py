@@ -61,8 +61,7 @@ def threads(kind: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("settings", "loads", "writes"),
-    [((), 4, 2), (("l2.0.loads=1", "l2.0.writes=3"), 1, 3), (("l2.0.writes=1",), 4, 1)],
+    ("settings", "loads", "writes"), [((), 4, 2), (("l2.0.loads=1", "l2.0.writes=3"), 1, 3), (("l2.0.writes=1",), 4, 1)]
 )
 def test_as_many_as_the_table_or_the_provider_says_and_by_its_write_policy(
     tmp_path: Path, settings: tuple[str, ...], loads: int, writes: int

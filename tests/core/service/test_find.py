@@ -163,13 +163,7 @@ def test_a_tick_ends_tickets_until_it_has_unpinned_enough(monkeypatch: pytest.Mo
     monkeypatch.setattr("kvframework.storage.tickets.UNPIN_AT_ONCE", RANKS + 1)
     now = [0.0]
     storage = StorageManager(Table(PlainMemory(64 * ALIGNMENT), Lru(), clock=lambda: now[0]), threads=False)
-    lookups = Lookups(
-        storage,
-        KeyResolver(Sha256()),
-        RequestLog(),
-        Grants({}, storage, RequestLog()),
-        ticket_s=10.0,
-    )
+    lookups = Lookups(storage, KeyResolver(Sha256()), RequestLog(), Grants({}, storage, RequestLog()), ticket_s=10.0)
     storage.records.add(NAMESPACE, NamespaceRecord("m", RANKS, desc_of([0])))
     lease = storage.table.reserve(grid_of(1, [0]).sized(), owner=1, request_id="r", lease_s=None).lease
     assert lease is not None

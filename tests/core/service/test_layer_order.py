@@ -51,10 +51,7 @@ def test_any_names_have_an_order(mine: list[list[str]], theirs: list[list[str]])
     assert same_layers(one, two) == same_layers(two, one)
 
 
-@pytest.mark.parametrize(
-    "groups",
-    [[[*range(12)]], [[0, 1], [2, 3]], [[], [0, 1]], [[]]],
-)
+@pytest.mark.parametrize("groups", [[[*range(12)]], [[0, 1], [2, 3]], [[], [0, 1]], [[]]])
 def test_the_order_of_the_names_is_told_by_nothing(groups: list[list[int]]) -> None:
     assert layer_order(numbers(*groups)) == b""
 

@@ -3,7 +3,6 @@ holds the same bytes, at a real server."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +17,7 @@ from kvf_vllm.options import VllmOptions
 from kvf_vllm.step_messages import TransferOp
 from kvframework.client import KVClient, KvIdentity, RequestHashes, WorkerAdapter
 from tests.support.lazy import torch
-from tests.support.server_process import ServerProcess, server_fixture
+from tests.support.server_process import ServerProcess, client_fixture, server_fixture
 
 pytestmark = pytest.mark.torch
 
@@ -32,10 +31,7 @@ MODEL = SimpleNamespace(get_total_num_kv_heads=lambda: HEADS, get_total_num_hidd
 server = server_fixture(f"server.chunk_size={CHUNK}", "server.tp_lcm=8", "server.pp_lcm=2", scope="module")
 
 
-@pytest.fixture
-def client(server: ServerProcess) -> Iterator[KVClient]:
-    with server.emptied().engine_client() as connected:
-        yield connected
+client = client_fixture(engine=True, emptied=True)
 
 
 @pytest.fixture
@@ -72,14 +68,7 @@ class Vllm:
     """The connector of a vLLM engine of `size` workers in each of `stages`, as far as it moves bytes."""
 
     def __init__(
-        self,
-        client: KVClient,
-        size: int,
-        isa: str,
-        backend: str,
-        whole: torch.Tensor | None = None,
-        *,
-        stages: int = 1,
+        self, client: KVClient, size: int, isa: str, backend: str, whole: torch.Tensor | None = None, *, stages: int = 1
     ) -> None:
         self.client, self.isa, self.backend, self.size, self.held = client, isa, backend, size, LAYERS // stages
         self.memory, self.ranks, own = [], [], held_heads(0, size)[1]

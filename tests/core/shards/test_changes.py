@@ -4,7 +4,6 @@ most, never another's bytes."""
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +15,7 @@ from tests.core.shards.dying_rank import MODEL, TP
 from tests.core.shards.model import CHUNK, TOKENS, SplitEngine
 from tests.core.tiers.nodes import await_written
 from tests.support.lazy import torch
+from tests.support.processes import ran
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 
@@ -57,9 +57,7 @@ def test_servers_with_and_without_the_setting_share_a_tier(tmp_path: Path) -> No
                     engine.scheduler.free(found)
 
 
-def test_a_setting_that_changes_at_a_restart_is_refused_by_engines_of_before(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_setting_that_changes_at_a_restart_is_refused_by_engines_of_before(caplog: pytest.LogCaptureFixture) -> None:
     whole, other = MODEL.content(1), MODEL.content(2)
     with ExitStack() as stack:
         server = stack.enter_context(serving("server.tp_lcm=4"))
@@ -93,7 +91,7 @@ def test_a_rank_that_dies_within_a_store_leaves_no_half_of_a_chunk() -> None:
     whole = MODEL.content(1)
     with serving("server.tp_lcm=4") as server, server.engine_client() as client:
         command = [sys.executable, "-m", "tests.core.shards.dying_rank", server.endpoint]
-        died = subprocess.run([*command, "1"], capture_output=True, text=True, timeout=120, check=False)
+        died = ran(*command, "1", code=None, timeout=120)
         assert died.returncode == -signal.SIGKILL, died.stderr
         wait_until(lambda: not server.status()["instances"], 60, "the end of the rank")
         with SplitEngine(client, 11, MODEL, TP, content=whole) as engine:

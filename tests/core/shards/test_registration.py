@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import msgspec
 import pytest
 
@@ -11,7 +9,7 @@ from kvframework import errors
 from kvframework.api.keys import CacheKey
 from kvframework.api.layout import KVLayout, LayerGroup
 from kvframework.wire import messages as m
-from tests.support.server_process import ServerProcess, server_fixture
+from tests.support.server_process import ServerProcess, client_fixture, server_fixture
 from tests.support.wire_client import WireClient
 
 GROUP = LayerGroup(2, 16, 1, 8, "float16", layer_names=("l.0", "l.1"))
@@ -23,10 +21,7 @@ GOOD = m.RegisterKvCache(3, "m", 4, 2, NAMESPACE, "cpu_gather", KVLayout("paged"
 server = server_fixture(f"server.chunk_size={CHUNK}", "server.tp_lcm=4", scope="module")
 
 
-@pytest.fixture
-def client(server: ServerProcess) -> Iterator[WireClient]:
-    with server.emptied().client() as connected:
-        yield connected
+client = client_fixture(emptied=True)
 
 
 def key(rank: int | None = 2) -> CacheKey:

@@ -94,11 +94,7 @@ def test_a_shard_is_the_same_part_of_the_model_whoever_holds_it(data: st.DataObj
         (ModelPart(0, 0, 1), layout(1, 2), "0 KV heads"),
         (ModelPart(8, 0, 2), layout(2, 2), "has 2 heads; of 8 KV heads, a rank of 2 has 4"),
         (ModelPart(8), layout(8, 2, state=True), "recurrent states"),
-        (
-            ModelPart(1),
-            layout(1, 2, packing="amx", dtype="uint8"),
-            "opaque blocks",
-        ),
+        (ModelPart(1), layout(1, 2, packing="amx", dtype="uint8"), "opaque blocks"),
         (ModelPart(8, 0, 1, 0, 3), layout(8, 2), "the 2 layers from layer 0 on, of 3, are no whole ranges of 3"),
         (ModelPart(8, 0, 1, 2, 3), layout(8, 2), "no whole ranges"),
         (ModelPart(8, 0, 1, -2, 4), layout(8, 2), "no whole ranges"),

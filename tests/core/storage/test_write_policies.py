@@ -96,9 +96,7 @@ def test_write_back_what_leaves_above_the_watermark_is_written_first(make_node: 
     assert node.l1("evictions") == 35
 
 
-def test_write_back_what_goes_beyond_the_watermark_is_written_before_the_next_tick(
-    make_node: MakeNode,
-) -> None:
+def test_write_back_what_goes_beyond_the_watermark_is_written_before_the_next_tick(make_node: MakeNode) -> None:
     node = make_node(units=20, write_policy="write_back", high_watermark=0.5, low_watermark=0.25)
     node.write(K[:10])
     assert written(node) == set()

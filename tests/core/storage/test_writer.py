@@ -12,20 +12,8 @@ from kvframework.api.tier import Outcome, PackedKey
 from kvframework.errors import TierError
 from kvframework.storage.l1.entries import StoredObject
 from kvframework.storage.l2.sealed_tier import DELETE_AT_ONCE, L2Store
-from kvframework.storage.l2.writer import (
-    MAX_ATTEMPTS,
-    MAX_REFUSALS,
-    RECORD_EVERY_S,
-    AttachedTier,
-    TierWriter,
-)
-from kvframework.storage.namespaces import (
-    HEADER_BYTES,
-    NamespaceRecord,
-    NamespaceRecords,
-    record_key,
-    unseal,
-)
+from kvframework.storage.l2.writer import MAX_ATTEMPTS, MAX_REFUSALS, RECORD_EVERY_S, AttachedTier, TierWriter
+from kvframework.storage.namespaces import HEADER_BYTES, NamespaceRecord, NamespaceRecords, record_key, unseal
 from tests.core.storage.memory import NAMESPACE, content, packed_key
 from tests.core.storage.node import DESC, SIZE, MakeNode, Node
 from tests.core.storage.tier import MemoryTier

@@ -6,7 +6,7 @@
   `test_failing_requests.py`.
 * A handler raises, an unknown request, an undecodable payload: a typed error in milliseconds; no caller waits longer
   than its own deadline.
-  `test_failing_requests.py`; the client's half in `messaging/test_requests.py`.
+  `messaging/test_requests.py`; in a server process `test_failing_requests.py`.
 * A worker dies or is stopped between PREPARE and COMMIT, or in the middle of a wire store: nothing unwritten is ever a
   hit; a stopped writer that wakes up harms nobody; the range comes back after ABORT, COMMIT or EOF.
   `test_engine_processes.py`; over the wire `wire_path/test_under_way.py`.

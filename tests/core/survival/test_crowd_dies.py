@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 
 from kvframework.wire import messages as m
 from tests.core.survival import nursery_program
 from tests.core.survival.nursery_program import TOKENS
+from tests.support.line_process import LineProcess
 from tests.support.processes import descriptors
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
@@ -18,7 +16,6 @@ from tests.support.wire_client import WireClient, key_for
 
 CLIENTS = 200
 CHUNKS = len(TOKENS) // 256
-PATIENCE_S = 60.0
 
 
 def held(watcher: WireClient) -> tuple[int, int, int, int]:
@@ -27,39 +24,22 @@ def held(watcher: WireClient) -> tuple[int, int, int, int]:
 
 
 def test_two_hundred_clients_die_between_lookup_and_retrieve() -> None:
-    with ServerProcess() as server, server.client(timeout=PATIENCE_S) as client:
+    with ServerProcess() as server, server.client(timeout=60.0) as client:
         registered = client.register()
         key = key_for(registered, TOKENS)
         client.store(key, b"PINS")
         before, files = held(client), len(descriptors(server.pid))
-        command = [
-            sys.executable,
-            "-m",
-            nursery_program.__name__,
-            server.endpoint,
-            registered.namespace.hex(),
-            str(CLIENTS),
-        ]
-        nursery = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert nursery.stdout is not None
-        try:
-            # Dots of children may come before the line of their parent.
-            said = b""
-            while said.count(b".") < CLIENTS or b"]\n" not in said:
-                more = os.read(nursery.stdout.fileno(), 1 << 16)
-                assert more, "the nursery has ended"
-                assert b"!" not in more, "a client was not served"
-                said += more
-            children = json.loads(said.replace(b".", b""))
-            assert held(client) == (CHUNKS * CLIENTS, CLIENTS, CLIENTS, CLIENTS + before[3])
-            assert client.call("CLEAR", m.Clear()).in_use == CHUNKS
-            for child in children:
-                os.kill(child, signal.SIGKILL)
+        arguments = (server.endpoint, registered.namespace.hex(), str(CLIENTS))
+        with LineProcess("-m", nursery_program.__name__, *arguments) as nursery:
+            try:
+                assert [nursery.hear() for _ in range(CLIENTS)] == ["pins"] * CLIENTS
+                assert held(client) == (CHUNKS * CLIENTS, CLIENTS, CLIENTS, CLIENTS + before[3])
+                assert client.call("CLEAR", m.Clear()).in_use == CHUNKS
+            finally:
+                os.killpg(nursery.pid, signal.SIGKILL)
             wait_until(lambda: held(client) == before, what="the end of all that the dead had")
             wait_until(lambda: len(descriptors(server.pid)) <= files, what="the end of their descriptors")
             assert client.retrieve(key) is not None
             assert client.call("CLEAR", m.Clear()).in_use == 0, "nothing is pinned any more"
             counters = client.status()["messaging"]["counters"]
             assert counters["sessions_ended"] >= CLIENTS
-        finally:
-            nursery.communicate()

@@ -1,4 +1,4 @@
-"""A handler that raises, a request that nobody knows, a payload that cannot be decoded: the caller has a typed error in
+"""A request that nobody knows, a payload that cannot be decoded: the caller has a typed error in
 milliseconds, others notice nothing, and nobody waits longer than for his own deadline. The health probe asks the
 serving loop itself."""
 
@@ -19,7 +19,8 @@ from kvframework.client import KVClient, RequestHashes, SchedulerAdapter
 from kvframework.wire import messages as m
 from tests.core.survival.faulty_plugin import begun
 from tests.core.survival.faulty_server import answer, faulty_server, send
-from tests.support.server_process import ServerProcess
+from tests.support.processes import ran
+from tests.support.server_process import ServerProcess, client_fixture
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for
 
@@ -34,53 +35,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         yield process
 
 
-@pytest.fixture
-def client(server: ServerProcess) -> Iterator[WireClient]:
-    with server.client(timeout=PATIENCE_S) as connected:
-        yield connected
+client = client_fixture(timeout=PATIENCE_S)
 
 
-def fastest(call: Callable[[], object], error: type[Exception], match: str | None = None) -> float:
+def fastest(call: Callable[[], object], error: type[Exception]) -> float:
     """Seconds from the question to the typed answer, of the fastest of several."""
     times = []
     for _ in range(5):
         began = time.monotonic()
-        with pytest.raises(error, match=match):
+        with pytest.raises(error):
             call()
         times.append(time.monotonic() - began)
     return min(times)
-
-
-@pytest.mark.parametrize(
-    ("name", "error", "match"),
-    [
-        ("UNTYPED", errors.HandlerFailed, "ZeroDivisionError in the handler"),
-        ("UNTYPED_POOLED", errors.HandlerFailed, "ZeroDivisionError in the handler"),
-        ("FAILS_LATER", errors.HandlerFailed, "ZeroDivisionError in the handler"),
-        ("TYPED", errors.BadRange, "the range is bad"),
-        ("EXITS", errors.HandlerFailed, "SystemExit"),
-        ("EXITS_POOLED", errors.HandlerFailed, "SystemExit"),
-        ("RECURSES", errors.HandlerFailed, "RecursionError"),
-        ("NOTHING", errors.HandlerFailed, "NoneType, not Answer"),
-        ("ANOTHER_ANSWER", errors.HandlerFailed, "Pong, not Answer"),
-        ("NO_TEXT", errors.HandlerFailed, "UnicodeEncodeError"),
-        ("TOO_LARGE", errors.MessageTooLarge, "payload"),
-        ("BAD_BUFFER", errors.InvalidPayload, "contiguous"),
-    ],
-)
-def test_a_failing_handler_is_a_typed_error_in_milliseconds(
-    server: ServerProcess, client: WireClient, name: str, error: type[Exception], match: str
-) -> None:
-    def call() -> str:
-        return answer(client, send(client, name))
-
-    before = client.status()["messaging"]["counters"].get("errors", 0)
-    assert fastest(call, error, match) < AT_ONCE_S
-    assert client.status()["messaging"]["counters"]["errors"] == before + 5
-    with pytest.raises(error) as told:
-        call()
-    assert "a secret" not in str(told.value)
-    assert answer(client, send(client, "FINE")) == "fine"
 
 
 def test_what_cannot_be_understood_is_a_typed_error_in_milliseconds(client: WireClient) -> None:
@@ -141,14 +107,7 @@ def test_no_caller_waits_longer_than_its_own_deadline(
 
 def status_check(server: ServerProcess, timeout: float) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvframework.cli.main", "status", "--check", "--timeout", str(timeout)]
-    return subprocess.run(
-        [*command, "--endpoint", server.endpoint],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env={**os.environ, "COLUMNS": "200"},
-    )
+    return ran(*command, "--endpoint", server.endpoint, code=None, env={**os.environ, "COLUMNS": "200"})
 
 
 def test_the_health_probe_asks_the_serving_loop(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 import sys
 from typing import Any
 
@@ -15,6 +14,7 @@ from kvf_observe.explain import why
 from kvframework.api.requests import CacheKey
 from kvframework.errors import AlreadyRegistered
 from kvframework.wire import messages as m
+from tests.support.processes import ran
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for
@@ -81,10 +81,14 @@ def test_hits_that_are_never_freed_do_not_keep_another_engine_from_storing() -> 
         assert server.status()["l1"]["counters"]["lapsed"] == 0, "that is for leases that were too short"
         assert hoarder.look_up() > 0, "its newer prompts are hits"
         assert store_nine(other, 2000) == 9
-        run = subprocess.run(
-            [sys.executable, "-m", "kvframework.cli.main", "status", "--endpoint", server.endpoint],
-            capture_output=True,
-            text=True,
+        run = ran(
+            sys.executable,
+            "-m",
+            "kvframework.cli.main",
+            "status",
+            "--endpoint",
+            server.endpoint,
+            code=None,
             env={**os.environ, "COLUMNS": "200"},
         )
         assert f"(process {os.getpid()})" in run.stdout

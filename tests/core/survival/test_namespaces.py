@@ -28,11 +28,7 @@ server = server_fixture(capacity="192MiB", scope="module")
 @pytest.fixture
 def clients(server: ServerProcess) -> Iterator[tuple[KVClient, KVClient]]:
     """Of two sessions, as two engine processes have."""
-    with (
-        server.client() as cleaner,
-        server.engine_client() as one,
-        server.engine_client() as two,
-    ):
+    with server.client() as cleaner, server.engine_client() as one, server.engine_client() as two:
         cleaner.call("CLEAR", m.Clear())
         yield one, two
 

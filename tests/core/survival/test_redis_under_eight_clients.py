@@ -1,6 +1,6 @@
 """Redis stalls, dies, refuses, talks garbage and holds corrupt values while eight engine processes store and load.
 
-Every engine checks each byte that it loads and times each LOOKUP; see `tests.core.tiers.engine_program`. Each kind of
+Every engine checks each byte that it loads and times each LOOKUP; see `tests.core.tiers.engines`. Each kind of
 damage by itself: `tests/redis/test_tier.py`.
 """
 

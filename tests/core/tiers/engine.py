@@ -79,10 +79,7 @@ class Engine:
             return plan.outcome
         committed: StoreOutcome = self.client.call("COMMIT_STORE", m.LeaseRef(plan.lease)).outcome
         return StoreOutcome(
-            committed.stored,
-            plan.outcome.present,
-            plan.outcome.in_flight,
-            committed.dropped + plan.outcome.dropped,
+            committed.stored, plan.outcome.present, plan.outcome.in_flight, committed.dropped + plan.outcome.dropped
         )
 
     # the steps

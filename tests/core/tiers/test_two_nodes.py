@@ -14,6 +14,7 @@ from tests.core.tiers.engine import Engine
 from tests.core.tiers.engines import SMALL_L1, Engines
 from tests.core.tiers.nodes import await_rest, await_written, count
 from tests.core.tiers.prompts import overlapping, prompt
+from tests.support.processes import own_bytes
 from tests.support.server_process import ServerProcess
 
 ROUNDS = [150, pytest.param(3000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
@@ -76,17 +77,13 @@ class Peak:
     """The most anonymous memory that a process had; the arena, which is a shared mapping, is none."""
 
     def __init__(self, pid: int) -> None:
-        self._status = Path(f"/proc/{pid}/status")
-        self.first = self.most = self._now()
+        self._pid = pid
+        self.first = self.most = own_bytes(pid)
         self._ended = threading.Event()
-
-    def _now(self) -> int:
-        (line,) = [line for line in self._status.read_text().splitlines() if line.startswith("RssAnon")]
-        return int(line.split()[1]) << 10
 
     def _watch(self) -> None:
         while not self._ended.wait(0.002):
-            self.most = max(self.most, self._now())
+            self.most = max(self.most, own_bytes(self._pid))
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -35,10 +35,7 @@ class Keys:
 
     @property
     def settings(self) -> tuple[str, ...]:
-        return (
-            f"server.curve.secret_key={self.directory / 'server.secret'}",
-            f"server.curve.clients={self.clients}",
-        )
+        return (f"server.curve.secret_key={self.directory / 'server.secret'}", f"server.curve.clients={self.clients}")
 
 
 class RemoteServer:

@@ -14,6 +14,7 @@ import msgspec
 
 from kvframework.wire import messages as m
 from tests.core.wire_versions.other_release import VARIABLE, Release
+from tests.support.processes import ran
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 
@@ -41,7 +42,7 @@ class OtherServer(ServerProcess):
     def status_command(self, *options: str) -> str:
         """What `kvframework status` of this release prints."""
         command = [sys.executable, "-m", "kvframework.cli.main", "status", "--endpoint", self.endpoint, *options]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+        done = ran(*command, code=None)
         return done.stdout + done.stderr
 
     def status(self) -> dict[str, Any]:

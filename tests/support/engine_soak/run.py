@@ -47,10 +47,7 @@ def at_rest(server: ServerProcess) -> tuple[Holdings, dict[str, Any]]:
     pid = status["server"]["pid"]
     return (
         Holdings(
-            own_bytes(pid) >> 20,
-            status["messaging"]["descriptors"]["in_use"],
-            threads(pid),
-            len(status["instances"]),
+            own_bytes(pid) >> 20, status["messaging"]["descriptors"]["in_use"], threads(pid), len(status["instances"])
         ),
         status,
     )
