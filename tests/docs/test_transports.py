@@ -45,7 +45,7 @@ def test_every_fault_can_be_injected(tmp_path: Path) -> None:
             made.inject(fault, made.devices[0])
         with pytest.raises(ValueError, match="there is no fault 'copy_failed'"):
             made.inject("copy_failed", made.devices[0])  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="there is no device"):
+        with pytest.raises(ValueError, match="or no device 'gpu-9'"):
             made.inject("poison", "gpu-9")
 
 

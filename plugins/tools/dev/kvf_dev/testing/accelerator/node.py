@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 # The variable by which a process finds its node, unless it is given one.
 NODE_VARIABLE = "KVF_SIMULATED_NODE"
@@ -59,8 +59,7 @@ class AcceleratorError(RuntimeError):
 
 
 class Misuse(AcceleratorError):
-    """A mistake that a device would let pass, with wrong bytes as the likely result. Also noted on the node, see
-    `SimulatedNode.violations`."""
+    """A mistake that a device would let pass, with wrong bytes as the likely result; noted on the node, too."""
 
     def __init__(self, kind: Mistake, text: str) -> None:
         super().__init__(f"{kind}: {text}")
@@ -231,8 +230,10 @@ class SimulatedNode:
         self._ledger.close()
 
     def inject(self, fault: Fault, device: str, *, count: int = 1) -> None:
-        """Make the next `count` copies on the device fail, poison the context of their process, or stop in the middle
-        until `release`. Works across processes."""
+        """Make the next `count` copies fail, poison the context of their process, or stop in the middle until
+        `release`. Raises `ValueError` for an unknown fault or device."""
+        if fault not in get_args(Fault) or device not in self.devices:
+            raise ValueError(f"there is no fault {fault!r}, or no device {device!r}")
         self._ledger.insert("insert into faults(kind, device, remaining) values(?, ?, ?)", fault, device, count)
 
     def hits(self, fault: Fault) -> int:

@@ -20,7 +20,6 @@ from kvframework.errors import TierError
 FOUND, MISSING, STORED = Outcome.FOUND, Outcome.MISSING, Outcome.STORED
 DELETED, FAILED, DAMAGED = Outcome.DELETED, Outcome.FAILED, Outcome.DAMAGED
 
-
 # The calls that have a deadline. Those of keys are made with one key, and with none.
 _OF_KEYS = ("contains", "get_into", "put", "delete", "touch")
 EVERY_CALL = (*_OF_KEYS, *(f"{name} of no keys" for name in _OF_KEYS), "ping", "usage", "scan")
