@@ -74,8 +74,8 @@ def demo(
     """
     import msgspec
 
-    from kvf_demo.prefix import DemoOptions, run_demo
-    from kvf_demo.stage import StageOptions
+    from kvf_demo.prefix import run_demo
+    from kvf_demo.stage import DemoOptions
     from kvf_demo.view import DemoView
     from kvframework.api.console import stderr, stdout
 
@@ -83,7 +83,10 @@ def demo(
         text=text,
         question=_question(text, model) if question is None else question,
         model=model,
-        stage=StageOptions(l2=l2, settings=settings or [], capacity=l1_capacity, held=kill),
+        l2=l2,
+        settings=settings or [],
+        held=kill,
+        capacity=l1_capacity,
         tokens=tokens,
         new_tokens=new_tokens,
         size=size,

@@ -8,13 +8,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-import msgspec
-
 from kvf_demo.child import uninterrupted
 from kvf_demo.models import chosen_model
 from kvf_demo.processes import DemoFailed, EngineProcess
 from kvf_demo.result import DemoResult, EngineRun
-from kvf_demo.stage import DemoStage, StageOptions, check_stage, check_text
+from kvf_demo.stage import DemoOptions, DemoStage, check
 from kvf_demo.view import DemoView, moved
 
 ENGINE_TIMEOUT_S = 900.0
@@ -24,29 +22,15 @@ _MORE = f"give a prompt of more than {CHUNK_TOKENS} tokens, and more --l1-capaci
 _ENGINE = "kvf_transformers.demo_engine"
 
 
-class DemoOptions(msgspec.Struct, frozen=True):
-    """The command's options. `model` is a name for `chosen_model`; `size` and `corrupt_kv` are for tests."""
-
-    text: Path
-    question: str
-    model: str
-    stage: StageOptions
-    tokens: int
-    new_tokens: int
-    size: str
-    corrupt_kv: bool
-
-
 def run_demo(options: DemoOptions, view: DemoView) -> DemoResult:
     """Run the demo. Blocks for as long as the model takes; leaves no process and no file behind. Raises
     `DemoFailed`."""
-    check_stage(options.stage)
-    check_text(options.text)
+    check(options)
     if 0 < options.tokens <= CHUNK_TOKENS:
         raise DemoFailed(f"no chunk of {options.tokens} tokens can be skipped", hint=_MORE)
     model = chosen_model(options.model)
     view.tell_model(model)
-    with DemoStage(options.stage, view) as stage:
+    with DemoStage(options, view) as stage:
         prompt = stage.directory / "prompt.txt"
         prompt.write_bytes(options.text.read_bytes())
         arguments = ["--endpoint", stage.endpoint, "--text", str(prompt), "--size", options.size]
@@ -63,12 +47,12 @@ def run_demo(options: DemoOptions, view: DemoView) -> DemoResult:
                 f"engine A stored nothing of its {cold.prompt_tokens} tokens",
                 hint=_MORE,
             )
-        if options.stage.l2:
+        if options.l2:
             stage.restart_server()
         spoiled = ["--corrupt-kv"] if options.corrupt_kv else []
-        if not options.stage.held:
+        if not options.held:
             warm = _run_engine("engine B", arguments + spoiled, stage.directory, view)
-            return DemoResult(cold, warm, options.stage.l2, question=options.question)
+            return DemoResult(cold, warm, options.l2, question=options.question)
         # The model is loaded before: what is timed is the cache.
         warm = _run_engine("engine B", [*arguments, *spoiled, "--wait"], stage.directory, view, stage.kill_server)
         recovered = stage.recovered()

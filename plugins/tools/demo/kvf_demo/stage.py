@@ -22,20 +22,27 @@ from kvframework.api.installing import install_command
 _WRITE_TIMEOUT_S = 120.0
 
 
-class StageOptions(msgspec.Struct, frozen=True):
-    """`l2` is "disk", the name of a tier plugin (`settings` are its options), or "". `held`: a keeper has L1 while no
-    server lives."""
+class DemoOptions(msgspec.Struct, frozen=True):
+    """The command's options. `model` is a name for `chosen_model`; `l2` is "disk", the name of a tier plugin with its
+    `settings`, or ""; `held`: a keeper has L1 while no server lives; `size` and `corrupt_kv` are for tests."""
 
-    l2: str = ""
-    settings: list[str] = []
-    capacity: str = "1GiB"
-    held: bool = False
+    text: Path
+    question: str
+    model: str
+    l2: str
+    settings: list[str]
+    held: bool
+    capacity: str
+    tokens: int
+    new_tokens: int
+    size: str
+    corrupt_kv: bool
 
 
 class DemoStage:
     """A context manager. Entering blocks until the server answers; raises `DemoFailed`."""
 
-    def __init__(self, options: StageOptions, view: DemoView) -> None:
+    def __init__(self, options: DemoOptions, view: DemoView) -> None:
         self._options = options
         self._view = view
         self._stack = ExitStack()
@@ -98,7 +105,7 @@ class DemoStage:
         return {"use": self._options.l2} if self._options.l2 else {}
 
 
-def check_stage(options: StageOptions) -> None:
+def check(options: DemoOptions) -> None:
     """Check the options before anything is started. Raises `DemoFailed`."""
     missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
@@ -107,16 +114,12 @@ def check_stage(options: StageOptions) -> None:
         raise DemoFailed("--kill with --l2", hint="give one of them: after --kill the prefix comes from L1 alone")
     if options.settings and options.l2 in ("", "disk"):
         raise DemoFailed("--set without a tier plugin", hint="name one with --l2")
-
-
-def check_text(text: Path) -> None:
-    """Check that the UTF-8 text exists. Raises `DemoFailed`."""
-    if not text.is_file():
-        raise DemoFailed("there is no such text", where=str(text))
+    if not options.text.is_file():
+        raise DemoFailed("there is no such text", where=str(options.text))
     try:
-        text.read_text(encoding="utf-8")
+        options.text.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise DemoFailed(f"the text is no UTF-8: {error}", where=str(text)) from None
+        raise DemoFailed(f"the text is no UTF-8: {error}", where=str(options.text)) from None
 
 
 def _private_directory() -> tempfile.TemporaryDirectory[str]:
@@ -125,7 +128,7 @@ def _private_directory() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="kvf-demo-", dir=None if short else "/tmp", ignore_cleanup_errors=True)  # noqa: S108
 
 
-def _settings(options: StageOptions, tier: Mapping[str, object]) -> list[str]:
+def _settings(options: DemoOptions, tier: Mapping[str, object]) -> list[str]:
     """Return what the server's configuration has besides the embedded defaults, each as `--set` takes it."""
     own = {"l1.use": "pinned", "l1.capacity": options.capacity, **{f"l2.0.{key}": tier[key] for key in tier}}
     return [
