@@ -116,6 +116,15 @@ def test_two_commands_at_once_start_one_server(node: Node) -> None:
     assert sum("started the server" in each for each in said) == 1
 
 
+def test_an_engine_that_kills_its_children_does_not_end_the_server(node: Node) -> None:
+    """As SGLang does when it ends."""
+    program = "import psutil; [each.kill() for each in psutil.Process().children(recursive=True)]"
+    node.engine(program, *SMALL)
+    assert node.keeper is not None
+    assert "started" not in node.engine(SHOW).stderr
+    assert (node.folder / "kvframework" / "server.sock.log").read_text()
+
+
 def test_it_works_under_torchrun_and_before_it(node: Node) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
     show = [sys.executable, "-c", SHOW]

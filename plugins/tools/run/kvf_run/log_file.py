@@ -1,14 +1,15 @@
-"""The log of a server that `kvframework run` has started: a process that reads a pipe and bounds the file, of which the
-older half stands beside it as FILE.1."""
+"""The log of a server that `kvframework run` has started: a process that starts the server's keeper, reads its output
+and bounds the file, of which the older half stands beside it as FILE.1."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -85,5 +86,23 @@ def _opened(path: Path) -> tuple[int, int]:
     return target, os.fstat(target).st_size
 
 
+def start(path: Path, note: Path, command: Sequence[str]) -> None:
+    """Start the command in a process that is no child of the caller, note its id in a file and on standard output, and
+    write its output into the log until its end. The caller becomes an engine, which may kill all its children when it
+    ends, as SGLang does: the server is not among them."""
+    if os.fork():
+        os._exit(0)
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    note.write_text(f"{process.pid}\n")
+    os.write(sys.stdout.fileno(), b"%d" % process.pid)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+    assert process.stdout is not None
+    write(process.stdout.fileno(), path)
+    process.wait()
+
+
 if __name__ == "__main__":
-    write(sys.stdin.fileno(), Path(sys.argv[1]))
+    start(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

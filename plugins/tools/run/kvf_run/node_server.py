@@ -139,49 +139,48 @@ def _start(wanted: Wanted) -> Found:
     for override in wanted.overrides:
         options += ["--set", override]
     log = log_path(wanted.endpoint)
-    keeper = _spawned(log, options)
-    # At once: a `run` that is killed while it waits leaves a server that `stop` knows.
-    _lock_path(wanted.endpoint).write_text(f"{keeper.pid}\n")
+    keeper = _spawned(log, _lock_path(wanted.endpoint), options)
     try:
         status = _wait_ready(keeper, wanted.endpoint, log)
     except BaseException:
-        end_keeper(keeper.pid)
+        end_keeper(keeper)
         raise
     stops = f"stops after {short_duration(IDLE_STOP_S)} without an engine"
     l1 = f"L1 {ByteSize(status.l1.capacity_bytes)}{why}"
     return Found(wanted.endpoint, True, [f"started the server at {wanted.endpoint}: {l1}; {stops}; log: {log}"])
 
 
-def _spawned(log: Path, options: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start `kvframework hold`, whose log goes through a process that bounds the file. Both outlive this process."""
-    writer = subprocess.Popen(
-        [sys.executable, "-P" if sys.version_info >= (3, 11) else "-s", "-m", "kvf_run.log_file", str(log)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    assert writer.stdin is not None
-    with writer.stdin as pipe:
-        return subprocess.Popen(
-            [*_command("hold"), "--", *options],
-            stdin=subprocess.DEVNULL,
-            stdout=pipe,
-            stderr=pipe,
-            start_new_session=True,
-        )
+def _spawned(log: Path, note: Path, options: Sequence[str]) -> int:
+    """Start `kvframework hold`, which outlives this process, and return its process id. It notes that itself, at once:
+    a `run` that is killed while it waits leaves a server that `stop` knows."""
+    flag = "-P" if sys.version_info >= (3, 11) else "-s"
+    starter = [sys.executable, flag, "-m", "kvf_run.log_file", str(log), str(note), *_command("hold"), "--", *options]
+    nowhere = subprocess.DEVNULL
+    with subprocess.Popen(
+        starter, stdin=nowhere, stdout=subprocess.PIPE, stderr=nowhere, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        try:
+            said = os.read(process.stdout.fileno(), 32)
+        except BaseException:  # an interrupt: what is being started ends
+            if said := os.read(process.stdout.fileno(), 32):
+                end_keeper(int(said))
+            raise
+    if not said:
+        raise EndpointError("the server cannot be started", where=str(log.parent), hint="try `kvframework serve`")
+    return int(said)
 
 
 def _command(name: str) -> list[str]:
     return [sys.executable, "-m", "kvframework", name]
 
 
-def _wait_ready(keeper: subprocess.Popen[bytes], endpoint: str, log: Path) -> Status:
+def _wait_ready(keeper: int, endpoint: str, log: Path) -> Status:
     deadline = time.monotonic() + _READY_S
     while (status := _status_of(endpoint)) is None:
-        code = keeper.poll()
-        if code is not None or time.monotonic() > deadline:
-            why = "did not answer in time" if code is None else f"ended with status {code}"
+        ended = not Path(f"/proc/{keeper}").exists()
+        if ended or time.monotonic() > deadline:
+            why = "ended" if ended else "did not answer in time"
             raise EndpointError(f"the server {why}: {_last_line(log)}", where=endpoint, hint=f"see {log}")
         time.sleep(_PAUSE_S)
     return status
