@@ -291,7 +291,7 @@ def what_was_lost_is_not_counted(original: Any, queue: WriteQueue, batch: Batch,
 @plant(WriteQueue, "take")
 def two_writers_take_the_same(original: Any, queue: WriteQueue, now: float) -> Batch:
     batch: Batch = original(queue, now)
-    queue._waiting.update(dict.fromkeys(batch.keys))
+    queue._waiting.update(dict.fromkeys(batch))
     return batch
 
 
