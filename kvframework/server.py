@@ -147,13 +147,13 @@ class Server:
         """Serve until `stop`, then close everything, within `STOP_S` seconds. `process_ends` means that the process
         ends right afterwards: the kernel then unmaps the arena, which takes a second for some gigabytes."""
         log.info(
-            "kvframework %s, process %d, boot %s: L1 %s, L2 %s, chunk size %d, configuration %s",
+            "kvframework %s, process %d, boot %s: L1 %s, L2 %s, chunks of %s, configuration %s",
             kvframework.__version__,
             os.getpid(),
             self.service.boot_id.hex()[:8],
             ByteSize(self.service.storage.table.capacity),
             " and ".join(table.tier.use for table in self._config.l2) or "none",
-            self.service.chunk_size,
+            self.service.chunks,
             self._config.source,
         )
         log.info("serving at %s", " and ".join(filter(None, (self.endpoint, self._config.server.tcp))))

@@ -95,6 +95,7 @@ class Server(Part, frozen=True):
     tcp: str = ""
     config: str = ""
     chunk_size: int = 0
+    least_chunk: int = 0
     missing_kernels: tuple[str, ...] = ()
 
 

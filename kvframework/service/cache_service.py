@@ -148,6 +148,7 @@ class CacheService(CacheServices):
                 "started_at": self._started_at,
                 "uptime_s": round(time.monotonic() - self._started, 1),
                 "chunk_size": self.chunk_size,
+                "least_chunk": self._least_chunk() or self.chunk_size,
                 "missing_kernels": list(missing_kernels()),
                 **self._server_facts,
             },
@@ -210,6 +211,11 @@ class CacheService(CacheServices):
             pp_lcm=self._config.pp_lcm,
             least_chunk=self._least_chunk(),
         )
+
+    @property
+    def chunks(self) -> str:
+        """The tokens of a chunk, as text: of one size, or by the model."""
+        return f"{least} to {self.chunk_size} tokens" if (least := self._least_chunk()) else f"{self.chunk_size} tokens"
 
     def _least_chunk(self) -> int:
         """Return `least` for `with_chunk`: a chunk holds whole blocks of each listener."""
