@@ -128,5 +128,4 @@ class BlendWire(WireClient):
 
 
 def spans(segments: Sequence[b.Segment]) -> list[tuple[int, int]]:
-    """Start and end of each."""
     return [(each.start, each.start + each.tokens) for each in segments]

@@ -46,7 +46,6 @@ CODES = {
 
 
 def embedding(code: Code, rope: dict[str, Any], head_dim: int, rotary_dim: int) -> Any:
-    """The model's own module that makes the angles."""
     sizes = {"qk_rope_head_dim": head_dim} if "deepseek" in code.model else {}
     config = getattr(code.module, f"{code.name}Config")(
         hidden_size=head_dim * 4, num_attention_heads=4, max_position_embeddings=FURTHEST, rope_parameters=rope, **sizes

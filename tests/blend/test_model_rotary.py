@@ -25,7 +25,6 @@ TOKENS = 11
 
 
 def kv_at(model, position):
-    """Keys and values of each layer of a segment of its own that begins at `position`."""
     cache = transformers.DynamicCache()
     with torch.no_grad():
         model(

@@ -62,8 +62,6 @@ class CudaDevice:
         finally:
             call(cu.cuCtxPopCurrent)
 
-    # memory
-
     def allocate(self, nbytes: int) -> int:
         with self.current():
             address = int(call(cu.cuMemAlloc, nbytes))
@@ -71,20 +69,16 @@ class CudaDevice:
         return address
 
     def write(self, address: int, data: bytes) -> None:
-        """Write, blocking."""
         self.finish(0)
         with self.current():
             call(cu.cuMemcpyHtoD, address, data, len(data))
 
     def read(self, address: int, nbytes: int) -> bytes:
-        """Read, blocking."""
         self.finish(0)
         found = bytearray(nbytes)
         with self.current():
             call(cu.cuMemcpyDtoH, found, address, nbytes)
         return bytes(found)
-
-    # streams
 
     def new_stream(self) -> int:
         with self.current():
@@ -92,7 +86,6 @@ class CudaDevice:
         return self._streams[-1]
 
     def finish_work(self) -> None:
-        """Wait until all queued `write_later` writes are done."""
         self.finish(self._work)
 
     def finish(self, stream: int, timeout: float = 20.0) -> None:
@@ -121,7 +114,6 @@ class CudaDevice:
         return int(event)
 
     def let_go(self) -> None:
-        """Let the work that was queued so far run."""
         self._gate.value = self._held
 
     def read_later(self, address: int, nbytes: int, stream: int) -> Callable[[], bytes | None]:
@@ -163,7 +155,6 @@ class CudaDevice:
             call(cu.cuDevicePrimaryCtxRelease, self._device)
 
     def _staging(self, nbytes: int) -> int:
-        """Pinned host memory that has no other use."""
         at = self._pinned_used
         self._pinned_used += -(-nbytes // 64) * 64
         assert self._pinned_used <= _PINNED_BYTES, "so much is read and written later that the pinned memory is used up"

@@ -155,7 +155,6 @@ class CudaNode:
 
     @classmethod
     def attached(cls, directory: str | Path) -> CudaNode:
-        """Attach to the node in `directory`, as another observer."""
         node = cls.__new__(cls)
         node._open(Path(directory))
         node.devices = node._names()
@@ -173,8 +172,6 @@ class CudaNode:
             self._mapped.close()
             self._file.close()
 
-    # injected faults
-
     def inject(self, fault: Fault, device: str, *, count: int = 1) -> None:
         """Make the next `count` batched copies or kernels on the device fail, poison the context of their process, or
         stop halfway until `release`. Works across processes. Raises `ValueError` for an unknown kind."""
@@ -184,11 +181,9 @@ class CudaNode:
             self._table.faults[_FAULTS[fault]][self._number(device)].remaining += count
 
     def hits(self, fault: Fault) -> int:
-        """Return how often such a fault has happened."""
         return sum(row.hits for row in self._table.faults[_FAULTS[fault]])
 
     def release(self) -> None:
-        """End every remaining fault, and let held copies continue."""
         with self._locked():
             for rows in self._table.faults:
                 for row in rows:
@@ -224,10 +219,7 @@ class CudaNode:
         finally:
             self._table.virtual_memory = 0
 
-    # observations
-
     def violations(self) -> list[Violation]:
-        """Return the violations so far."""
         try:
             lines = (self.path / "violations").read_text().splitlines()
         except FileNotFoundError:
@@ -236,7 +228,6 @@ class CudaNode:
         return [Violation(kind, text, int(process)) for kind, process, text in rows]
 
     def launched(self) -> tuple[int, int]:
-        """Return the number of batched copies and kernels so far."""
         return self._table.batches, self._table.kernels
 
     def mappings(self) -> int:

@@ -47,9 +47,6 @@ def goes_without(client: KVClient, rig: CudaRig, caplog: pytest.LogCaptureFixtur
     assert all(told in each for each in found)
 
 
-# memory
-
-
 @pytest.mark.parametrize(
     ("calls", "told"),
     [
@@ -107,9 +104,6 @@ def test_memory_whose_export_alone_says_no_is_refused_with_the_setting(
     KitEngine(rig, client, 1, NHD).close()
 
 
-# one way of copying stands in for the other
-
-
 @pytest.mark.usefixtures("cuda_kernels")
 @pytest.mark.parametrize("engine_option", ["auto"])
 @pytest.mark.parametrize(
@@ -151,9 +145,6 @@ def test_a_kernel_that_is_asked_for_and_does_not_reach_the_arena_is_refused(
     ):
         KitEngine(rig, client, 1, NHD)
     assert "dma" in refused.value.hint
-
-
-# streams, events
 
 
 @pytest.mark.parametrize("call", ["cuCtxGetStreamPriorityRange", "cuStreamCreateWithPriority"])

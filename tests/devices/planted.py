@@ -34,8 +34,6 @@ from kvframework.api.transport import (
 from kvframework.errors import DeviceError, DeviceLost
 from tests.devices.faulty import FaultyCopier, FaultyEngine, provider
 
-# in the copier
-
 
 class PlantedCopier(FaultyCopier):
     pass
@@ -184,9 +182,6 @@ def _copy(
         raise DeviceError(str(error)) from error
 
 
-# in the engine
-
-
 class PlantedEngine(FaultyEngine):
     pass
 
@@ -307,9 +302,6 @@ class WaitsForTheCopy(DeviceTransfer):
         future = super().store(transfer)
         threading.Event().wait(0.1)
         return future
-
-
-# in the server
 
 
 class AnswersCancelAtOnce(ServerTransport):

@@ -37,7 +37,6 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimulatedNode]:
 
 @pytest.fixture(scope="module")
 def rigs(node: SimulatedNode) -> Iterator[list[SimulatedRig]]:
-    """One for each device."""
     made = [simdev(str(node.path), device=number, stall_s=1.0) for number in range(2)]
     yield made
     for rig in made:

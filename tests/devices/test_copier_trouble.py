@@ -34,9 +34,6 @@ def copier(client: KVClient, transport: str) -> dict[str, Any]:
     return device
 
 
-# pinning
-
-
 def test_an_arena_that_cannot_be_pinned_refuses_the_registration(start: Start) -> None:
     make = start("cannot_pin")[1]
     with pytest.raises(DeviceError, match="so much memory may not be locked") as raised:
@@ -68,9 +65,6 @@ def test_a_registration_waits_for_the_pin_which_is_no_stall(start: Start) -> Non
     assert time.monotonic() - began >= faulty.PIN_S
     must_work(engine)
     assert copier(client, "pins_slowly")["starts"] == 1
-
-
-# closing
 
 
 def test_an_event_that_cannot_be_closed_ends_no_copier(start: Start, node: SimulatedNode) -> None:

@@ -225,9 +225,6 @@ def test_where_no_stream_can_wait_the_thread_does_and_that_is_said_once(
     ]
 
 
-# on the simulated accelerator
-
-
 @pytest.mark.parametrize("what", ["instance", "connection"])
 def test_a_stream_goes_on_when_its_side_is_closed_under_the_transfer(
     what: str, rig: SimulatedRig, server: Server

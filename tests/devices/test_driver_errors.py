@@ -36,9 +36,6 @@ def node(tmp_path: Path) -> Iterator[SimulatedNode]:
         yield made
 
 
-# the half in the engine
-
-
 def test_an_event_that_cannot_be_recorded_is_a_miss_and_leaks_nothing(
     start: Start, node: SimulatedNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -84,9 +81,6 @@ def test_a_request_that_cannot_be_sent_leaks_no_event(
             outcome = engine.store(engine.request(), engine.source()).result(PATIENCE_S)
             assert (outcome.ok, outcome.stored) == (False, 0)
     assert node.events() == before
-
-
-# the half in the copier
 
 
 def test_a_refused_memory_says_why_to_the_engine_and_in_the_log(start: Start, caplog: pytest.LogCaptureFixture) -> None:
@@ -155,9 +149,6 @@ def test_the_copier_logs_as_the_server_does(
     (told,) = [entry for entry in entries if "exception" in entry]
     assert told["exception"].endswith("ValueError: no such luck")
     assert (told["level"], told["logger"]) == ("error", "kvf_devices.copier")
-
-
-# options
 
 
 @pytest.mark.parametrize("option", ["in_flight=0", "launch=0", "stall_s=0.5"])

@@ -137,9 +137,6 @@ def test_over_any_time_no_more_than_its_worth_and_a_launch_begins(jobs: list[tup
                 begun += nbytes
 
 
-# the loop of the copier
-
-
 @pytest.fixture
 def copier() -> Iterator[tuple[Copier, socket.socket]]:
     ours, theirs = socket.socketpair()

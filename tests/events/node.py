@@ -28,7 +28,6 @@ _WAIT_S = 30
 
 
 def settings(folder: str | Path, **keys: object) -> tuple[str, ...]:
-    """The `--set` settings of a server that tells at sockets in a folder."""
     made = {
         "endpoint": f"ipc://{folder}/told.sock",
         "replay": f"ipc://{folder}/again.sock",
@@ -64,7 +63,6 @@ class Engine:
         return ChunkContent(packed(tokens[start:])) if self._tells else None
 
     def store(self, tokens: Sequence[int], start: int = 0, salt: str = "", content: ChunkContent | None = None) -> None:
-        """Store a prompt; `content` says more of it than its tokens."""
         content = content or self.content(tokens, start)
         extras = {each.chunk: each.content for each in content.extras} if content else None
         plan = self.client.prepare_store(self.key(tokens, start, salt, extras), self.instance)
@@ -79,7 +77,6 @@ class Engine:
         return bool(plan.hit)
 
     def hit(self, tokens: Sequence[int]) -> int:
-        """Return the tokens that a lookup finds."""
         reply = self.client.lookup(self.key(tokens))
         if reply.ticket:
             self.client.call("FREE_LOOKUP_LOCKS", m.TicketRef(reply.ticket))
@@ -115,7 +112,6 @@ class Router(Reader):
         self._context.term()
 
     def read(self, timeout_s: float = 0.0) -> bool:
-        """Read one message; False if there is none."""
         if not self.news.poll(timeout_s * 1000):
             return False
         topic, number, payload = self.news.recv_multipart()
@@ -206,5 +202,4 @@ def beginnings(tokens: Sequence[int], end: int | None = None, *, block: int = BL
 
 
 def found(engine: Engine, prompts: Iterable[Sequence[int]]) -> set[tuple[int, ...]]:
-    """The blocks of prompts that lookups find."""
     return {each for tokens in prompts for each in beginnings(tokens, engine.hit(tokens))}

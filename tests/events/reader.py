@@ -50,7 +50,6 @@ class Reader:
             self.batch(each, replayed=replayed)
 
     def prompts(self, medium: str = "CPU") -> set[tuple[int, ...]]:
-        """The beginnings of prompts that are announced."""
         return {self.prefix[each] for each in self.held[medium]}
 
     @property

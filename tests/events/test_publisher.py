@@ -33,8 +33,6 @@ from tests.support.wire_client import WireClient
 
 
 class Sockets:
-    """Keeps what is published."""
-
     def __init__(self) -> None:
         self.published: list[Numbered] = []
 

@@ -39,7 +39,6 @@ def promised() -> dict[str, list[Answers]]:
 
 
 def of(observed: Observed, now: float) -> Answers:
-    """What is answered after this poll."""
     live, ready = livez(observed, now), readyz(observed, now, verbose=True)
     marked = re.findall(r"^\[[-~]\]([\w.]+) (?:failed|warning)", ready.text, re.MULTILINE)
     checks = {re.sub(r"^l2\.\d+$", "l2", name) for name in marked} - {"server"}

@@ -32,11 +32,9 @@ def document(**places: Any) -> dict[str, Any]:
 
 
 def answered(status: dict[str, Any] | None = None, **changed: Any) -> Observed:
-    """A poll that was answered at `NOW`."""
     found = status or document()
     return Observed(found, json.dumps(found).encode(), "", 0.001, NOW, 1.8e9, 1, 0)._replace(**changed)
 
 
 def unanswered(error: str = "[run.server_gone] no server answers", **changed: Any) -> Observed:
-    """A poll that was not."""
     return Observed(None, b"", error, None, NOW, 1.8e9, 1, 1)._replace(**changed)

@@ -36,7 +36,6 @@ def server(folder: Path) -> Iterator[ServerProcess]:
 
 
 def fill(server: ServerProcess) -> dict[str, m.Registered]:
-    """Two models in L1 and L2."""
     with server.client() as client:
         one, two = client.register(), client.register(2, **OTHER)
         client.store(key_for(one, TOKENS), b"a")

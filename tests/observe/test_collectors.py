@@ -35,7 +35,6 @@ def server() -> Iterator[ServerProcess]:
 
 
 def traced(observe: ObserveProcess) -> dict[str, float]:
-    """What became of the sampled requests."""
     families = {family.name: family for family in parsed(observe.get("/metrics").text)}
     return {each.labels["outcome"]: each.value for each in families["kvframework_traced_requests"].samples}
 

@@ -138,9 +138,6 @@ def test_a_request_and_a_number_do_not_go_together(endpoint: str) -> None:
     assert run("explain", "r", "--last", "3", "--endpoint", endpoint).returncode == 2
 
 
-# the sentences
-
-
 @pytest.mark.parametrize("reason", REASONS)
 def test_every_reason_has_its_sentence_and_its_advice(reason: str) -> None:
     record = msgspec.structs.replace(MISS, reason=reason, detail="the detail", cause_at=1e9, idle_s=40.0)

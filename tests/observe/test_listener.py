@@ -331,7 +331,6 @@ def test_a_body_that_does_not_come_ends_its_connection(running: Running, monkeyp
 
 
 def read_answer(connection: socket.socket) -> bytes:
-    """One answer, to the end of its body."""
     data = b""
     while b"\r\n\r\n" not in data:
         data += connection.recv(1000)

@@ -63,9 +63,6 @@ def test_it_ends_at_a_signal_also_without_a_server() -> None:
         assert len(observe.log.splitlines()) < 12
 
 
-# as the child of a server
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
     with ServerProcess("observe.listen=127.0.0.1:0") as started:

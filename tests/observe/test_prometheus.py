@@ -42,8 +42,6 @@ scrape_configs:
 
 
 class Prometheus:
-    """Asks a running one."""
-
     def __init__(self, port: int) -> None:
         self._url = f"http://127.0.0.1:{port}"
 

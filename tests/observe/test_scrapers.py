@@ -21,7 +21,6 @@ NONSENSE = b"\x16\x03\x01" + b"\0" * 1000
 
 
 def polls(text: str) -> float:
-    """How often the server was asked."""
     (family,) = (family for family in parsed(text) if family.name == "kvframework_polls")
     return sum(sample.value for sample in family.samples)
 

@@ -31,7 +31,6 @@ SUFFIXES = ("", "_bucket", "_sum", "_count")
 
 
 def series() -> set[str]:
-    """The names of all samples."""
     text = exposition(answered(), NOW, open_metrics=False).decode()
     found = {re.split(r"[{ ]", line)[0] for line in text.splitlines() if not line.startswith("#")}
     return found | {f"{PREFIX}{name}" for name in ("l1_hit_rate_by_capacity", "tier_own_total", "transport_own_total")}
@@ -46,7 +45,6 @@ def queries() -> list[str]:
 
 
 def panels(name: str) -> list[dict[str, Any]]:
-    """The panels of a dashboard, those of collapsed rows included."""
     return [each for panel in DASHBOARDS[name]["panels"] for each in (panel, *panel.get("panels", ()))]
 
 

@@ -47,9 +47,6 @@ def shown(*, seconds: float = 60.0) -> Shown:
     return Shown(f"ipc:///{HOSTILE}", Window(busy(3), busy(1), seconds), 1.8e9)
 
 
-# The minute.
-
-
 @given(st.lists(st.tuples(st.floats(0.05, 200.0), st.integers(0, 9), st.integers(0, 19)), min_size=1, max_size=60))
 def test_rates_are_those_of_the_last_minute_and_of_one_server(steps: list[tuple[float, int, int]]) -> None:
     """Against all documents: the counter grows by `more` each step, and one in ten steps is a restart."""
@@ -79,8 +76,6 @@ def test_rates_are_those_of_the_last_minute_and_of_one_server(steps: list[tuple[
         assert (rate is None) == (window.seconds == 0)
 
 
-# The rows.
-
 ROWS = st.dictionaries(st.sampled_from(["a", "b", "c", OTHER]), st.integers(0, 1000))
 
 
@@ -98,9 +93,6 @@ def test_what_ended_is_no_sudden_use_of_others(before: dict[str, int], more: dic
     heads = [column.head for column in table.columns]
     rows = list(table.rows(Window(now, was, 10.0)))
     assert sum(float(row[heads.index("asked/s")] or 0) for row in rows) == pytest.approx(sum(more.values()) / 10)
-
-
-# The lines.
 
 
 def lines_of(view: str, seen: Shown, width: int = 200) -> list[str]:

@@ -41,9 +41,6 @@ def server() -> Iterator[ServerProcess]:
         yield running
 
 
-# from the engine to the tier
-
-
 @pytest.mark.redis
 def test_one_trace_from_the_engine_to_the_tier(
     collector: Collector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -113,8 +110,6 @@ def _serve(server: ServerProcess, traceparent: str) -> None:
 def _times(received: Received) -> tuple[int, int]:
     return received.span.start_time_unix_nano, received.span.end_time_unix_nano
 
-
-# over the wire
 
 HOSTILE = [
     "x",

@@ -105,7 +105,6 @@ def ask_all(client: WireClient, asked: Sequence[Asked]) -> list[tuple[int, int, 
 
 
 def digests(tokens: Sequence[int]) -> bytes:
-    """The digests of the chunks of a prompt, as engines make them."""
     return Sha256().chunk_digests(array.array("I", tokens).tobytes(), CHUNK)
 
 
@@ -307,7 +306,6 @@ def test_a_server_that_ends_leaves_what_was_recorded(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def full_disk(at: int = 4096) -> Iterator[None]:
-    """No file grows beyond `at` bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:

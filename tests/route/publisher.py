@@ -17,7 +17,6 @@ TOPIC = b"kv@node@model"
 def stored(
     hashes: Sequence[int | bytes], parent: int | bytes | None, tokens: Sequence[int], *, size: int = 4, **fields: Any
 ) -> dict[str, Any]:
-    """An event in vLLM's map format."""
     event = {
         "type": "BlockStored",
         "block_hashes": list(hashes),
@@ -89,7 +88,6 @@ class ZmqPublisher:
         self._keep(TOPIC, payload, send=True)
 
     def send_frames(self, *frames: bytes) -> None:
-        """Send what is no batch."""
         with self._lock:
             self._pub.send_multipart(frames)
 

@@ -40,7 +40,6 @@ def memory(router: RouteProcess, field: str = "VmRSS") -> int:
 
 
 def forget_peak(router: RouteProcess) -> int:
-    """Begin a new peak of the process's memory; return what it has."""
     Path(f"/proc/{router.process.pid}/clear_refs").write_text("5")
     return memory(router)
 

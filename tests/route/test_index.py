@@ -85,7 +85,6 @@ class Indexing(RuleBasedStateMachine):
             )
 
     def teardown(self) -> None:
-        """Nothing is left of what has gone."""
         while self.index.sweep():
             pass
         self.patch.undo()

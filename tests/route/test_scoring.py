@@ -28,7 +28,6 @@ PLACES = st.lists(st.tuples(st.sampled_from(TIERS), st.integers(0, BLOCKS), LEFT
 
 
 def whole(made: scoring.Scoring) -> dict[str, scoring.Score]:
-    """All steps of a score."""
     *steps, scores = made
     assert scores is not None
     assert set(steps) <= {None}

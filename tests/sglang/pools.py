@@ -156,6 +156,5 @@ def keys(count: int, *, seed: str = "") -> list[str]:
 
 
 def content(like: Any, key: str, part: int = 0) -> Any:
-    """What a page holds, by its key."""
     generator = torch.Generator().manual_seed(int(key[:12], 16) + part)
     return torch.randint(-100, 100, like.shape, generator=generator).to(like.dtype)

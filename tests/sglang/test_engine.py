@@ -44,13 +44,11 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 @pytest.fixture(scope="module")
 def cold(bench: Bench) -> Answer:
-    """SGLang alone."""
     return bench.answers(None)[0]
 
 
 @pytest.fixture(scope="module")
 def server(bench: Bench, cold: Answer) -> Iterator[ServerProcess]:
-    """A server with the pages of the prompt."""
     with ServerProcess(capacity="128MiB") as server:
         assert bench.answers(server, objects=PAGES) == [cold]
         yield server

@@ -21,7 +21,6 @@ from kvframework.errors import ConfigFieldError, VersionMismatch
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A folder with weights and what lies beside them."""
     folder = tmp_path / "model"
     folder.mkdir()
     names = ("config.json", "model.safetensors", "more.bin", "optimizer.pt", "preprocessor_config.json", "modeling.py")

@@ -83,7 +83,6 @@ def answers(port: int) -> bool:
 
 
 def asked(port: int, model: Path) -> tuple[str, int]:
-    """The text of the answer, and how many of the prompt's tokens were cached."""
     body = {"model": str(model), "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), headers)

@@ -39,7 +39,6 @@ def engine(sglang: Bench, tmp_path_factory: pytest.TempPathFactory) -> vllm.Benc
 
 @pytest.fixture(scope="module")
 def cold(sglang: Bench) -> Answer:
-    """SGLang alone."""
     return sglang.answers(None)[0]
 
 

@@ -65,7 +65,6 @@ def storage(
 
 
 def every_call(backend: Any) -> list[object]:
-    """The answers of all that SGLang may call."""
     pool, names = MHATokenToKVPoolHost(), keys(2)
     indices = torch.arange(2 * PAGE)
     transfers = [Transfer("mamba", names[:1], torch.arange(1)), Transfer("kv", None)]

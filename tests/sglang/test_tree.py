@@ -61,7 +61,6 @@ def stored(server: ServerProcess, model: Path, **options: Any) -> Any:
 
 
 def prefetched(second: Tree, tokens: list[int]) -> Any:
-    """The places of what the server had of the tokens, in the device pool."""
     handle = second.prefetch(tokens, "request")
 
     def done() -> bool:

@@ -41,7 +41,6 @@ class HungUp(transformers.StoppingCriteria):
 
 
 def generated(model: Any, tokens: list[int], count: int, client: socket.socket, **more: Any) -> list[int]:
-    """Prompt and answer."""
     ids = torch.tensor([tokens])
     found = model.generate(
         ids,

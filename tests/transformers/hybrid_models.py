@@ -108,7 +108,6 @@ def prompt(tokens: int = 3 * CHUNK + 9, seed: int = 0) -> torch.Tensor:
 
 
 def attach(model: Any, server: ServerProcess, name: str, **options: Any) -> Any:
-    """A session of `TransformersKV`."""
     from kvf_transformers import TransformersKV
 
     return TransformersKV(model, endpoint=server.endpoint, model_name=name, deadline_scale=20.0, **options)

@@ -66,7 +66,6 @@ def identify(model, *names, **named):
 
 
 def control(model, ids, new_tokens):
-    """Logits of the prompt and greedy tokens, without any of this package."""
     with torch.no_grad():
         logits = model(input_ids=ids).logits[:, -1]
         text, tokens = ids, []

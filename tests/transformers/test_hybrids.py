@@ -27,7 +27,6 @@ TOKENS = 3 * CHUNK + 1
 
 
 def plain_tokens(model, ids, new_tokens=8, **options):
-    """The model's own greedy tokens, without any of this package."""
     found = model.generate(ids, max_new_tokens=new_tokens, do_sample=False, **options)
     return found[0, ids.shape[1] :].tolist()
 
@@ -106,9 +105,6 @@ def test_an_interval_is_no_negative_number():
         TransformersKV(None, state_interval=-1)
 
 
-# static caches
-
-
 STATIC = {
     "llama": lambda: transformers.LlamaConfig(**SMALL),
     "gemma2 with windows": lambda: transformers.Gemma2Config(**SMALL, sliding_window=24),
@@ -164,9 +160,6 @@ def test_caches_that_cannot_be_filled_or_stored_are_refused(tmp_path):
             kv.save(ids, object.__new__(PagedAttentionCache))
 
 
-# assisted generation, by transformers' own loop
-
-
 @pytest.mark.engine_feature("transformers", "speculative decoding", "refused")
 def test_assisted_generation_is_refused_from_a_restored_cache_since_it_would_be_wrong(server):
     model, ids = made(transformers.LlamaConfig(**SMALL)), prompt(TOKENS, seed=8)
@@ -209,9 +202,6 @@ def test_transformers_refuses_to_assist_a_model_with_recurrent_states(server):
     model, ids = made(HYBRIDS["qwen3-next"]()), prompt(TOKENS)
     with attach(model, server, "assisted") as kv, pytest.raises(ValueError, match="stateful"):
         model.generate(ids, past_key_values=kv.restore(ids).cache, prompt_lookup_num_tokens=3, max_new_tokens=2)
-
-
-# which states are kept
 
 
 def test_stops_are_the_intervals_and_the_last_chunks():

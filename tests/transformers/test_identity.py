@@ -335,9 +335,6 @@ def test_where_positions_depend_on_the_length_of_the_text():
     assert length_limit(type("Config", (), {"rope_parameters": {"sliding": rope, "full": {}}})()) == 1
 
 
-# PEFT itself
-
-
 @pytest.fixture
 def peft():
     return pytest.importorskip("peft", reason="peft not installed: `pip install --group peft`")

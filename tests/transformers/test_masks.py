@@ -223,9 +223,6 @@ def test_windows_of_a_static_cache_are_plain(server):
         assert generated(model, ids, past_key_values=restored.cache) == expected
 
 
-# several rows
-
-
 ROWS = {
     "beams": {"num_beams": 3},
     "beams, all returned": {"num_beams": 3, "num_return_sequences": 3},
@@ -276,9 +273,6 @@ def test_a_static_cache_has_one_row(server):
         with pytest.raises(RequestError) as refused:
             generated(model, ids, past_key_values=cache, **ROWS["beams"])
         assert "restore() without a cache" in refused.value.hint
-
-
-# who computed it
 
 
 def test_tokens_that_did_not_go_through_the_model_are_not_stored(server):
@@ -392,9 +386,6 @@ def test_the_beginning_of_a_text_that_sees_its_end_is_refused():
     model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SMALL, is_causal=False)).eval()
     with pytest.raises(BadLayout, match="see those behind them"):
         learn_form(model)
-
-
-# the guard itself
 
 
 def test_the_guard_stays_with_the_model_it_was_given_and_goes_with_the_session(server):

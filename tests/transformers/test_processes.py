@@ -22,7 +22,6 @@ NAMES = ["qwen3-next", "qwen3.5", "lfm2", "falcon-h1", "granite-4", "zamba2", "n
 
 @pytest.fixture(scope="module")
 def answers(server: ServerProcess) -> dict[str, list[int]]:
-    """The answers of another process, which has stored the prompts."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.transformers.program", server.endpoint, str(CHUNK), str(TOKENS)],
         cwd=Path(__file__).resolve().parents[2],

@@ -164,14 +164,12 @@ def _logprobs(outputs: list[Any]) -> list[float]:
 
 
 def make_engine(order: Order) -> Any:
-    """The engine, with the connector that the order names."""
     from vllm import LLM
 
     return LLM(**settings_of(order))
 
 
 def settings_of(order: Order) -> dict[str, Any]:
-    """The engine's arguments."""
     settings: dict[str, Any] = {
         "model": order.model,
         "dtype": "float32",

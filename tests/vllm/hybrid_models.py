@@ -152,7 +152,6 @@ FAMILIES = {
 
 
 def config_of(name: str, **changes: Any) -> Any:
-    """The configuration of a family's model, by the class that transformers has for it."""
     family = FAMILIES[name]
     return getattr(transformers, family.config)(**{**COMMON, **_LARGE, **family.fields, **changes})
 

@@ -47,7 +47,6 @@ def cached(size: str, *, name: str = "", seed: int = 1234) -> Path:
 
 
 def save(directory: Path, model: Any) -> Path:
-    """Writes a model of transformers and a tokenizer for it."""
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory)
     _tokenizer(directory)

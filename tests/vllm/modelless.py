@@ -101,8 +101,6 @@ def _executor() -> type:
     from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
     class Workers(Executor):  # type: ignore[misc]
-        """The workers of one engine, all in this process."""
-
         cache: Cache
         scheduler: Any = None
 

@@ -33,8 +33,6 @@ class WrongKv(Watched):
 
 
 class ServerDiesBeforeLoad(Watched):
-    """Between the lookup that promised a hit and the load."""
-
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._get_connector_metadata().load_jobs:
             kill_server()
@@ -55,16 +53,12 @@ class ServerDiesDuringLoad(Watched):
 
 
 class AdapterChangesWhileLoaded(Watched):
-    """Somebody writes to an adapter's files while vLLM reads them."""
-
     def __init__(self, *arguments: Any, **named: Any) -> None:
         change_adapters_while_loaded()
         super().__init__(*arguments, **named)
 
 
 class WrongKvFromTheSecondLoadOn(WrongKv):
-    """The loads before are right."""
-
     right = 1
 
     def register_kv_caches(self, kv_caches: Any) -> None:

@@ -51,8 +51,6 @@ class Answer:
 
 @dataclass
 class Bench:
-    """Where the rows run."""
-
     model: Path
     directory: Path
     prompt: list[int]
@@ -84,7 +82,6 @@ class Bench:
         connector: str = "Watched",
         on_wait: Callable[[], None] | None = None,
     ) -> list[Answer]:
-        """A new engine process, one answer for each of `asks`."""
         connector = f"{self.connectors}:{connector}"
         transfer = kvframework_transfer(server.endpoint, self.options, connector) if server else {}
         pid = str(server.pid) if server and server.process else "0"
@@ -135,7 +132,6 @@ def run_engine(
 
 
 def environment_of(cores: str) -> dict[str, str]:
-    """The variables of a process of vLLM on these cores."""
     return {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
@@ -180,7 +176,6 @@ def written_back(server: ServerProcess) -> None:
 
 
 def digest_of(bench: Bench, chunk: int) -> bytes:
-    """The digest of one chunk of the prompt."""
     tokens = bench.prompt
     if bench.is_offloading:
         from vllm.utils.hashing import sha256
@@ -238,9 +233,6 @@ def example(folder: Path) -> dict[str, Any]:
     return {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
-# the rows
-
-
 def cold(bench: Bench) -> Answer:
     return bench.run(None, bench.ask())[0]
 
@@ -250,7 +242,6 @@ def local_hit(bench: Bench) -> Answer:
 
 
 def store_and_load(bench: Bench) -> tuple[Answer, Answer]:
-    """A cold engine that stores, and another one that loads."""
     with server_for() as server:
         return bench.run(server, bench.ask())[0], bench.run(server, bench.ask())[0]
 

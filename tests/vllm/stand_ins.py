@@ -125,13 +125,11 @@ class FakeServer:
         self.tickets.remove(result.ticket)
 
     def stored(self, op: TransferOp) -> None:
-        """Takes in what a worker stores."""
         for at in range(op.start, op.end, CHUNK):
             self.known.add((op.salt, digest(op.digests, at)))
 
 
 def digest(digests: bytes, token: int) -> bytes:
-    """The digest of the chunk that begins at `token`."""
     at = token // CHUNK * DIGEST_BYTES
     return digests[at : at + DIGEST_BYTES]
 
@@ -163,7 +161,6 @@ def computed(side: SchedulerSide, request: FakeRequest, tokens: int, blocks: lis
 
 
 def filled(server: FakeServer, tokens: list[int], **fields: Any) -> None:
-    """What another engine of the same model has stored."""
     side = scheduler(server)
     request = FakeRequest("other", tokens, **fields)
     side.matched_tokens(request, 0)
@@ -207,5 +204,4 @@ def scene(
 
 
 def connector_class(name: str) -> Any:
-    """The class of a connector of ours, by its name."""
     return getattr(importlib.import_module(CONNECTORS[name]), name)

@@ -41,9 +41,6 @@ def content(folder: Path, *settings: str) -> str:
     return AdapterReader().content(AdapterFacts("style", 1, str(folder), settings))
 
 
-# names of content
-
-
 def test_a_name_says_what_is_in_the_files_and_nothing_of_where_they_lie(tmp_path: Path) -> None:
     folder = written(tmp_path / "one")
     name = content(folder)
@@ -122,9 +119,6 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path: Path, monkey
     monkeypatch.setattr(adapters.hashlib, "sha256", disturbed)
     with pytest.raises(OSError, match="changed while it was read"):
         content(folder)
-
-
-# what a worker's vLLM has loaded
 
 
 @dataclass(eq=False)
@@ -246,9 +240,6 @@ def test_what_a_cpu_may_have_computed_with_an_adapter_is_not_stored_as_without(
     assert step(2) == (3 if is_stored else 1), "vLLM's own cache may still hold it"
 
 
-# names in the scheduler
-
-
 @pytest.mark.parametrize(
     ("contents", "found"),
     [
@@ -283,9 +274,6 @@ def test_unknown_content_may_lie_in_vllms_own_cache_as_well() -> None:
     side.heard(0, {1: AdapterNews("style", "/x", "")})
     side.heard(0, {1: AdapterNews("style", "/x", "one")})
     assert side.use_of(Lora("/x")) == "lora_changed"
-
-
-# requests
 
 
 def loaded(content: str) -> StepReport:

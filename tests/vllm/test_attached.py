@@ -64,7 +64,6 @@ class Connected:
         return finished
 
     def compute(self, request: FakeRequest, table: list[list[int]], states: Sequence[Handover] = ()) -> None:
-        """All tokens of a request that are not computed yet, in one step, whatever is found of them."""
         self.match(request)
         tokens = request.num_tokens - request.num_computed_tokens
         handed = {request.request_id: states}

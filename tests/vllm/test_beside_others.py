@@ -124,7 +124,6 @@ class Api:
         self.process.wait()
 
     def get(self, path: str) -> str:
-        """ "" as long as nobody answers."""
         try:
             with self._connected(60) as connection:
                 connection.request("GET", path)

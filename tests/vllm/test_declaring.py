@@ -26,9 +26,6 @@ def _own_memory_of_digests(tmp_path_factory: pytest.TempPathFactory, monkeypatch
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
-# options
-
-
 def test_options_are_read_beside_those_of_others() -> None:
     extra = {"kvframework.endpoint": "ipc:///x", "kvframework.lookup_deadline_s": 3, "shared_storage_path": "/y"}
     assert parse_options(extra) == VllmOptions(endpoint="ipc:///x", lookup_deadline_s=3.0)
@@ -59,9 +56,6 @@ def test_a_wrong_value_is_refused_at_its_place(name: str, value: object) -> None
     assert refused.value.where.endswith(f"kvframework.{name}")
 
 
-# the version
-
-
 @pytest.mark.parametrize(
     ("version", "tried"), [("0.30.0", ""), ("0.31.1", ""), ("0.32.1.dev4+gabc", ""), ("0.33.1", "0.33")]
 )
@@ -86,11 +80,7 @@ def test_a_release_whose_offloading_is_another_is_refused(version: str, on_cpu: 
         check_offloading(version, on_cpu=on_cpu)
 
 
-# identity
-
-
 def weights(folder: Path, *, value: bytes = b"\x01" * 64, name: str = "model.safetensors") -> Path:
-    """A safetensors file of one tensor."""
     folder.mkdir(exist_ok=True)
     header = json.dumps({"w": {"dtype": "F32", "shape": [len(value) // 4], "data_offsets": [0, len(value)]}}).encode()
     (folder / name).write_bytes(struct.pack("<Q", len(header)) + header + value)
@@ -173,9 +163,6 @@ def test_a_draft_model_keeps_kv_beside_that_of_the_model(tmp_path: Path) -> None
     variants = {identify(with_draft(one)), identify(with_draft(other)), identify(model_of(plain))}
     assert len(variants) == 3
     assert identify(model_of(vllm_config(tmp_path / "a"))) in variants
-
-
-# layer groups
 
 
 def spec(kind: str, **fields: Any) -> Any:
@@ -360,9 +347,6 @@ def test_what_vllm_says_of_a_layer_decides_whether_it_converts_exactly() -> None
         config = caches(spec("FullAttentionSpec", **changed))
         with pytest.raises(BadLayout):
             CanonicalBlocks(forms_of(engine(config, backend="FLASH_ATTN", isa=""), config))
-
-
-# splitting a model
 
 
 def parallel(rank: int, **fields: int) -> SimpleNamespace:

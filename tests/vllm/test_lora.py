@@ -43,7 +43,6 @@ def cold(bench: Bench, *adapters: list[Any]) -> list[int]:
 
 
 def answers(bench: Bench, server: ServerProcess, *adapters: list[Any], connector: str = "Watched") -> Answer:
-    """A new engine's answer to one batch, once it has loaded its adapters."""
     loads = bench.ask(8, adapters=list(adapters))
     return bench.run(server, loads, bench.ask(adapters=list(adapters)), connector=connector)[1]
 

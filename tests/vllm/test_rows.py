@@ -223,7 +223,6 @@ def test_each_tensor_parallel_worker_has_objects_of_its_own(bench: Bench) -> Non
 
 
 def announced(bench: Bench, *asks: Ask, server: ServerProcess | None = None) -> list[dict[str, Any]]:
-    """What subscribers get of an engine that answers `asks`, beside a server."""
     port = free_port()
     events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port}", "topic": "kv"}
     listening = Bench(**{**vars(bench), "engine": {"kv_events_config": events}})

@@ -63,7 +63,6 @@ def answers(port: int) -> bool:
 
 
 def asked(port: int, model: Path) -> tuple[list[int], int]:
-    """The tokens of the answer, and how many of the prompt were cached."""
     body = {"model": str(model), "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), headers)

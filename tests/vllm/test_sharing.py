@@ -34,7 +34,6 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 @pytest.fixture(scope="module")
 def cold(bench: Bench) -> Answer:
-    """vLLM alone."""
     return rows.cold(bench)
 
 

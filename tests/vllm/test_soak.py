@@ -132,12 +132,10 @@ class VLLM:
 
 
 def model_of(cache: Path, name: str) -> Path:
-    """A model by its size, or by its family for one with recurrent layers."""
     return hybrid_models.make(cache / name, name) if name in hybrid_models.FAMILIES else make(cache / name, name)
 
 
 def run(model: Path, server: ServerProcess, directory: Path, seconds: float, connector: str) -> dict[str, Any]:
-    """What was seen, for those who read it."""
     kind = VLLM(model, connector)
     seen = soak(kind, TALK, server, directory, seconds)
 

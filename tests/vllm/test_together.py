@@ -51,9 +51,6 @@ def answers(bench: Bench, given: dict[str, Any], *asks: Ask) -> list[Answer]:
     return rows.run_engine(order, bench.directory, cores=bench.cores)
 
 
-# roles
-
-
 @pytest.mark.engine_feature("vLLM", "prefill and decode")
 def test_a_consumer_loads_what_a_producer_has_computed(bench: Bench, cold: Answer) -> None:
     with rows.server_for() as server:
@@ -68,9 +65,6 @@ def test_a_consumer_loads_what_a_producer_has_computed(bench: Bench, cold: Answe
         assert wrong.tokens != cold.tokens
         # The consumer has not stored its own prompt.
         assert answers(bench, transfer(bench, server), other)[0].cached == 0
-
-
-# several stores
 
 
 @pytest.mark.engine_feature("vLLM", "beside others")
@@ -102,9 +96,6 @@ def test_beside_vllms_own_either_store_is_enough(bench: Bench, tmp_path: Path) -
         # What the other has loaded within a step is stored a step later.
         found = answers(bench, elsewhere)[0]
         assert (found.tokens, found.cached) == (cold.tokens, 5 * CHUNK)
-
-
-# speculation and chunked prefill
 
 
 @pytest.mark.engine_feature("vLLM", "speculative decoding")
@@ -145,9 +136,6 @@ def test_a_block_that_is_no_divisor_of_the_servers_chunk(bench: Bench, cold: Ans
         assert answers(bench, transfer(bench, server))[0].cached == 0
 
 
-# what makes an engine forget
-
-
 def test_a_reset_hides_what_was_shared_from_this_engine_only(bench: Bench, cold: Answer) -> None:
     with rows.server_for() as server:
         asks = [bench.ask(), bench.ask(reset=True), bench.ask(forget=True), bench.ask(reset=True)]
@@ -155,9 +143,6 @@ def test_a_reset_hides_what_was_shared_from_this_engine_only(bench: Bench, cold:
         assert [answer.cached for answer in found] == [0, TOKENS - 1, 0, TOKENS - 1]
         assert {tuple(answer.tokens) for answer in found} == {tuple(cold.tokens)}
         assert answers(bench, transfer(bench, server))[0].cached == TOKENS - 1
-
-
-# requests whose KV depends on more than tokens
 
 
 def misses(answer: Answer) -> dict[str, float]:

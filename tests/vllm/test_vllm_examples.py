@@ -23,7 +23,6 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "vllm"
 
 
 def python(*arguments: str) -> str:
-    """What a script prints. Fails with its log if it fails."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "0-1")
     run = ran(sys.executable, *arguments, env=environment)

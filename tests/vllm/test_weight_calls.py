@@ -27,9 +27,6 @@ LOAD = TransferOp("a", 0, 16, b"d" * 64, "", [[1, 2, 3, 4]], skip=4)
 STORE = TransferOp("b", 0, 8, b"", "", [[5, 6]])
 
 
-# the calls
-
-
 def vllm_of(*names: str) -> tuple[Any, Any, list[Any]]:
     """A worker with vLLM's methods, which has started, and what is told of it. `names`: the parameters of its model."""
 
@@ -178,9 +175,6 @@ def test_a_reset_counts_if_it_has_emptied_the_cache_of_this_engine() -> None:
     assert (done, keeps is not None) == (["reset"], True)
 
 
-# the worker
-
-
 def test_transfers_under_way_end_when_the_update_begins() -> None:
     cancelled: list[str] = []
     loading: Promise[LoadOutcome] = Promise(lambda: (cancelled.append("load"), loading.set_result(LoadOutcome(False))))
@@ -219,9 +213,6 @@ def test_what_was_planned_for_other_weights_is_refused() -> None:
     assert (len(instance.loads), len(instance.stores)) == (1, 1)
 
 
-# the scheduler
-
-
 def test_requests_wait_one_step_for_the_workers_word_after_a_reset() -> None:
     side = scheduler(FakeServer())
     side.cache_was_reset()
@@ -241,9 +232,6 @@ def test_images_are_computed_once_weights_were_updated() -> None:
     side.matched_tokens(FakeRequest("b", list(range(17))), 0)
     plan = side.plan_step({"a": 17, "b": 17}, lambda _request_id: [[1, 2, 3, 4, 5]])
     assert [op.request_id for op in plan.stores] == ["b"]
-
-
-# the name
 
 
 def facts(folder: Path) -> ModelFacts:

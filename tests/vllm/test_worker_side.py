@@ -24,7 +24,6 @@ def store(number: int = 0, request_id: str = "a", start: int = 0) -> TransferOp:
 
 
 def answers(*results: bool | Future[LoadOutcome]) -> FakeInstance:
-    """An instance whose transfers end so, in order."""
     left = [each if isinstance(each, Future) else Future.resolved(LoadOutcome(each)) for each in results]
     return FakeInstance(lambda: left.pop(0))
 

@@ -22,7 +22,6 @@ class MadeTrace:
         return iter(self.requests)
 
     def at(self, times: Sequence[float]) -> MadeTrace:
-        """Return the same requests at other times."""
         moved = [
             Request(at, each.tokens, each.output_tokens, each.chunks)
             for at, each in zip(times, self.requests, strict=True)
@@ -30,7 +29,6 @@ class MadeTrace:
         return MadeTrace(moved, self.header.chunk_tokens)
 
     def lines(self) -> str:
-        """The trace as a file of this framework."""
         head = msgspec.json.encode({"kvframework_trace": 1, "chunk_tokens": self.header.chunk_tokens}).decode()
         rows = [
             msgspec.json.encode(

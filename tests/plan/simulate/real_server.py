@@ -56,7 +56,6 @@ class RealEngine:
         self._asked: dict[bytes, tuple[int, float]] = {}
 
     def serve(self, trace: MadeTrace) -> list[float]:
-        """Send all requests; return when each was."""
         times = []
         began = time.monotonic()
         for index, request in enumerate(trace):

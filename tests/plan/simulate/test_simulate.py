@@ -165,9 +165,6 @@ def test_what_is_dear_to_load_is_computed() -> None:
     assert priced.ttft_s.mean < always.ttft_s.mean / 2
 
 
-# chunks of other sizes
-
-
 @given(st.integers(0, 300), st.sampled_from([4, 8, 16, 32, 64]))
 def test_a_prompt_has_as_many_chunks_as_it_fills(tokens: int, ours: int) -> None:
     prompt = Request(0.0, tokens, 0, list(range(-(-tokens // 16))))
@@ -186,9 +183,6 @@ def test_prompts_share_the_chunks_that_they_share_in_the_trace(shared: int, more
     one, other = (Chunks(ours, 16, whole=True).digests(each) for each in (first, second))
     same = [mine == theirs for mine, theirs in zip(one, other, strict=True)]
     assert same == [True] * (16 * shared // ours) + [False] * (len(one) - 16 * shared // ours)
-
-
-# what cannot be
 
 
 BAD: dict[str, tuple[Settings, str]] = {

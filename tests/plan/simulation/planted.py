@@ -43,9 +43,6 @@ def plant(owner: object, name: str) -> Callable[[Callable[..., Any]], Callable[.
     return register
 
 
-# leases and quarantine
-
-
 @plant(ObjectTable, "commit")
 def an_expired_lease_is_published(original: Any, table: ObjectTable, lease_id: str, *, owner: int) -> Any:
     with mock.patch.object(table, "clock", return_value=0.0):
@@ -98,9 +95,6 @@ def a_ticket_without_a_hit_ends_before_it_is_asked(original: Any, tickets: Looku
     ticket.deadline = 0.0
 
 
-# pins and eviction
-
-
 @plant(ObjectTable, "candidates")
 def pinned_objects_are_candidates(_original: Any, table: ObjectTable, used_bytes: int) -> list[PackedKey]:
     for stored in table._objects:
@@ -151,9 +145,6 @@ def room_is_made_of_what_is_pinned(_original: Any, _tenants: Tenants, _tenant: i
 def more_is_freed_than_was_taken(original: Any, allocator: RangeAllocator, offset: int, nbytes: int) -> None:
     longer = nbytes + ALIGNMENT if nbytes > ALIGNMENT and offset + nbytes + ALIGNMENT < allocator.limit else nbytes
     original(allocator, offset, longer)
-
-
-# loads
 
 
 @plant(Loader, "load")
@@ -272,9 +263,6 @@ def a_failure_is_taken_for_damage(
     return original(store, key, header, place, Outcome.DAMAGED if outcome is Outcome.FAILED else outcome)
 
 
-# the writer
-
-
 @plant(WriteQueue, "put_back")
 def a_batch_that_failed_is_forgotten(_original: Any, queue: WriteQueue, batch: Batch) -> None:
     for key in queue._unsettled(batch):
@@ -314,9 +302,6 @@ def what_fails_is_not_tried_again(_original: Any, queue: WriteQueue, keys: Seque
     for key in keys:
         queue._sending.pop(key, None)
     return False
-
-
-# circuits
 
 
 @plant(Breaker, "allow")

@@ -37,7 +37,6 @@ class Failure:
 
 
 def draw(seed: int) -> Iterator[tuple[str, int]]:
-    """The endless script of a seed."""
     chance = random.Random(seed)
     names, weights = list(ACTIONS), list(WEIGHTS.values())
     while True:
@@ -46,8 +45,6 @@ def draw(seed: int) -> Iterator[tuple[str, int]]:
 
 
 class Play:
-    """One world and what was done to it."""
-
     def __init__(self, seed: int, check_every: int = CHECK_EVERY) -> None:
         self.world = World(seed)
         self.steps = 0
@@ -57,7 +54,6 @@ class Play:
         self._trace: deque[tuple[int, str, str]] = deque(maxlen=TRACE)
 
     def turn(self, name: str, bits: int) -> None:
-        """One action, if it can be done. Raises `Broken`."""
         world = self.world
         world.use(Dice(bits))
         self.turns += 1

@@ -24,7 +24,6 @@ _DIGESTS = [
 
 
 def items_of(prompt: int, first: int, end: int) -> list[tuple[PackedKey, int]]:
-    """The objects of some chunks, in order."""
     return [
         (prefix + digest, nbytes)
         for digest in _DIGESTS[prompt][first:end]

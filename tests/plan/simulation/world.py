@@ -145,8 +145,6 @@ class World:
     def prompt(self) -> int:
         return self.dice.pick(PROMPTS)
 
-    # the storage threads
-
     def poll(self, number: int) -> bool:
         """Gives one of a controller's threads something to do, if one has time and there is something."""
         controller, threads = self.manager.tiers.controllers[number]

@@ -70,7 +70,6 @@ def sockets(server: ServerProcess) -> tuple[str, str]:
 
 
 def changed(frames: Frames, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Frames:
-    """A message with each of its events changed."""
     topic, number, payload = frames
     at, events, rank = msgspec.msgpack.decode(payload)
     return [topic, number, msgspec.msgpack.encode([at, [change(each) for each in events], rank])]
@@ -96,7 +95,6 @@ class OwnEvents:
         self._folder.cleanup()
 
     def subscribed(self) -> None:
-        """Wait for a subscriber."""
         assert self._news.poll(60_000)
         assert self._news.recv()[:1] == b"\1"
 

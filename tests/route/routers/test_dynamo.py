@@ -32,9 +32,6 @@ def knows(dynamo: Dynamo, held: set[tuple[int, ...]], *instances: int) -> None:
         dynamo.until(lambda instance=instance: dynamo.blocks(instance=instance) == blocks_of(held))  # type: ignore[misc]
 
 
-# what is told
-
-
 @pytest.mark.parametrize("form", ["map", "array"])
 def test_chunks_are_credited_as_blocks_to_both_engines_of_a_node(dynamo: Dynamo, form: str) -> None:
     tokens = list(range(1024))
@@ -162,9 +159,6 @@ def test_a_nodes_stream_stands_beside_the_engines_own(dynamo: Dynamo) -> None:
         dynamo.until(lambda: (dynamo.matched(LONG, "gpu"), dynamo.matched(LONG)) == (half, half))
 
 
-# what others tell
-
-
 def remote(event: dict[str, Any]) -> dict[str, Any]:
     return event | {"locality": "REMOTE"}
 
@@ -212,9 +206,6 @@ def test_dynamo_takes_a_plain_extra_key_for_none(dynamo: Dynamo) -> None:
             wait_until(lambda: client.status()["events"]["counters"]["subscribers"] == 1, what="a subscriber")
             Engine(client).store(LONG, salt="acme")
             dynamo.until(lambda: dynamo.matched(LONG) == END)
-
-
-# what is lost, and who comes late
 
 
 def test_a_lost_batch_is_healed_by_replay(dynamo: Dynamo) -> None:
@@ -292,9 +283,6 @@ def test_a_late_router_is_given_the_state_and_each_number(dynamo: Dynamo, number
             assert client.status()["events"]["next_number"] > number
             engine.store(prompt(11, 2))
             knows(dynamo, beginnings(LONG) | beginnings(prompt(11, 2)))
-
-
-# ends of a server
 
 
 @pytest.mark.parametrize("stop", [ServerProcess.stop, ServerProcess.kill9])
