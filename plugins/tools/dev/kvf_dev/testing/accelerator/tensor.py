@@ -33,38 +33,46 @@ class DeviceTensor:
         address = runtime.allocate(device, math.prod(shape) * dtype_bytes(dtype))
         return cls(runtime, address, shape, contiguous(shape), dtype)
 
-    # Methods that layouts call: each does what that of `torch.Tensor` does.
-
     def dim(self) -> int:
+        """As `torch.Tensor.dim`."""
         return len(self.shape)
 
     def stride(self, axis: int | None = None) -> tuple[int, ...] | int:
+        """As `torch.Tensor.stride`."""
         return self.strides if axis is None else self.strides[axis]
 
     def data_ptr(self) -> int:
+        """As `torch.Tensor.data_ptr`."""
         return self.address
 
     def element_size(self) -> int:
+        """As `torch.Tensor.element_size`."""
         return dtype_bytes(self.dtype)
 
     def numel(self) -> int:
+        """As `torch.Tensor.numel`."""
         return math.prod(self.shape)
 
     def permute(self, axes: Sequence[int]) -> DeviceTensor:
+        """As `torch.Tensor.permute`."""
         return self.as_strided([self.shape[axis] for axis in axes], [self.strides[axis] for axis in axes])
 
     def unsqueeze(self, axis: int) -> DeviceTensor:
+        """As `torch.Tensor.unsqueeze`."""
         at = axis if axis >= 0 else len(self.shape) + 1 + axis
         return self.as_strided(_replaced(self.shape, at, [1], drop=0), _replaced(self.strides, at, [1], drop=0))
 
     def narrow(self, axis: int, start: int, length: int) -> DeviceTensor:
+        """As `torch.Tensor.narrow`."""
         return self.as_strided(_replaced(self.shape, axis, [length]), self.strides, start * self.strides[axis])
 
     def unflatten(self, axis: int, sizes: Sequence[int]) -> DeviceTensor:
+        """As `torch.Tensor.unflatten`."""
         strides = [each * self.strides[axis] for each in contiguous(sizes)]
         return self.as_strided(_replaced(self.shape, axis, sizes), _replaced(self.strides, axis, strides))
 
     def unbind(self, axis: int = 0) -> tuple[DeviceTensor, ...]:
+        """As `torch.Tensor.unbind`."""
         shape, strides = _replaced(self.shape, axis, []), _replaced(self.strides, axis, [])
         return tuple(self.as_strided(shape, strides, at * self.strides[axis]) for at in range(self.shape[axis]))
 
@@ -79,8 +87,6 @@ class DeviceTensor:
         shape = [*self.shape[:-1], self.shape[-1] * old // new]
         strides = [*(stride * old // new for stride in self.strides[:-1]), 1]
         return DeviceTensor(self.runtime, self.address, shape, strides, name)
-
-    # methods for engines
 
     def fill(self, data: bytes) -> None:
         """Write all elements, in row-major order of the axes; blocking."""

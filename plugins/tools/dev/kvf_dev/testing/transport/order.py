@@ -15,15 +15,7 @@ import pytest
 
 from kvf_dev.testing.kit import wait_until
 from kvf_dev.testing.transport.cases import NHD
-from kvf_dev.testing.transport.engine import (
-    PATIENCE_S,
-    WRONG,
-    KitEngine,
-    must_be_under_way,
-    must_miss,
-    must_succeed,
-    must_work,
-)
+from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine, must_be_under_way, must_miss, must_succeed
 from kvf_dev.testing.transport.kit import MakeEngine, Reads, TransportKit
 from kvf_dev.testing.transport.node import Program, endpoint_in, status_of
 from kvf_dev.testing.transport.rig import RigSpec, TransportRig
@@ -107,7 +99,7 @@ class Order(TransportKit):
             engine.must_be_right()
         else:
             assert engine.hit(request) == 0, "a cancelled store was published"
-            must_work(engine, request=request)
+            engine.must_load(engine.stored(request))
 
     def test_a_submit_does_not_wait_for_the_engines_work(self, rig: TransportRig, engine: KitEngine) -> None:
         futures: list[Future[StoreOutcome]] = []
@@ -241,7 +233,7 @@ class Life(TransportKit):
             for number, (one, other) in enumerate((engines, engines[::-1]), start=1):
                 assert one.ask("store", number) is True, "a store of another process failed"
                 assert other.ask("load", number) is True, "what one process stored is a miss for another"
-            assert not engines[1].ask("check", 1), WRONG
+            assert not engines[1].ask("check", 1), "a byte is wrong"
             assert engines[0].ask("store", 1) is True, "a store of what is present fails"
 
     def test_after_the_end_of_an_instance_nothing_is_open(self, rig: TransportRig, make_engine: MakeEngine) -> None:
