@@ -59,6 +59,8 @@ log = logging.getLogger(__name__)
 # Seconds from the signal to the end. Requests in flight, transports and closing the storage come first; writes to L2
 # get the rest.
 STOP_S = 3.5
+# How long a server that nobody needs writes to its tiers what only L1 holds, before it stops.
+IDLE_DRAIN_S = 300.0
 GRACE_S = 1.0
 OBSERVE_STOP_S = 0.5
 
@@ -193,8 +195,13 @@ class Server:
         limit, now = self._config.server.idle_stop_s, time.monotonic()
         if self.service.contexts:
             self._used_at = now
-        elif limit and not self.stopped_idle and now - self._used_at >= limit and self.service.storage.tiers.at_rest:
+        elif limit and not self.stopped_idle and now - self._used_at >= limit:
+            left = self.service.storage.tiers.write_rest()
+            if (left or not self.service.storage.tiers.at_rest) and now - self._used_at < limit + IDLE_DRAIN_S:
+                return
             log.info("no engine was there for %.0f s, [server] idle_stop_s: the server stops", limit)
+            if left:
+                log.warning("%d objects that only L1 held are lost: a tier did not take them in time", left)
             self.stopped_idle = True
             self.stop()
 

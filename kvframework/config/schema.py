@@ -96,7 +96,12 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
         30.0
     )
     idle_stop_s: Annotated[
-        float, Meta(ge=0, le=365 * 24 * 3600.0, description="the server ends after so long without an engine; 0: never")
+        float,
+        Meta(
+            ge=0,
+            le=365 * 24 * 3600.0,
+            description="after so long without an engine the server writes the rest to its tiers and ends; 0: never",
+        ),
     ] = 0.0
     workers: Annotated[int, Meta(ge=1, le=256, description="threads that copy the KV of clients over TCP")] = 2
     trace_memory: Annotated[

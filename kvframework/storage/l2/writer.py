@@ -75,6 +75,11 @@ class WritePolicy:
         """Objects whose writing is over: stored, or given up."""
         self._open.difference_update(keys)
 
+    @property
+    def unwritten(self) -> Iterable[PackedKey]:
+        """The objects of L1 that this policy has not written yet."""
+        return self._open if self.watches_l1 else ()
+
     def removed(self, key: PackedKey) -> bool:
         """An object has left L1; returns True if it was still to be written."""
         if key not in self._open:
@@ -353,6 +358,16 @@ class TierWriter:
         """An object has left L1."""
         with self.changed:
             self._queue.removed(key)
+
+    def write_rest(self) -> int:
+        """Queue what L1 holds and the tier does not, as far as there is space; return how many objects are left."""
+        if self.store.read_only or self.closing:
+            return 0
+        with self.changed:
+            rest = list(self._policy.unwritten)
+            self._queue.offer(rest[: self._queue.space])
+            self.changed.notify_all()
+            return len(rest)
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until nothing is pending; return False after `timeout_s`."""
