@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -155,17 +155,20 @@ def _alone(client: WireClient) -> bool:
     return len(status["messaging"]["sessions"]) == 1 and not status["l1"]["write_leases"]
 
 
-def server_fixture(
-    *settings: str, scope: str = "function", kind: type[ServerProcess] = ServerProcess, **options: Any
-) -> Any:
-    """Make a fixture: a server process with these settings, named as the attribute that it is assigned to."""
+def fixture_of(make: Callable[..., Any], *arguments: Any, scope: str = "function", **options: Any) -> Any:
+    """Make a fixture of what a context manager gives, named as the attribute that it is assigned to."""
 
     @pytest.fixture(scope=scope)
-    def server() -> Iterator[ServerProcess]:
-        with kind(*settings, **options) as process:
-            yield process
+    def made() -> Iterator[Any]:
+        with make(*arguments, **options) as value:
+            yield value
 
-    return server
+    return made
+
+
+def server_fixture(*settings: str, scope: str = "function", **options: Any) -> Any:
+    """Make a fixture: a server process with these settings."""
+    return fixture_of(ServerProcess, *settings, scope=scope, **options)
 
 
 def client_fixture(server: str = "server", *, emptied: bool = False, engine: bool = False, **options: Any) -> Any:

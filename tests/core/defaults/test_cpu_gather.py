@@ -6,8 +6,6 @@ import gc
 import weakref
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvf_cpu_gather import kvf_transports as hook
 from kvf_layouts.dynamic_cache import DynamicCacheLayout
@@ -71,32 +69,6 @@ def test_bytes_of_the_arena_outside_the_ranges_are_not_touched():
     inside = {i for place in places for i in range(place.offset, place.offset + place.length)}
     outside = bytes(b for i, b in enumerate(engine.link.mapped) if i not in inside)
     assert set(outside) == {0xEE}
-
-
-@settings(max_examples=80)
-@given(
-    source=st.permutations(range(BLOCKS)),
-    target=st.permutations(range(BLOCKS)),
-    chunks=st.integers(1, 3),
-    skip=st.integers(0, 3 * CHUNK),
-    axes=st.sampled_from([(NHD, HND), (HND, NHD), (NHD, NHD)]),
-    runs=st.booleans(),
-)
-def test_gather_then_scatter_is_the_identity_and_skipped_slots_stay(source, target, chunks, skip, axes, runs):
-    skip = min(skip, chunks * CHUNK)
-    count = chunks * CHUNK // BLOCK
-    source = list(range(count)) if runs else source[:count]
-    target, rest = (list(range(count)), list(range(count, BLOCKS))) if runs else (target[:count], target[count:])
-    cache_key = key(0, chunks * CHUNK)
-    engine = Engine(axes[0])
-    assert engine.store([source], cache_key).result()
-    other = Engine(axes[1], seed=2, link=engine.link)
-    before, before_rest = other.tokens(target).clone(), other.tokens(rest).clone()
-    assert other.load([target], cache_key, skip=skip).result()
-    after, want = other.tokens(target), engine.tokens(source)
-    assert torch.equal(after[:, :, :skip], before[:, :, :skip])
-    assert torch.equal(after[:, :, skip:], want[:, :, skip:])
-    assert torch.equal(other.tokens(rest), before_rest)
 
 
 def test_a_dynamic_cache_and_paged_memory_share_objects():

@@ -16,16 +16,14 @@ import pytest
 from tests.core.keeper.held import HELD_UP, TIMEOUT, Held
 from tests.core.keeper.stand_in import token_of
 from tests.support.processes import descriptors, has_ended
+from tests.support.server_process import fixture_of
 from tests.support.waiting import wait_until
 
 KILLS = 50
 SEED = int(os.environ.get("KVFRAMEWORK_TEST_SEED", random.SystemRandom().randrange(1 << 32)))
 
 
-@pytest.fixture
-def held() -> Iterator[Held]:
-    with Held() as running:
-        yield running
+held = fixture_of(Held)
 
 
 def test_a_killed_server_finds_what_it_stored_and_its_children_inherit_nothing(held: Held) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvf_cpu_gather.kernel import CopyKernel
 from kvf_dev.testing.transport.cases import GroupCase
 from kvf_layouts.declaring import PagedRule
 from kvf_layouts.paged import PagedLayout
@@ -84,13 +85,18 @@ class Engine(ArenaEngine):
     """Memory of several layer groups."""
 
     def __init__(
-        self, groups: Sequence[Group], contents: Sequence[torch.Tensor], chunk_size: int, link: ArenaLink | None = None
+        self,
+        groups: Sequence[Group],
+        contents: Sequence[torch.Tensor],
+        chunk_size: int,
+        link: ArenaLink | None = None,
+        kernel: CopyKernel | None = None,
     ) -> None:
         self.groups = groups
         named = [(f"g{index}.", group, each) for index, (group, each) in enumerate(zip(groups, contents, strict=True))]
         kv = {name: held for prefix, group, each in named for name, held in hold(group, each, prefix).items()}
         layout = PagedLayout(rules=[group.rule(f"{prefix}*") for prefix, group, _ in named])
-        super().__init__(kv, layout, block_size=groups[0].block_size, chunk=chunk_size, link=link)
+        super().__init__(kv, layout, block_size=groups[0].block_size, chunk=chunk_size, link=link, kernel=kernel)
 
 
 def as_bytes(content: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvf_cpu_gather.kernel import load_kernel
 from kvframework.api.keys import compute_namespace
 from kvframework.api.layout import NO_BLOCK
 from kvframework.api.plugin import DTYPE_BYTES
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.torch
 
 
 CHUNK, CHUNKS, SPARE = 24, 3, 2
+KERNELS = [None, load_kernel(2)]
 
 
 @st.composite
@@ -57,22 +59,23 @@ def held_alike(draw: st.DrawFn) -> tuple[Group, Group]:
     return engine(), engine()
 
 
-@settings(max_examples=120)
+@settings(max_examples=200)
 @given(
     pairs=st.lists(held_alike(), min_size=1, max_size=3),
     seed=st.integers(0, 2**16),
     skip=st.integers(0, CHUNKS * CHUNK),
+    kernel=st.sampled_from(KERNELS),
     data=st.data(),
 )
-def test_equal_content_is_one_object_and_comes_back(pairs, seed, skip, data):
+def test_equal_content_is_one_object_and_comes_back(pairs, seed, skip, kernel, data):
     chunk = Engine([one for one, _ in pairs], [one.content(1, seed) for one, _ in pairs], CHUNK).desc.chunk_tokens
     tokens = chunk * CHUNKS
     skip = min(skip, tokens)
     counts = [tokens // one.block_size + SPARE for one, _ in pairs]
     contents = [one.content(count, seed + 1) for (one, _), count in zip(pairs, counts, strict=True)]
     others = [one.content(count, seed + 2) for (one, _), count in zip(pairs, counts, strict=True)]
-    source = Engine([one for one, _ in pairs], contents, CHUNK)
-    target = Engine([other for _, other in pairs], others, CHUNK, link=source.link)
+    source = Engine([one for one, _ in pairs], contents, CHUNK, kernel=kernel)
+    target = Engine([other for _, other in pairs], others, CHUNK, link=source.link, kernel=kernel)
     assert source.desc == target.desc
     assert (
         len(

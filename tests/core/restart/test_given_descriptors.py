@@ -16,7 +16,7 @@ import pytest
 from tests.core.restart.prompts import CAPACITY, hits, store
 from tests.support.held_server import HeldServer
 from tests.support.processes import descriptors
-from tests.support.server_process import server_fixture
+from tests.support.server_process import fixture_of
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient
 
@@ -35,7 +35,7 @@ os.execv(sys.executable, [sys.executable, "-m", "kvframework.cli.main", "serve",
 """
 
 
-server = server_fixture(capacity=CAPACITY, kind=HeldServer)
+server = fixture_of(HeldServer, capacity=CAPACITY)
 
 
 class Given:

@@ -15,7 +15,7 @@ from kvframework.wire import messages as m
 from tests.core.restart.prompts import CAPACITY, OBJECT, hits, overwrite_all, store
 from tests.support.held_server import HeldServer
 from tests.support.processes import has_ended
-from tests.support.server_process import ServerProcess, server_fixture
+from tests.support.server_process import ServerProcess, fixture_of
 from tests.support.waiting import wait_until
 from tests.support.wire_client import key_for
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(300)
 KNOWN = range(8)
 
 
-server = server_fixture(capacity=CAPACITY, kind=HeldServer)
+server = fixture_of(HeldServer, capacity=CAPACITY)
 
 
 def stopped(server: HeldServer) -> None:

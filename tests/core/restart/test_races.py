@@ -13,7 +13,7 @@ from tests.core.restart.prompts import CAPACITY, OBJECT, fill_of, overwrite_all
 from tests.support.held_server import HeldServer
 from tests.support.line_process import LineProcess
 from tests.support.processes import arenas, children, has_ended
-from tests.support.server_process import server_fixture
+from tests.support.server_process import fixture_of
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for
 
@@ -23,7 +23,7 @@ PROGRAM = "tests.core.restart.writer_program"
 KILLS = 10
 
 
-server = server_fixture(capacity=CAPACITY, kind=HeldServer)
+server = fixture_of(HeldServer, capacity=CAPACITY)
 
 
 def quarantined(client: WireClient) -> int:

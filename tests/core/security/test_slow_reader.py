@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from kvframework import errors
@@ -15,6 +13,7 @@ from tests.core.server.in_process import serving
 from tests.core.wire_path.remote import RemoteServer, held, remote_server
 from tests.core.wire_path.stalling_proxy import StallingProxy
 from tests.support.ports import free_port
+from tests.support.server_process import fixture_of
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for
 
@@ -23,10 +22,9 @@ TOKENS = list(range(CHUNKS * 256))
 WIDE = 256  # 1 MiB an object
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RemoteServer]:
-    with remote_server("server.chunk_size=256", "server.retrieve_lease_s=1", curve=False, capacity="32MiB") as running:
-        yield running
+server = fixture_of(
+    remote_server, "server.chunk_size=256", "server.retrieve_lease_s=1", curve=False, capacity="32MiB", scope="module"
+)
 
 
 def ask(client: WireClient, plan: RetrievePlan) -> None:

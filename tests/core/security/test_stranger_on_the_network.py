@@ -18,15 +18,13 @@ from kvframework.wire import messages as m
 from kvframework.wire.frames import join, split
 from tests.core.messaging.lab import HASHER, connected
 from tests.core.wire_path.remote import Keys, RemoteServer, remote_server
+from tests.support.server_process import fixture_of
 from tests.support.wire_client import WireClient, key_for
 
 TOKENS = list(range(512))
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RemoteServer]:
-    with remote_server() as running:
-        yield running
+server = fixture_of(remote_server, scope="module")
 
 
 @pytest.fixture

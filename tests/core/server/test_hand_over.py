@@ -23,17 +23,14 @@ from kvframework.storage.l1.journal import PREFIX, SCHEMA
 from kvframework.wire import messages as m
 from tests.core.security.another_user import NOBODY, as_another_user, needs_root
 from tests.core.server.in_process import serving
-from tests.support.server_process import ServerProcess
+from tests.support.server_process import ServerProcess, fixture_of
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for
 
 TIMEOUT = 60.0
 
 
-@pytest.fixture
-def server() -> Iterator[Server]:
-    with serving() as running:
-        yield running
+server = fixture_of(serving)
 
 
 @pytest.fixture

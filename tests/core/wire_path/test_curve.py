@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,14 +25,11 @@ from kvframework.wire import messages as m
 from tests.core.cli.command import run, run_process
 from tests.core.wire_path.remote import Keys, RemoteServer, remote_server
 from tests.support.ports import free_port
+from tests.support.server_process import fixture_of
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient
 
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RemoteServer]:
-    with remote_server() as running:
-        yield running
+server = fixture_of(remote_server, scope="module")
 
 
 def refused(server: RemoteServer) -> int:

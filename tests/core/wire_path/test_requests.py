@@ -16,6 +16,7 @@ from kvframework.wire import messages as m
 from kvframework.wire.frames import MAX_BUFFER_BYTES, split
 from kvframework.wire.transfer_blocks import pack_indices, unpack_indices
 from tests.core.wire_path.remote import RemoteServer, clear, held, remote_server
+from tests.support.server_process import fixture_of
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for
 
@@ -24,10 +25,7 @@ NBYTES = 2 * 2 * 256 * 8 * 4  # of one object of WireClient's model
 LEASE_S = 0.5
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RemoteServer]:
-    with remote_server(f"server.retrieve_lease_s={LEASE_S}", curve=False) as running:
-        yield running
+server = fixture_of(remote_server, f"server.retrieve_lease_s={LEASE_S}", curve=False, scope="module")
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from tests.core.wire_path.remote import RemoteServer, held, remote_server  # noq
 from tests.core.wire_path.stalling_proxy import StallingProxy  # noqa: E402
 from tests.support.engines import BLOCK, PagedEngine  # noqa: E402
 from tests.support.line_process import LineProcess  # noqa: E402
+from tests.support.server_process import fixture_of  # noqa: E402
 from tests.support.waiting import wait_until  # noqa: E402
 from tests.support.wire_client import WireClient  # noqa: E402
 
@@ -32,10 +33,7 @@ WIDE = 512  # 2 MiB an object, 8 MiB a store
 AFTER = 1 << 20
 
 
-@pytest.fixture
-def server() -> Iterator[RemoteServer]:
-    with remote_server("server.session_timeout_s=2", "server.retrieve_lease_s=2", curve=False) as running:
-        yield running
+server = fixture_of(remote_server, "server.session_timeout_s=2", "server.retrieve_lease_s=2", curve=False)
 
 
 @pytest.fixture
