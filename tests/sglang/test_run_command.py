@@ -119,9 +119,8 @@ def test_the_same_prompt_is_a_hit_after_a_restart_of_the_engine(tmp_path: Path) 
     assert hit.cached >= 256
     assert (bare.text, bare.status) == (cold.text, cold.status) == (hit.text, hit.status)
     assert tried["hit"], tried
-    assert tried["estimated_saved_s"] > 0
     assert tried["fillers"] > 0
     assert "tokens in L1" in tried["server"]
     assert stats["l1_tokens"] >= hit.cached
-    assert stats["prefill_saved_s"] > 0
+    assert stats["prefill_saved_s"] == 0, "SGLang does not tell a storage backend how fast it computes"
     assert "kvframework: started the server" in (tmp_path / "first.log").read_text()

@@ -67,7 +67,7 @@ def summary(stats: Stats) -> list[str]:
     found, asked = _share(stats.hit_tokens, stats.asked_tokens), short_count(stats.asked_tokens)
     return [
         f"{found} of {asked} prompt tokens were found in {stats.lookups} lookups",
-        f"prefill saved: {short_duration(stats.prefill_saved_s)}, estimated at the speed that engines report",
+        f"prefill saved, estimated: {_saved(stats.prefill_saved_s, stats.hit_tokens)}",
         f"L1: {ByteSize(stats.l1_used_bytes)} of {ByteSize(stats.l1_capacity_bytes)} in use",
     ]
 
@@ -104,7 +104,11 @@ def _screen(found: Stats) -> list[str]:
         ("found", _share(found.hit_tokens, found.asked_tokens), _share(hour.hit_tokens, hour.asked_tokens)),
         ("  in L1", short_count(found.l1_tokens), ""),
         ("  in L2", short_count(found.l2_tokens), ""),
-        ("prefill saved, estimated", short_duration(found.prefill_saved_s), short_duration(hour.prefill_saved_s)),
+        (
+            "prefill saved, estimated",
+            _saved(found.prefill_saved_s, found.hit_tokens),
+            _saved(hour.prefill_saved_s, hour.hit_tokens),
+        ),
         *((f"missed: {reason}", short_count(count), "") for reason, count in sorted(found.misses.items())),
     ]
     lines = [f"{name:<28} {total:>15} {last:>10}".rstrip() for name, total, last in rows]
@@ -115,6 +119,11 @@ def _screen(found: Stats) -> list[str]:
     if found.most_frequent_miss:
         lines.append(f"most frequent miss: {found.most_frequent_miss}")
     return lines
+
+
+def _saved(seconds: float, hit_tokens: int) -> str:
+    """Return the time saved; it is unknown where tokens were found by engines that report no speed, such as SGLang."""
+    return "unknown" if hit_tokens and not seconds else short_duration(seconds)
 
 
 def _share(found: int, asked: int) -> str:
