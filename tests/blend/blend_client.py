@@ -46,8 +46,7 @@ class BlendWire(WireClient):
         self.registered = self.register(instance_id, **fields)
         self.world_size = fields.get("world_size", 1)
         payload = b.RegisterBlend(instance_id, "tiny", self.world_size, rotary, packed(before))
-        blend: b.BlendRegistered = self.call(b.CB_REGISTER_KV_CACHE.name, payload)
-        return blend
+        return self.call(b.CB_REGISTER_KV_CACHE.name, payload)
 
     def names(self, tokens: Sequence[int], instance_id: int = 1, **marks: Any) -> tuple[b.Segment, ...]:
         payload = b.StorePreComputed(instance_id, "r", packed(tokens), **marks)
@@ -64,15 +63,13 @@ class BlendWire(WireClient):
 
     def look(self, tokens: Sequence[int], instance_id: int = 1, request_id: str = "r", **marks: Any) -> b.Hits:
         payload = b.LookupPreComputed(instance_id, request_id, packed(tokens), **marks)
-        hits: b.Hits = self.call(b.CB_LOOKUP_PRE_COMPUTED.name, payload)
-        return hits
+        return self.call(b.CB_LOOKUP_PRE_COMPUTED.name, payload)
 
     def plan(self, hits: b.Hits, instance_id: int = 1, cache_salt: str = "") -> b.LoadPlan:
         payload = b.RetrievePreComputed(
             instance_id, "r", hits.prefix_tokens, hits.prefix_digests, hits.segments, cache_salt
         )
-        plan: b.LoadPlan = self.call(b.CB_RETRIEVE_PRE_COMPUTED.name, payload)
-        return plan
+        return self.call(b.CB_RETRIEVE_PRE_COMPUTED.name, payload)
 
     def final(self, tokens: Sequence[int], instance_id: int = 1) -> bytes:
         answer: b.FinalNames = self.call(b.CB_STORE_FINAL.name, b.StoreFinal(instance_id, "r", packed(tokens)))
@@ -103,7 +100,6 @@ class BlendWire(WireClient):
         return [found[at : at + DIGEST_BYTES] for at in range(0, len(found), nbytes)]
 
     def digest_key(self, digests: bytes, rank: int, cache_salt: str) -> CacheKey:
-        assert self.registered is not None
         end = len(digests) // DIGEST_BYTES * self.registered.desc.chunk_tokens
         return CacheKey(
             "tiny",
@@ -119,12 +115,10 @@ class BlendWire(WireClient):
 
     def put_prompt(self, tokens: Sequence[int]) -> None:
         """Stores a prompt's whole chunks as any engine does: exact."""
-        assert self.registered is not None
         self.store(key_for(self.registered, tokens[: len(tokens) // CHUNK * CHUNK]), b"exact")
 
     def pins(self) -> int:
-        count: int = self.status()["l1"]["pins"]
-        return count
+        return self.status()["l1"]["pins"]
 
 
 def spans(segments: Sequence[b.Segment]) -> list[tuple[int, int]]:

@@ -134,7 +134,6 @@ def test_one_task_with_the_registered_layout(client: BlendWire, monkeypatch: pyt
         return original(self, keys, layout_desc, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(CacheService, "submit_prefetch_task", spy)
-    assert client.registered is not None
     hits = client.look(PROMPT, **MARKS)
     chains = 2 * ((len(PROMPT) - 1) // CHUNK)
     assert tasks == [(chains + CHUNKS, client.registered.desc)]

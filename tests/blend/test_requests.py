@@ -154,7 +154,6 @@ def test_a_blended_prompt_is_found_by_blend_only(client: BlendWire) -> None:
     client.put(final)
     hits = client.look([*prompt, 1])
     assert (hits.prefix_tokens, hits.exact, hits.prefix_digests) == (6 * CHUNK, False, final)
-    assert client.registered is not None
     key = CacheKey("tiny", 1, None, client.registered.namespace, 0, 6 * CHUNK, "r", packed(prompt[: 6 * CHUNK]))
     assert client.lookup(key).hit_tokens == 0, "the core must never take it for exact"
 

@@ -13,7 +13,7 @@ from kvf_blend.errors import BadSegments, BlendRefused
 from kvframework.client import KVClient
 from kvframework.errors import KVFrameworkError, RequestError, UnknownRequest, VersionMismatch
 from tests.support.lazy import torch, transformers
-from tests.support.server_process import ServerProcess
+from tests.support.server_process import ServerProcess, server_fixture
 from tests.support.waiting import wait_until
 from tests.transformers.hybrid_models import SMALL, VOCABULARY, made
 
@@ -54,10 +54,7 @@ def model():
     return make_model()
 
 
-@pytest.fixture(scope="module")
-def server():
-    with ServerProcess(*SETTINGS) as running:
-        yield running
+server = server_fixture(*SETTINGS, scope="module")
 
 
 def attach(model, server, name, **options):

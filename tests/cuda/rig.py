@@ -133,7 +133,6 @@ class CudaRig(TransportRig):
 
     @property
     def _device(self) -> str:
-        assert self._node is not None
         return self._node.devices[self._ordinal]
 
     def _simulated(self, why_not: str) -> CudaNode:

@@ -347,7 +347,6 @@ class _Hasty(ServerContext):
 
 def sound_server(options: SimOptions, arena_fd: int) -> ServerTransport:
     made = provider("sound").create_server
-    assert made is not None
     return made(options, arena_fd)
 
 

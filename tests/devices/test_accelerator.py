@@ -195,7 +195,6 @@ def test_a_dead_process_leaves_its_memory_to_those_that_hold_it(
 ) -> None:
     command = [sys.executable, "-c", DOOMED, str(node.path), device]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as doomed:
-        assert doomed.stdout is not None
         mine = runtime.open_memory(device, bytes.fromhex(doomed.stdout.readline()))
         doomed.kill()
     wait_until(lambda: kinds(node) == ["leaked_context"])

@@ -17,7 +17,6 @@ from kvf_dev.testing.transport.cases import PAGED
 from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine, must_work
 from kvf_dev.testing.transport.node import Program, client_of, held_by, serving, status_of
 from kvf_dev.testing.transport.rig import RigSpec
-from kvf_devices.endpoints import DeviceServerTransport
 from kvf_devices.handles import export_memory
 from kvframework.client import KVClient
 from kvframework.errors import DeviceError
@@ -27,12 +26,6 @@ from tests.support.processes import children, send
 from tests.support.waiting import wait_until
 
 NHD = PAGED["nhd"]
-
-
-@pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimulatedNode]:
-    with SimulatedNode(tmp_path_factory.mktemp("node"), max_delay_s=0.0005) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +51,6 @@ def client(rigs: list[SimulatedRig], server: Server) -> Iterator[KVClient]:
 @pytest.fixture
 def pids(server: Server) -> Callable[[], dict[str, int]]:
     transport = server.service._transports["simdev"].server
-    assert isinstance(transport, DeviceServerTransport)
 
     def running() -> dict[str, int]:
         devices: list[dict[str, Any]] = transport.status()["devices"]  # type: ignore[assignment]
@@ -192,7 +184,6 @@ def test_devices_that_are_none_keep_no_room_from_others(
     rigs: list[SimulatedRig], client: KVClient, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transport = server.service._transports["simdev"].server
-    assert isinstance(transport, DeviceServerTransport)
     monkeypatch.setattr("kvf_devices.endpoints.MAX_DEVICES", len(transport._copiers) + 1)
     engine = KitEngine(rigs[0], client, 60, NHD)
     engine.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,8 @@ from tests.support.waiting import wait_until
 from tests.devices import faulty  # isort: skip  it imports the example
 
 
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[SimulatedNode]:
-    with SimulatedNode(tmp_path / "node", max_delay_s=0.0005) as made:
-        yield made
-
-
 def copier(client: KVClient, transport: str) -> dict[str, Any]:
     (device,) = status_of(client)["transports"][transport]["devices"]  # type: ignore[index]
-    assert isinstance(device, dict)
     return device
 
 

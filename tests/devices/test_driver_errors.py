@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,12 +27,6 @@ from tests.support.waiting import wait_until
 from tests.devices import faulty  # isort: skip  it imports the example
 
 NHD = PAGED["nhd"]
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[SimulatedNode]:
-    with SimulatedNode(tmp_path / "node", max_delay_s=0.0005) as made:
-        yield made
 
 
 def test_an_event_that_cannot_be_recorded_is_a_miss_and_leaks_nothing(

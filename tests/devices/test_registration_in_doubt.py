@@ -33,13 +33,6 @@ NHD = PAGED["nhd"]
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[SimulatedNode]:
-    with SimulatedNode(tmp_path / "node", max_delay_s=0.0005) as made:
-        yield made
-        assert made.violations() == []
-
-
-@pytest.fixture
 def spec(node: SimulatedNode) -> RigSpec:
     arguments = {"node": str(node.path), "module": "tests.devices.slow_copier", "transport": "slow"}
     return RigSpec("tests.devices.rigs:simdev", arguments)

@@ -123,7 +123,6 @@ class Router(Reader):
             return
         if self.next is None or number > self.next:
             self.ask(self.next or 0)
-        assert self.next is not None
         if number < self.next:
             return
         assert number == self.next, "the answer has not reached the live number"

@@ -69,8 +69,7 @@ class Node:
 def announced(news: list[News], reader: Reader) -> list[dict[str, Any]]:
     payload = Encoder("map", BLOCK).batch(1.0, news)
     reader.batch(payload)
-    events: list[dict[str, Any]] = msgspec.msgpack.decode(payload)[1]
-    return events
+    return msgspec.msgpack.decode(payload)[1]
 
 
 def test_a_chunk_is_told_once_all_of_its_objects_are_there() -> None:

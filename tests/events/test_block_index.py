@@ -39,7 +39,6 @@ def _chunks() -> list[Chunk]:
             model="m",
             salt="",
         )
-        assert chunk is not None
         made.append(chunk)
         return digest
 
@@ -102,7 +101,6 @@ class Told(RuleBasedStateMachine):
         if chunk not in self.named:
             return
         line = self.index.lines.get((NAMESPACE, ""))
-        assert line is not None
         self.index.correct(line, CHUNKS[chunk].digest, bits)
         self.here = {each for each in self.here if (each[0], each[2]) != (chunk, L1)}
         self.here |= {(chunk, row, L1) for row, bit in enumerate(bits) if bit}
@@ -199,7 +197,6 @@ def test_what_is_in_tiers_alone_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
     for chunk in CHUNKS[5:8]:
         index.register(NAMESPACE, "m", "", PREFIXES, [(chunk, [False, False])])
     line = index.lines.get((NAMESPACE, ""))
-    assert line is not None
     assert set(line.held) == {each.digest for each in CHUNKS[6:8]}  # the oldest objects were forgotten
     for chunk in CHUNKS:
         _named(index, chunk)
@@ -208,5 +205,4 @@ def test_what_is_in_tiers_alone_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
         for prefix in PREFIXES:
             index.removed(prefix + chunk.digest, L1)
     line = index.lines.get((NAMESPACE, ""))
-    assert line is not None
     assert len(line.held) <= 3

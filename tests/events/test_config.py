@@ -19,7 +19,6 @@ TCP = "events.endpoint=tcp://127.0.0.1:5557"
 def refusal(settings: list[str]) -> ConfigError | None:
     """The first error with which a server of these settings would refuse to start by its table `[events]`."""
     config = load_config(None, settings)
-    assert config.events is not None
     return next(
         (
             each

@@ -88,7 +88,6 @@ def test_requests_keep_tokens_only_if_they_are_asked_to() -> None:
     keeping.extend(prompt(1, 2)[:5], {1: b"extra"})
     keeping.extend(prompt(1, 2)[5:])
     content = keeping.content(CHUNK, 2 * CHUNK)
-    assert content is not None
     assert content.tokens == packed(prompt(1, 2)[CHUNK:])
     assert [(each.chunk, each.content) for each in content.extras] == [(0, b"extra")]
     assert content.lora_name == "poet"

@@ -188,8 +188,7 @@ def test_a_publisher_that_hangs_costs_engines_nothing_and_says_so(
         engine = Engine(client)
 
         def events() -> dict[str, object]:
-            found: dict[str, object] = client.status()["events"]
-            return found
+            return client.status()["events"]
 
         for number in range(60):
             engine.store(prompt(number, 8))

@@ -63,7 +63,6 @@ def test_l1_alone_comes_back_from_l2(server: ServerProcess) -> None:
     models = fill(server)
     cleared = clear(server)
     assert (cleared["objects"], cleared["in_use"], cleared["l2_objects"]) == (2 * CHUNKS, 0, 0)
-    assert isinstance(cleared["nbytes"], int)
     assert cleared["nbytes"] > 0
     assert hits(server, models) == {"tiny": len(TOKENS), "other": len(TOKENS)}
 
@@ -72,7 +71,6 @@ def test_a_model_leaves_the_other_in_both(server: ServerProcess) -> None:
     models = fill(server)
     cleared = clear(server, "--l2", "--model", "tiny")
     assert (cleared["objects"], cleared["l2_objects"], cleared["unlisted"]) == (CHUNKS, CHUNKS, [])
-    assert isinstance(cleared["l2_bytes"], int)
     assert cleared["l2_bytes"] > 0
     assert hits(server, models) == {"tiny": 0, "other": len(TOKENS)}
 

@@ -14,7 +14,7 @@ from tests.support.collector import Collector
 from tests.support.observe_process import SLOW_S, ObserveProcess
 from tests.support.ports import free_port
 from tests.support.processes import send
-from tests.support.server_process import ServerProcess
+from tests.support.server_process import ServerProcess, server_fixture
 from tests.support.waiting import wait_until
 from tests.support.wire_client import key_for
 
@@ -28,10 +28,7 @@ def collector() -> Iterator[Collector]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess() as running:
-        yield running
+server = server_fixture(scope="module")
 
 
 def traced(observe: ObserveProcess) -> dict[str, float]:

@@ -91,7 +91,6 @@ def test_a_report_holds_what_helps_and_no_secret(secrets: Secrets, tmp_path: Pat
         key = key_for(registered, TOKENS, model_name=MODEL, cache_salt=SALT, request_id=SALT)
         client.store(key, b"x")
         assert client.lookup(key).hit_tokens == len(TOKENS)
-        assert client.hello is not None
         secrets.raw += [registered.namespace, client.hello.session, client.hello.boot_id]
         with pytest.raises(KVFrameworkError):
             client.call("LOOKUP", m.Lookup(key_for(registered, TOKENS, model_name="other", cache_salt=SALT)))

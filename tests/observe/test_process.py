@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families as parsed
 
 from tests.observe.documents import document
 from tests.support.observe_process import SLOW_S, Got, ObserveProcess, get, listening_url
-from tests.support.server_process import ServerProcess
+from tests.support.server_process import ServerProcess, server_fixture
 from tests.support.waiting import wait_until
 
 
@@ -63,15 +62,11 @@ def test_it_ends_at_a_signal_also_without_a_server() -> None:
         assert len(observe.log.splitlines()) < 12
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess("observe.listen=127.0.0.1:0") as started:
-        yield started
+server = server_fixture("observe.listen=127.0.0.1:0", scope="module")
 
 
 def ask(server: ServerProcess, path: str) -> Got:
     url = listening_url(server.log)
-    assert url is not None
     return get(url, path)
 
 
@@ -94,7 +89,6 @@ def test_a_server_starts_it_in_a_process_of_its_own(server: ServerProcess) -> No
 def test_its_end_is_a_problem_and_a_line_and_it_is_started_again(server: ServerProcess, number: int, name: str) -> None:
     wait_until(lambda: child(server), SLOW_S, "the process")
     before, seen = child(server), server.log.count("metrics, health and the page")
-    assert before is not None
     os.kill(before, number)
     problem = {"where": "observe", "fact": f"`kvframework observe` ended by signal {name}"}
     wait_until(lambda: problem in server.status()["problems"], SLOW_S, "the problem")
@@ -119,7 +113,6 @@ def test_it_ends_also_if_the_server_was_killed_before_it_began() -> None:
     with ServerProcess("observe.listen=127.0.0.1:0") as server:
         wait_until(lambda: listening_url(server.log), SLOW_S, "the address")
         before = child(server)
-        assert before is not None
         os.kill(before, signal.SIGKILL)
         wait_until(lambda: child(server) not in (None, before), SLOW_S, "the next process, which still imports")
         pid = child(server)

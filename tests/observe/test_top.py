@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.core.cli.command import COMMAND, environment, run, run_process
-from tests.support.server_process import ServerProcess
+from tests.support.server_process import ServerProcess, server_fixture
 from tests.support.terminal import Terminal
 from tests.support.wire_client import WireClient, key_for
 
@@ -20,10 +20,7 @@ SLOW_S = 120.0
 TOP = ("top", "--interval", "0.1", "--timeout", "60", "--endpoint")
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess() as running:
-        yield running
+server = server_fixture(scope="module")
 
 
 @pytest.fixture(scope="module")
@@ -117,8 +114,6 @@ def test_without_an_answer_the_status_is_2(tmp_path: Path) -> None:
 def test_a_reader_that_ends_ends_it_quietly(server: ServerProcess) -> None:
     command = [*COMMAND, *TOP, server.endpoint, "--frames", "100000"]
     with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
         process.stdout.readline()
         process.stdout.close()
         assert process.wait(SLOW_S) == 1

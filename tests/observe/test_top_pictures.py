@@ -89,7 +89,6 @@ def test_what_ended_is_no_sudden_use_of_others(before: dict[str, int], more: dic
         {"use": {"engines": {name: use_row(number) for name, number in rows.items()}}} for rows in (sums, before)
     )
     table = VIEWS["engines"]
-    assert table is not None
     heads = [column.head for column in table.columns]
     rows = list(table.rows(Window(now, was, 10.0)))
     assert sum(float(row[heads.index("asked/s")] or 0) for row in rows) == pytest.approx(sum(more.values()) / 10)

@@ -19,7 +19,7 @@ from kvframework.wire import messages as m
 from tests.support.collector import Collector, Received
 from tests.support.observe_process import SLOW_S
 from tests.support.redis_server import RedisServer
-from tests.support.server_process import ServerProcess
+from tests.support.server_process import ServerProcess, server_fixture
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for
 
@@ -35,10 +35,7 @@ def collector() -> Iterator[Collector]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess() as running:
-        yield running
+server = server_fixture(scope="module")
 
 
 @pytest.mark.redis
@@ -130,8 +127,7 @@ HOSTILE = [
 
 
 def last_record(client: WireClient) -> m.Finished:
-    record: m.Finished = client.call("RECENT", m.Recent()).records[-1]
-    return record
+    return client.call("RECENT", m.Recent()).records[-1]
 
 
 @pytest.mark.parametrize("trace", HOSTILE, ids=range(len(HOSTILE)))

@@ -32,7 +32,6 @@ def test_it_writes_the_cheapest_that_meets_the_goal(trace: str, tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     assert "the live set is" in done.stdout
     chosen = re.search(r"chosen, the cheapest that meets the goal: (.*) of L1 by (\w+)", done.stdout)
-    assert chosen is not None
     config = load_config(out, environ={})
     assert config.l1.eviction.use == chosen[2]
     assert config.server.chunk_size == 16

@@ -50,9 +50,7 @@ class RouteProcess(ListeningProcess):
             asked["tokens"] = tokens
         status, body = self.ask("POST", "/score", json.dumps(asked).encode())
         assert status == 200, body
-        found: dict[str, dict[str, int]] = json.loads(body)
-        return found
+        return json.loads(body)
 
     def publishers(self) -> list[dict[str, Any]]:
-        listed: list[dict[str, Any]] = json.loads(self.ask("GET", "/publishers")[1])["publishers"]
-        return listed
+        return json.loads(self.ask("GET", "/publishers")[1])["publishers"]

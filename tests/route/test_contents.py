@@ -29,7 +29,6 @@ def hash_of(prefix: tuple[int, ...]) -> int:
 def score(contents: Contents, tokens: tuple[int, ...], **asked: Any) -> dict[str, int]:
     nodes = {"a": contents.places}
     *_, scores = scoring.by_tokens(contents._index, nodes, prefix_hashes.packed(tokens), **asked)
-    assert scores is not None
     return scores["a"]
 
 

@@ -32,7 +32,6 @@ class Indexing(RuleBasedStateMachine):
     @precondition(lambda self: len(self.model) < 4)
     def open(self) -> None:
         place = self.index.open()
-        assert place is not None
         assert place not in self.model
         self.model[place] = {}
 
@@ -99,7 +98,6 @@ TestIndexing.settings = settings(max_examples=60, stateful_step_count=25, deadli
 def test_what_finds_no_room_is_counted_and_leaves_nothing_behind() -> None:
     index = Index(50)
     place = index.open()
-    assert place is not None
     many = keys(list(range(1000)))
     owns = np.random.default_rng(2).integers(1, 1 << 63, 1000, dtype=np.uint64)
     refused = index.store(place, many, owns)
@@ -115,7 +113,6 @@ def test_more_names_for_the_same_tokens_than_can_be_counted_are_refused(monkeypa
     monkeypatch.setattr(module, "_AT_ONCE", 1)
     index = Index(1000)
     place = index.open()
-    assert place is not None
     assert index.store(place, keys([1, 2, 3, 4, 5]), keys([OWNS[0]] * 5)) == 2
     assert index.remove(place, keys([1, 2, 3, 4, 5])) == 3
     assert not index.holds([place], keys(OWNS)).any()

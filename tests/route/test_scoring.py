@@ -29,7 +29,6 @@ PLACES = st.lists(st.tuples(st.sampled_from(TIERS), st.integers(0, BLOCKS), LEFT
 
 def whole(made: scoring.Scoring) -> dict[str, scoring.Score]:
     *steps, scores = made
-    assert scores is not None
     assert set(steps) <= {None}
     return scores
 
@@ -43,7 +42,6 @@ def test_scores(nodes: list[list[tuple[str, int, int]]]) -> None:
         held: list[tuple[str, set[int]]] = []
         for tier, end, left_out in told:
             place = index.open()
-            assert place is not None
             blocks = [each for each in range(end) if each != left_out]
             index.store(place, np.array(blocks, np.uint64), OWNS[blocks])
             places.setdefault(f"n{number}", []).append(Place(place, b"", 0, SIZE, tier, None))
@@ -66,7 +64,6 @@ def test_of_several_sizes_of_blocks_the_best_counts() -> None:
     places = []
     for size, tier, blocks in ((4, "gpu", 3), (32, "cpu", 2)):
         place = index.open()
-        assert place is not None
         owns = prefix_hashes.as_keys(prefix_hashes.chained(prefix_hashes.root(), tokens, size))[:blocks]
         index.store(place, np.arange(blocks, dtype=np.uint64), owns)
         places.append(Place(place, b"", 0, size, tier, None))
@@ -76,7 +73,6 @@ def test_of_several_sizes_of_blocks_the_best_counts() -> None:
 def test_a_prompt_shorter_than_a_block_is_held_nowhere() -> None:
     index = Index(100)
     place = index.open()
-    assert place is not None
     assert whole(scoring.by_tokens(index, {"a": [Place(place, b"", 0, 16, "gpu", None)], "b": []}, b"")) == {
         "a": {},
         "b": {},
@@ -89,7 +85,6 @@ def test_digests_find_the_chunks_whose_last_block_is_told() -> None:
     digests = hashes.digests(32)
     index = Index(100)
     place = index.open()
-    assert place is not None
     named = [scoring.last_block(digests[at : at + 32], "m", "s", "") for at in range(0, 96, 32)]
     index.store(place, np.array(named, np.uint64), np.arange(1, 4, dtype=np.uint64))
     nodes = {"a": [Place(place, b"", 0, 4, "storage", "m")]}
@@ -112,7 +107,6 @@ def test_what_many_nodes_have_is_looked_for_in_steps(monkeypatch: pytest.MonkeyP
     nodes = {}
     for number in range(100):
         place = index.open()
-        assert place is not None
         index.store(place, np.arange(BLOCKS, dtype=np.uint64), OWNS)
         nodes[f"n{number}"] = [Place(place, b"", 0, SIZE, "cpu", None)]
     assert whole(scoring.by_tokens(index, nodes, TOKENS)) == {node: {"cpu": SIZE * BLOCKS} for node in nodes}

@@ -2,14 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from tests.support.server_process import server_fixture
 
-import pytest
-
-from tests.support.server_process import ServerProcess
-
-
-@pytest.fixture
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess() as running:
-        yield running
+server = server_fixture()

@@ -91,7 +91,6 @@ class Bench:
             )
             running = Running(process, log)
             try:
-                assert process.stdin is not None
                 process.stdin.write(encode(order))
                 process.stdin.close()
                 running.expect("ready")
@@ -116,7 +115,6 @@ class Running:
     log: Path
 
     def expect(self, event: str) -> dict[str, Any]:
-        assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, f"the engine has ended:\n{self.log.read_text()[-6000:]}"
         told: dict[str, Any] = json.loads(line)

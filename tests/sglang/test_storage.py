@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +26,7 @@ from tests.sglang.pools import (
     keys,
 )
 from tests.support.lazy import torch
-from tests.support.server_process import ServerProcess
+from tests.support.server_process import ServerProcess, server_fixture
 from tests.support.waiting import wait_until
 
 pytestmark = [
@@ -37,10 +37,7 @@ pytestmark = [
 FACTS = ModelFacts("model", "", "", "dummy", 0, {}, "torch.float32", {})
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess() as server:
-        yield server
+server = server_fixture(scope="module")
 
 
 class Transfer:

@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
-
-from tests.support.server_process import ServerProcess
+from tests.support.server_process import server_fixture
 from tests.transformers.hybrid_models import CHUNK
 
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess(f"server.chunk_size={CHUNK}") as running:
-        yield running
+server = server_fixture(f"server.chunk_size={CHUNK}", scope="module")

@@ -50,8 +50,7 @@ def generated(model: Any, tokens: list[int], count: int, client: socket.socket, 
         stopping_criteria=transformers.StoppingCriteriaList([HungUp(client)]),
         **more,
     )
-    answer: list[int] = found[0].tolist()
-    return answer
+    return found[0].tolist()
 
 
 def plain(model: Any) -> Generate:

@@ -31,8 +31,7 @@ def answers(server: ServerProcess) -> dict[str, list[int]]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, list[int]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_every_family_is_tried(answers: dict[str, list[int]]) -> None:

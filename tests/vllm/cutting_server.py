@@ -22,7 +22,6 @@ _SPEED = EngineSpeed(1000.0, 0.0)
 
 class FixedCut(Pricing):
     def located(self, asked: PendingLookup, here: Sequence[bool], source: Mapping[int, L2Store]) -> None:
-        assert asked.grid is not None
         if not source:
             return
         found = asked.grid.hit([there or index in source for index, there in enumerate(here)])

@@ -129,7 +129,6 @@ def _executor() -> type:
 
         def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
             outputs = [self._step(worker, scheduler_output) for worker in self.workers]
-            assert self.kv_output_aggregator is not None
             output = self.kv_output_aggregator.aggregate(outputs, 0)
             answer: Future[Any] = Future()
             answer.set_result(output)
@@ -253,8 +252,7 @@ class Engine:
         while self.core.scheduler.has_requests():
             assert time.monotonic() < deadline, "the request does not end"
             self.core.step()
-        loaded: Loaded = self.executor.loaded[name]
-        return loaded
+        return self.executor.loaded[name]
 
     def settle(self) -> None:
         """Return once all stores under way have been published."""

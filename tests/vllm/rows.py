@@ -116,8 +116,6 @@ def run_engine(
             env=environment,
         )
         try:
-            assert process.stdin is not None
-            assert process.stdout is not None
             process.stdin.write(encode(order))
             process.stdin.close()
             answers = list(_answers(process.stdout, on_wait))
@@ -185,7 +183,6 @@ def digest_of(bench: Bench, chunk: int) -> bytes:
         parent = None
         for at in range(0, (chunk + 1) * bench.chunk, bench.chunk):
             parent = theirs.hash_block_tokens(sha256, parent, tokens[at : at + bench.chunk])
-        assert parent is not None
         return bytes(parent)
     request = RequestHashes(Sha256(), CHUNK, request_id="")
     request.extend(tokens)
@@ -301,7 +298,6 @@ def server_dies(bench: Bench, connector: str) -> Answer:
     with server_for() as server:
         bench.run(server, bench.ask())
         answer = bench.run(server, bench.ask(), connector=connector)[0]
-        assert server.process is not None
         assert server.process.wait(60) == -9
         server.process = None
         return answer

@@ -162,7 +162,6 @@ def test_each_engine_of_a_process_knows_what_its_own_has_loaded(tmp_path: Path, 
     lora = Lora(str(written(tmp_path / "one")))
     assert manager._load_adapter(lora) == "weights"
     (news,) = one.take_news().values()
-    assert news is not None
     assert news == AdapterNews("style", lora.lora_path, news.content)
     assert one.holds(AdapterUse(1, news.content))
     assert not one.holds(AdapterUse(2, news.content))
@@ -175,7 +174,6 @@ def test_what_vllm_has_dropped_is_not_held(tmp_path: Path, manager_class: Any) -
     engine, manager = watched(manager_class)
     manager._load_adapter(Lora(str(written(tmp_path / "one"))))
     (news,) = engine.take_news().values()
-    assert news is not None
     manager.held.clear()
     assert not engine.holds(AdapterUse(1, news.content))
     assert engine.take_news() == {1: None}
@@ -326,7 +324,6 @@ def test_a_worker_moves_nothing_under_the_name_of_what_it_does_not_hold(
     instance = FakeInstance()
     worker = WorkerSide(instance, block_size=BLOCK, adapters=engine)
     (news,) = worker.take_report().adapters[0].values()
-    assert news is not None
     use = AdapterUse(1, news.content if holds else "0" * 64)
     load = TransferOp("a", 0, 16, b"d" * 64, "", [[1, 2, 3, 4]], adapter=use)
     worker.load(StepPlan(loads=[load]))

@@ -31,7 +31,6 @@ def test_vllm_names_images_and_salts_alike() -> None:
 
     request = FakeRequest("a", list(range(40)), cache_salt="dynamo-cache-salt:t", mm_features=features())
     mine = Announcements(BLOCK, salts=True).of(request, Wish(), 0, 40)
-    assert mine is not None
     keys, index = [], 0
     for start in range(0, 40, BLOCK):
         found, index = theirs.generate_block_hash_extra_keys(request, start, start + BLOCK, index)
@@ -47,7 +46,6 @@ def test_subscribers_read_the_salt_where_they_look_for_it() -> None:
 
     request = FakeRequest("a", list(range(8)), cache_salt="tenant")
     event = Announcements(BLOCK, salts=True).of(request, Wish(), 0, 8)
-    assert event is not None
     payload = msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=[published(event)]))
     (sent,) = msgspec.msgpack.decode(payload)[1]
     assert (sent["type"], sent["cache_salt"]) == ("BlockStored", "tenant")

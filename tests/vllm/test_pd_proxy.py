@@ -20,8 +20,6 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "vllm" / "pd_proxy.
 
 def loaded() -> Any:
     spec = importlib.util.spec_from_file_location("pd_proxy", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -35,7 +35,6 @@ def both(
     """The answers of a new engine, and the steps in which something was left of the load. Another one has stored it."""
     bench.run(server, LONG)
     transfer = kvframework_transfer(server.endpoint, {}, f"tests.vllm.faults:{connector}")
-    assert server.process is not None
     answers = rows.run_engine(
         Order(str(bench.model), [long, SHORT], transfer),
         bench.directory,

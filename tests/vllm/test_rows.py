@@ -206,7 +206,6 @@ def test_a_model_all_of_whose_layers_have_windows(bench: Bench, tmp_path: Path) 
         _, failed = windows.run(server, *asks, connector="ServerDiesBeforeLoad")
         assert failed.counters["kvframework:failed_loads"] == 1
         assert failed.tokens == cold.tokens
-        assert server.process is not None
         assert server.process.wait(60) == -9
         server.process = None
 

@@ -250,7 +250,6 @@ def admit(data: st.DataObject, side: SchedulerSide, request: FakeRequest, blocks
     """vLLM's way with a waiting request: match, allocate, load, and perhaps be told that it failed."""
     local = data.draw(st.integers(0, request.num_tokens // BLOCK)) * BLOCK
     external, between_steps = side.matched_tokens(request, local)
-    assert external is not None
     assert external % BLOCK == 0
     assert local + external <= request.num_tokens
     side.allocated(request, blocks, external)
@@ -425,7 +424,6 @@ def test_an_engine_says_how_fast_it_is_once_it_knows() -> None:
         clock.now += 1.0
     assert server.speeds[0] is None
     speed = server.speeds[-1]
-    assert speed is not None
     assert speed.tokens_per_s == pytest.approx(SPEED, rel=0.02)
     assert speed.attention_tokens == pytest.approx(ATTENTION, rel=0.1)
     assert speed.queued_s == 0.0
@@ -436,7 +434,6 @@ def test_an_engine_says_how_fast_it_is_once_it_knows() -> None:
     side.allocated(waiting, [[0]], 0)
     side.matched_tokens(FakeRequest("next", list(range(9000, 9128))), 0)
     speed = server.speeds[-1]
-    assert speed is not None
     assert speed.queued_s == pytest.approx(EngineSpeed(SPEED, ATTENTION).prefill_s(0, 2048), rel=0.05)
 
     # So does what has come and was not asked for yet, until it is, or has ended.
@@ -445,14 +442,12 @@ def test_an_engine_says_how_fast_it_is_once_it_knows() -> None:
         side.came(other)
     side.matched_tokens(FakeRequest("another", list(range(9000, 9128))), 0)
     speed = server.speeds[-1]
-    assert speed is not None
     waiting_s = EngineSpeed(SPEED, ATTENTION).prefill_s(0, 2048) + 3 * EngineSpeed(SPEED, ATTENTION).prefill_s(0, 1024)
     assert speed.queued_s == pytest.approx(waiting_s, rel=0.05)
     side.finished(others[0])
     side.matched_tokens(others[1], 0)
     side.came(others[1])
     speed = server.speeds[-1]
-    assert speed is not None
     waiting_s -= 2 * EngineSpeed(SPEED, ATTENTION).prefill_s(0, 1024)
     assert speed.queued_s == pytest.approx(waiting_s, rel=0.05)
 

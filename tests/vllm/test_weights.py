@@ -61,7 +61,6 @@ class Worker:
         return [self._store(op) for op in ops]
 
     def _load(self, op: TransferOp) -> Future[LoadOutcome]:
-        assert self.served is not None
         for at in range(op.start, op.end, CHUNK):
             key = (self.served.namespace, self.index, op.salt, digest(op.digests, at))
             if key not in self.server.objects:
@@ -72,7 +71,6 @@ class Worker:
         return Future.resolved(LoadOutcome(True))
 
     def _store(self, op: TransferOp) -> Future[StoreOutcome]:
-        assert self.served is not None
         for at in range(op.start, op.end, CHUNK):
             blocks = op.block_ids[0][(at - op.start) // BLOCK : (at - op.start + CHUNK) // BLOCK]
             self.must({self.blocks[block] for block in blocks} == {self.weights}, "it stores what others computed")

@@ -100,7 +100,6 @@ class WatchedTable(Table):
     def commit(self, lease_id: str, *, owner: int) -> list[StoredObject]:
         writing = self.model.writings.get(lease_id)
         published = super().commit(lease_id, owner=owner)
-        assert writing is not None
         must(published or writing.cancelled or self.clock() >= writing.deadline, "a lease that held was not published")
         self.model.ended(writing, len(published))
         return published

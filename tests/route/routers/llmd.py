@@ -35,7 +35,6 @@ class LlmD:
         with self._log.open("wb") as log:
             command = [program, events, replay, str(block)]
             self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
-        assert self._process.stdout is not None
         self._port = int(self._process.stdout.readline())
 
     def __enter__(self) -> LlmD:

@@ -32,8 +32,6 @@ class Decoder(Router):
 
     def _apply(self, topic: bytes, number: int, payload: bytes, *, replayed: bool) -> None:
         super()._apply(topic, number, payload, replayed=replayed)
-        assert self._program.stdin is not None
-        assert self._program.stdout is not None
         self._program.stdin.write(f"{topic.decode()} " * self._with_topic + payload.hex() + "\n")
         self._program.stdin.flush()
         answer = json.loads(self._program.stdout.readline())
