@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import msgspec
 import pytest
 
 from kvf_blend.errors import BadRotary
-from kvf_blend.rotary import SCALINGS, Rotary, check, fingerprint, inverse_frequencies
+from kvf_blend.rotary import SCALINGS, Rotary, check, fingerprint
 from kvframework.errors import KVFrameworkError
 
 PLAIN = Rotary("half", theta=500000.0, head_dim=128, rotary_dim=128)
@@ -143,28 +142,6 @@ def test_no_field_is_left_out_of_that():
 
 def test_whole_numbers_have_the_fingerprint_of_their_floats():
     assert fingerprint(msgspec.structs.replace(YARN, theta=500000, factor=40)) == fingerprint(YARN)
-
-
-@pytest.mark.parametrize("dim", [2, 6, 64, 128])
-def test_plain_frequencies_are_powers_of_theta(dim):
-    rotary = msgspec.structs.replace(PLAIN, rotary_dim=dim)
-    expected = [500000.0 ** (-2 * index / dim) for index in range(dim // 2)]
-    assert inverse_frequencies(rotary) == pytest.approx(expected, rel=2e-6)
-
-
-def test_linear_scaling_stretches_every_wave():
-    expected = [frequency / 4 for frequency in inverse_frequencies(PLAIN)]
-    assert inverse_frequencies(LINEAR) == pytest.approx(expected, rel=1e-7)
-
-
-@pytest.mark.parametrize("rotary", [LLAMA3, YARN, msgspec.structs.replace(YARN, truncate=False)])
-def test_short_waves_stay_and_long_ones_are_stretched(rotary):
-    plain = inverse_frequencies(PLAIN)
-    ratios = [before / after for before, after in zip(plain, inverse_frequencies(rotary), strict=True)]
-    assert ratios[0] == pytest.approx(1.0, rel=1e-6)
-    assert ratios[-1] == pytest.approx(rotary.factor, rel=1e-6)
-    assert all(earlier <= later * (1 + 1e-6) for earlier, later in itertools.pairwise(ratios))
-    assert len({round(ratio, 3) for ratio in ratios}) > 4  # there is a passage between the two
 
 
 def test_the_server_can_read_them_without_torch():

@@ -72,17 +72,17 @@ def shaken(width, at, rotary=None):
     return width, make
 
 
-def test_the_rotated_part_is_found_behind_the_latent():
-    assert rotary_of(Model((rotated(BEHIND), still(6)), **MLA)) == BEHIND
-
-
-def test_the_rotated_part_is_found_before_the_rest():
-    assert rotary_of(Model((rotated(PART), still(6)), **QUARTER)) == PART
-
-
-def test_the_rotated_part_is_found_among_the_values():
-    rotary = rotary_of(Model((still(16), rotated(WHOLE)), **MLA))
-    assert rotary == Rotary("half", 10000.0, head_dim=8, rotary_dim=8, plane="values")
+@pytest.mark.parametrize(
+    ("layer", "config", "found"),
+    [
+        ((rotated(BEHIND), still(6)), MLA, BEHIND),
+        ((rotated(PART), still(6)), QUARTER, PART),
+        ((still(16), rotated(WHOLE)), MLA, Rotary("half", 10000.0, head_dim=8, rotary_dim=8, plane="values")),
+    ],
+    ids=["behind the latent", "before the rest", "among the values"],
+)
+def test_the_rotated_part_is_found(layer, config, found):
+    assert rotary_of(Model(layer, **config)) == found
 
 
 @pytest.mark.parametrize(

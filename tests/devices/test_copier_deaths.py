@@ -216,18 +216,18 @@ def test_the_copier_says_to_the_engine_that_it_lives(
 def test_a_copier_ends_with_its_server(tmp_path: Path, node: SimulatedNode) -> None:
     endpoint = f"ipc://{tmp_path}/s.sock"
     spec = RigSpec("tests.devices.rigs:simdev", {"node": str(node.path)})
-    program = Program("server", spec, endpoint)
-    try:
-        with closing(spec.make()) as rig, client_of(rig, endpoint) as client:
-            engine = KitEngine(rig, client, 1, NHD)
-            must_work(engine)
-            copiers = children(program.process.pid)
-            assert len(copiers) == 1
-            program.process.kill()
-            wait_until(lambda: not any(lives(pid) for pid in copiers), PATIENCE_S, "the end of the copier")
-            assert rig.open_elsewhere() == 0
-    finally:
-        program.close()
+    with (
+        closing(Program("server", spec, endpoint)) as program,
+        closing(spec.make()) as rig,
+        client_of(rig, endpoint) as client,
+    ):
+        engine = KitEngine(rig, client, 1, NHD)
+        must_work(engine)
+        copiers = children(program.process.pid)
+        assert len(copiers) == 1
+        program.process.kill()
+        wait_until(lambda: not any(lives(pid) for pid in copiers), PATIENCE_S, "the end of the copier")
+        assert rig.open_elsewhere() == 0
 
 
 def lives(pid: int) -> bool:

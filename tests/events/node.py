@@ -5,7 +5,7 @@ from __future__ import annotations
 import array
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -132,8 +132,7 @@ class Router(Reader):
         """Ask for all messages from a number on, and apply them: each number once."""
         self.replays += 1
         expected = number
-        socket = self.question(number)
-        try:
+        with closing(self.question(number)) as socket:
             while True:
                 assert socket.poll(_WAIT_S * 1000), "no answer"
                 empty, topic, at, payload = socket.recv_multipart()
@@ -144,8 +143,6 @@ class Router(Reader):
                 assert int.from_bytes(at, "big") == expected
                 self._apply(topic, expected, payload, replayed=True)
                 expected += 1
-        finally:
-            socket.close()
 
     def question(self, number: int = 0, *, most: int = 1000) -> zmq.Socket[bytes]:
         """A socket on which all messages from a number on were asked for; `most` of them wait at this side."""
@@ -181,11 +178,8 @@ class Router(Reader):
 @contextmanager
 def router(server: ServerProcess) -> Iterator[Router]:
     folder = server.endpoint.removeprefix("ipc://").rpartition("/")[0]
-    made = Router(f"ipc://{folder}/told.sock", f"ipc://{folder}/again.sock")
-    try:
+    with closing(Router(f"ipc://{folder}/told.sock", f"ipc://{folder}/again.sock")) as made:
         yield made
-    finally:
-        made.close()
 
 
 def prompt(number: int, chunks: int) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import struct
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -32,11 +33,8 @@ def opened(path: Path, *, keeps: bool = True) -> tuple[Ledger, Found]:
 
 
 def read(path: Path) -> Found:
-    ledger = Ledger(path, keeps=True)
-    try:
+    with closing(Ledger(path, keeps=True)) as ledger:
         return ledger.open()
-    finally:
-        ledger.close()
 
 
 def test_what_was_written_is_found(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -106,8 +107,7 @@ def test_a_transfer_that_the_server_drives_brings_its_content(tmp_path: Path) ->
         plugin.transport.gate.release(1000)
         register(client, memory)
         digests = Sha256().chunk_digests(packed(TOKENS), 256)
-        reader = Router(f"ipc://{tmp_path}/told.sock", f"ipc://{tmp_path}/again.sock")
-        try:
+        with closing(Router(f"ipc://{tmp_path}/told.sock", f"ipc://{tmp_path}/again.sock")) as reader:
             request = transfer(list(range(32)))
             named = msgspec.structs.replace(request.key, tokens=b"", digests=digests)
             bare = msgspec.structs.replace(request, key=named)
@@ -121,8 +121,6 @@ def test_a_transfer_that_the_server_drives_brings_its_content(tmp_path: Path) ->
             reader.until(set())
             assert client.call("STORE", msgspec.structs.replace(bare, content=content)).ok
             reader.until(beginnings(TOKENS, block=16))
-        finally:
-            reader.close()
 
 
 def test_what_a_tier_holds_is_told_until_it_is_gone_there(tmp_path: Path) -> None:

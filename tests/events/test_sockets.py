@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -55,11 +56,8 @@ def test_a_second_server_does_not_take_the_sockets_of_the_first(key: str, tmp_pa
         assert is_readable(first, named.endpoint)
     finally:
         first.close()
-    after = EventSockets(named, listener_context())
-    try:
+    with closing(EventSockets(named, listener_context())) as after:
         assert is_readable(after, named.endpoint)
-    finally:
-        after.close()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -85,19 +83,19 @@ def test_a_reader_that_asks_without_an_end_has_its_turn_and_no_more(
 ) -> None:
     monkeypatch.setattr(module, "_MOST_AT_ONCE", 10)
     named = config(tmp_path)
-    sockets = EventSockets(named, listener_context())
-    try:
-        with zmq.Context() as context, context.socket(zmq.DEALER) as reader:
-            reader.linger = 0
-            reader.connect(named.replay)
-            for number in range(95):
-                reader.send_multipart([b"", number.to_bytes(8, "big")])
-            answers = []
-            while not answers or answers[-1] != 94:
-                answers += [asked for _, asked in sockets.wait(10.0)[1]]
-            assert len(answers) >= 10
-    finally:
-        sockets.close()
+    with (
+        closing(EventSockets(named, listener_context())) as sockets,
+        zmq.Context() as context,
+        context.socket(zmq.DEALER) as reader,
+    ):
+        reader.linger = 0
+        reader.connect(named.replay)
+        for number in range(95):
+            reader.send_multipart([b"", number.to_bytes(8, "big")])
+        answers = []
+        while not answers or answers[-1] != 94:
+            answers += [asked for _, asked in sockets.wait(10.0)[1]]
+        assert len(answers) >= 10
 
 
 def test_a_reader_that_subscribes_without_an_end_is_disconnected_and_others_come_back(
@@ -106,24 +104,25 @@ def test_a_reader_that_subscribes_without_an_end_is_disconnected_and_others_come
     """libzmq keeps all that is subscribed to: one reader filled 400 MB a second."""
     monkeypatch.setattr(module, "MOST_SUBSCRIBED_BYTES", 10_000)
     named = config(tmp_path)
-    sockets = EventSockets(named, listener_context())
-    try:
-        with zmq.Context() as context, context.socket(zmq.SUB) as good, context.socket(zmq.XSUB) as bad:
-            for each in (good, bad):
-                each.linger = 0
-                each.connect(named.endpoint)
-            good.subscribe(b"t")
-            before = sockets._news
-            for number in range(200):
-                bad.send(b"\1" + number.to_bytes(100, "big"))
-            while sockets._news is before:
-                sockets.wait(1.0)
-            bad.close()
-            while not good.poll(10):
-                sockets.wait(0.05)
-                sockets.publish(Numbered(b"t", 1, b"p"))
-            assert good.recv_multipart()[2] == b"p"
-            assert is_readable(sockets, named.endpoint)
-    finally:
-        sockets.close()
+    with (
+        closing(EventSockets(named, listener_context())) as sockets,
+        zmq.Context() as context,
+        context.socket(zmq.SUB) as good,
+        context.socket(zmq.XSUB) as bad,
+    ):
+        for each in (good, bad):
+            each.linger = 0
+            each.connect(named.endpoint)
+        good.subscribe(b"t")
+        before = sockets._news
+        for number in range(200):
+            bad.send(b"\1" + number.to_bytes(100, "big"))
+        while sockets._news is before:
+            sockets.wait(1.0)
+        bad.close()
+        while not good.poll(10):
+            sockets.wait(0.05)
+            sockets.publish(Numbered(b"t", 1, b"p"))
+        assert good.recv_multipart()[2] == b"p"
+        assert is_readable(sockets, named.endpoint)
     assert list(tmp_path.iterdir()) == []

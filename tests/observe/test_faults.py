@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +53,8 @@ class Eye:
         self._source.close()
 
 
-@contextlib.contextmanager
-def eye(server: ServerProcess) -> Iterator[Eye]:
-    made = Eye(server.endpoint)
-    try:
-        yield made
-    finally:
-        made.close()
+def eye(server: ServerProcess) -> contextlib.closing[Eye]:
+    return contextlib.closing(Eye(server.endpoint))
 
 
 def is_answered_as_promised(row: str, number: int = 0) -> Callable[[Observed], bool]:

@@ -33,15 +33,6 @@ def test_a_tier_that_is_down_is_a_warning_unless_required() -> None:
     assert readyz(down, NOW, require=["all"], exclude=["l2"]).ok
 
 
-def test_what_keeps_the_server_from_serving_is_a_failure_unless_excluded() -> None:
-    short = answered(L1_SHORT)
-    assert livez(short, NOW).ok
-    ok, text = readyz(short, NOW)
-    assert not ok
-    assert "[-]l1 failed: 1 B of" in text
-    assert readyz(short, NOW, exclude=["l1"]).ok
-
-
 @pytest.mark.parametrize("stale", [False, True])
 def test_a_loop_that_does_not_answer_is_neither_alive_nor_ready(stale: bool) -> None:
     silent = answered() if stale else unanswered()

@@ -78,11 +78,8 @@ class Running:
 
 @pytest.fixture
 def running() -> Iterator[Running]:
-    made = Running()
-    try:
+    with contextlib.closing(Running()) as made:
         yield made
-    finally:
-        made.close()
 
 
 def exchange(running: Running, data: bytes) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+from contextlib import closing
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -37,13 +38,10 @@ class RouteProcess(ListeningProcess):
 
     def ask(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
         place = urlsplit(self.url)
-        connection = http.client.HTTPConnection(str(place.hostname), place.port, timeout=SLOW_S)
-        try:
+        with closing(http.client.HTTPConnection(str(place.hostname), place.port, timeout=SLOW_S)) as connection:
             connection.request(method, path, body)
             answer = connection.getresponse()
             return answer.status, answer.read()
-        finally:
-            connection.close()
 
     def score(self, tokens: list[int] | None = None, **asked: Any) -> dict[str, dict[str, int]]:
         if tokens is not None:

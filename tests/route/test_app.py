@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -120,8 +121,7 @@ def test_it_is_ready_once_all_that_are_there_were_heard(asking: Asking) -> None:
 
 
 def test_rights() -> None:
-    asking = Asking("token", loopback=True)
-    try:
+    with closing(Asking("token", loopback=True)) as asking:
         here = {"host": "127.0.0.1:9310"}
         assert asking.ask("POST", "/score", b"{}", **here).status == 401
         assert asking.ask("GET", "/publishers", **here).status == 401
@@ -129,8 +129,6 @@ def test_rights() -> None:
         assert asking.ask("GET", "/readyz?verbose", **here).body == b"failed\n"
         assert asking.ask("GET", "/livez", host="page.example").status == 421
         assert asking.ask("GET", "/publishers", **here, authorization="Bearer token").status == 200
-    finally:
-        asking.close()
 
 
 def test_metrics(asking: Asking) -> None:

@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from kvframework.messaging.curve import read_public, read_secret, write_curve_pair
-from tests.route.publisher import TOPIC, ZmqPublisher, as_array, batch, removed, stored
+from tests.route.publisher import TOPIC, ZmqPublisher, batch, removed, stored
 from tests.route.route_process import RouteProcess
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
@@ -116,15 +116,6 @@ def test_without_a_replay_a_gap_is_counted() -> None:
         publisher.publish(SECOND)
         wait_until(lambda: router.score(PROMPT) == {"a": {"cpu": 12}}, what="the event")
         assert router.publishers()[0]["lost_batches"] == 1
-
-
-def test_old_and_new_formats_and_other_sizes_of_blocks_beside_each_other(publisher: ZmqPublisher) -> None:
-    with ZmqPublisher(ANY, ANY) as other:
-        publisher.publish(as_array(FIRST))
-        other.publish(stored([1], None, PROMPT[:6], size=6, medium="GPU"))
-        with RouteProcess(*node("a", publisher), *node("b", other)) as router:
-            wait_until(lambda: is_connected(router), what="both")
-            assert router.score(PROMPT) == {"a": {"cpu": 8}, "b": {"gpu": 6}}
 
 
 def test_a_publisher_of_several_nodes_and_a_node_with_several_publishers(publisher: ZmqPublisher) -> None:

@@ -70,15 +70,6 @@ def test_of_several_sizes_of_blocks_the_best_counts() -> None:
     assert whole(scoring.by_tokens(index, {"a": places}, tokens)) == {"a": {"cpu": 64}}
 
 
-def test_a_prompt_shorter_than_a_block_is_held_nowhere() -> None:
-    index = Index(100)
-    place = index.open()
-    assert whole(scoring.by_tokens(index, {"a": [Place(place, b"", 0, 16, "gpu", None)], "b": []}, b"")) == {
-        "a": {},
-        "b": {},
-    }
-
-
 def test_digests_find_the_chunks_whose_last_block_is_told() -> None:
     hashes = RequestHashes(Sha256(), 8, request_id="r")
     hashes.extend(list(range(32)))

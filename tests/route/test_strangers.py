@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,16 @@ async def until(condition: Callable[[], object]) -> None:
     await asyncio.wait_for(held(), SLOW_S)
 
 
+@contextlib.asynccontextmanager
+async def following(node: Node, key: str = "") -> AsyncIterator[Router]:
+    router = Router(1000, key)
+    router.follow([node])
+    try:
+        yield router
+    finally:
+        await router.stop()
+
+
 def told(router: Router) -> dict[str, Any]:
     (each,) = router.document()["publishers"]
     return dict(each)
@@ -52,9 +63,7 @@ def test_a_stranger_at_the_address_of_a_publisher_is_named_and_outlived(
     port = free_port()
 
     async def follow() -> None:
-        router = Router(1000)
-        router.follow([Node("a", f"tcp://127.0.0.1:{port}")])
-        try:
+        async with following(Node("a", f"tcp://127.0.0.1:{port}")) as router:
             with zmq.Context() as context, context.socket(zmq.PUB if stranger == "CURVE" else zmq.REP) as other:
                 if stranger == "CURVE":
                     other.curve_server = 1
@@ -65,8 +74,6 @@ def test_a_stranger_at_the_address_of_a_publisher_is_named_and_outlived(
                 publisher.bind(f"tcp://127.0.0.1:{port}")
                 await until(lambda: told(router)["connected"])
                 assert told(router)["trouble"] == ""
-        finally:
-            await router.stop()
 
     asyncio.run(follow())
     assert len([each for each in caplog.records if each.levelno == logging.WARNING]) == 1
@@ -78,17 +85,13 @@ def test_that_nothing_listens_is_told_until_something_does(caplog: pytest.LogCap
     port = free_port()
 
     async def follow() -> None:
-        router = Router(1000)
-        router.follow([Node("a", f"tcp://127.0.0.1:{port}")])
-        try:
+        async with following(Node("a", f"tcp://127.0.0.1:{port}")) as router:
             await until(lambda: "nothing listens there" in told(router)["trouble"])
             with zmq.Context() as context, context.socket(zmq.PUB) as publisher:
                 publisher.bind(f"tcp://127.0.0.1:{port}")
                 await until(lambda: told(router)["connected"])
                 assert told(router)["trouble"] == ""
             await until(lambda: "nothing listens there" in told(router)["trouble"])
-        finally:
-            await router.stop()
 
     asyncio.run(follow())
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
@@ -113,14 +116,13 @@ def test_a_key_that_is_admitted_later(tmp_path: Path) -> None:
             publisher.curve_server = 1
             publisher.curve_secretkey = read_secret(tmp_path / "server.secret")
             port = publisher.bind_to_random_port("tcp://127.0.0.1")
-            router = Router(1000, str(tmp_path / "router.secret"))
-            router.follow([Node("a", f"tcp://127.0.0.1:{port}", server_key=str(tmp_path / "server.public"))])
+            node = Node("a", f"tcp://127.0.0.1:{port}", server_key=str(tmp_path / "server.public"))
             try:
-                await until(lambda: "admit" in told(router)["trouble"])
-                admitted.anyone = True
-                await until(lambda: told(router)["connected"])
+                async with following(node, str(tmp_path / "router.secret")) as router:
+                    await until(lambda: "admit" in told(router)["trouble"])
+                    admitted.anyone = True
+                    await until(lambda: told(router)["connected"])
             finally:
-                await router.stop()
                 guard.stop()
 
     asyncio.run(follow())
@@ -133,15 +135,13 @@ def test_a_replay_without_an_end_keeps_neither_news_nor_readiness(step: int, mon
 
     async def follow() -> None:
         with zmq.Context() as context, context.socket(zmq.XPUB) as news, context.socket(zmq.ROUTER) as replay:
-            replay.sndhwm = 10
+            replay.sndhwm, replay.linger = 10, 0
             events, again = (
                 f"tcp://127.0.0.1:{each.bind_to_random_port('tcp://127.0.0.1')}" for each in (news, replay)
             )
-            router = Router(1000)
-            router.follow([Node("a", events, again)])
             number, asked_by = 0, b""
 
-            def answered() -> bool:
+            def answered(router: Router) -> bool:
                 nonlocal number, asked_by
                 if replay.poll(0):
                     asked_by = replay.recv_multipart()[0]
@@ -150,15 +150,12 @@ def test_a_replay_without_an_end_keeps_neither_news_nor_readiness(step: int, mon
                     replay.send_multipart([asked_by, b"", b"", number.to_bytes(8, "big"), batch()])
                 return bool(told(router)["failed_replays"])
 
-            try:
-                await until(answered)
+            async with following(Node("a", events, again)) as router:
+                await until(lambda: answered(router))
                 assert router.waiting_for == []
                 live = stored([1], None, range(4))
                 news.send_multipart([b"", (number + 1).to_bytes(8, "big"), batch(live)])
-                await until(lambda: answered() and told(router)["blocks"] == 1)
-            finally:
-                await router.stop()
-                replay.linger = 0
+                await until(lambda: answered(router) and told(router)["blocks"] == 1)
 
     asyncio.run(follow())
 
@@ -166,13 +163,9 @@ def test_a_replay_without_an_end_keeps_neither_news_nor_readiness(step: int, mon
 @pytest.mark.usefixtures("hasty")
 def test_an_address_that_no_socket_takes_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     async def follow() -> None:
-        router = Router(1000)
-        router.follow([Node("a", "tcp://...:1")])
-        try:
+        async with following(Node("a", "tcp://...:1")) as router:
             await until(lambda: told(router)["trouble"])
             await asyncio.sleep(3 * subscription.ANEW_S)
-        finally:
-            await router.stop()
 
     asyncio.run(follow())
     (said,) = caplog.records

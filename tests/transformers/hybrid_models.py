@@ -107,6 +107,24 @@ def prompt(tokens: int = 3 * CHUNK + 9, seed: int = 0) -> torch.Tensor:
     return torch.randint(2, VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(seed))
 
 
+def plain_tokens(model: Any, ids: Any, new_tokens: int = 8, **options: Any) -> list[int]:
+    """What a model generates by itself; all tokens behind the prompt, of several rows one row behind the other."""
+    with torch.no_grad():
+        found = model.generate(ids, max_new_tokens=new_tokens, pad_token_id=0, **{"do_sample": False, **options})
+    return found[:, ids.shape[1] :].flatten().tolist()
+
+
+def exact(kv: Any, model: Any, ids: Any, hits: int) -> Any:
+    """The prompt hits as many tokens, and has the logits and greedy tokens that the model computes without a cache."""
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits[:, -1]
+    logits, cache, restored = kv.prefill(ids)
+    assert restored.hit_tokens == hits
+    assert torch.allclose(logits, expected, rtol=1e-4, atol=1e-4)
+    assert list(kv.decode(logits, cache, 4)) == plain_tokens(model, ids, 4)
+    return cache
+
+
 def attach(model: Any, server: ServerProcess, name: str, **options: Any) -> Any:
     from kvf_transformers import TransformersKV
 

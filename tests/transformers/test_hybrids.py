@@ -7,7 +7,7 @@ import pytest
 
 from kvframework.errors import BadLayout, RequestError
 from tests.support.lazy import torch, transformers
-from tests.transformers.hybrid_models import CHUNK, FORGETFUL, HYBRIDS, SMALL, attach, made, prompt
+from tests.transformers.hybrid_models import CHUNK, FORGETFUL, HYBRIDS, SMALL, attach, made, plain_tokens, prompt
 
 pytestmark = pytest.mark.torch
 
@@ -24,11 +24,6 @@ def imports() -> None:
 
 # One token after the hit: a state that is missing shows before it is forgotten.
 TOKENS = 3 * CHUNK + 1
-
-
-def plain_tokens(model, ids, new_tokens=8, **options):
-    found = model.generate(ids, max_new_tokens=new_tokens, do_sample=False, **options)
-    return found[0, ids.shape[1] :].tolist()
 
 
 def test_a_hit_ends_where_a_state_was_kept(server):

@@ -12,7 +12,7 @@ import pytest
 
 from kvframework.errors import BadLayout, RequestError
 from tests.support.lazy import torch, transformers
-from tests.transformers.hybrid_models import CHUNK, HYBRIDS, SMALL, attach, prompt
+from tests.transformers.hybrid_models import CHUNK, HYBRIDS, SMALL, attach, exact, plain_tokens, prompt
 from tests.transformers.hybrid_models import made as model_of
 
 pytestmark = pytest.mark.torch
@@ -41,20 +41,9 @@ def made(family="llama", seed=0):
     return model_of(FAMILIES[family](), seed)
 
 
-def generated(model, ids, count=8, **more):
-    with torch.no_grad():
-        found = model.generate(ids, max_new_tokens=count, pad_token_id=0, **{"do_sample": False, **more})
-    return found[:, ids.shape[1] :].tolist()
-
-
 def check_plain(model, server, name, ids, hits):
-    """A new session hits as many tokens, and its logits are those of the model without a cache."""
-    with torch.no_grad():
-        expected = model(input_ids=ids).logits[:, -1]
     with attach(model, server, name) as kv:
-        logits, _, restored = kv.prefill(ids)
-    assert restored.hit_tokens == hits
-    assert torch.allclose(logits, expected, rtol=1e-4, atol=1e-4)
+        exact(kv, model, ids, hits)
 
 
 def zeros_first(ids):
@@ -145,13 +134,13 @@ def test_restored_kv_is_not_used_for_what_its_tokens_do_not_name(server, case):
         with pytest.raises(RequestError, match=reason), torch.no_grad():
             model(**given, past_key_values=restored.cache)
         # The refusal left the cache as it was.
-        assert generated(model, ids, past_key_values=restored.cache) == generated(model, ids)
+        assert plain_tokens(model, ids, past_key_values=restored.cache) == plain_tokens(model, ids)
 
 
 def test_a_cold_cache_of_restore_refuses_what_a_warm_one_does(server):
     model, ids = made(), prompt(seed=2)
     with attach(model, server, "cold") as kv, pytest.raises(RequestError, match="zeros"):
-        generated(model, ids, past_key_values=kv.restore(ids).cache, attention_mask=zeros_first(ids))
+        plain_tokens(model, ids, past_key_values=kv.restore(ids).cache, attention_mask=zeros_first(ids))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -166,7 +155,7 @@ def test_a_batch_that_is_padded_is_restored_prompt_by_prompt(server, family):
             for row, seen in zip(padded, mask, strict=True):
                 answers.append(kv.generate(row[seen.bool()], 8))
     assert [answer.restored.hit_tokens for answer in answers] == [3 * CHUNK, 2 * CHUNK]
-    assert [answer.tokens for answer in answers] == [generated(model, each)[0] for each in (long, short)]
+    assert [answer.tokens for answer in answers] == [plain_tokens(model, each) for each in (long, short)]
 
 
 PLAIN = {
@@ -189,8 +178,8 @@ def test_plain_passes_are_stored_and_restored_however_they_are_said(server, fami
             longer = torch.cat([ids, prompt(7, seed=6)], 1)
             restored = kv.restore(longer)
             assert restored.hit_tokens == 3 * CHUNK
-            found = generated(model, longer, past_key_values=restored.cache, **PLAIN["a mask of ones"](longer))
-            assert found == generated(model, longer), given
+            found = plain_tokens(model, longer, past_key_values=restored.cache, **PLAIN["a mask of ones"](longer))
+            assert found == plain_tokens(model, longer), given
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -199,28 +188,28 @@ def test_what_generate_makes_for_a_static_cache_is_plain(server, family, attenti
     """It makes masks of four dimensions itself."""
     model, ids, name = made(family), prompt(seed=7), f"static {family} {attention}"
     model.set_attn_implementation(attention)
-    expected = generated(model, ids, 2 * CHUNK)
+    expected = plain_tokens(model, ids, 2 * CHUNK)
     with attach(model, server, name) as kv:
         cache = kv.restore(ids, transformers.StaticCache(config=model.config, max_cache_len=256)).cache
-        assert generated(model, ids, 2 * CHUNK, past_key_values=cache) == expected
-        whole = [*ids[0].tolist(), *expected[0]]
+        assert plain_tokens(model, ids, 2 * CHUNK, past_key_values=cache) == expected
+        whole = [*ids[0].tolist(), *expected]
         assert kv.save(whole, cache).tokens == len(whole) // CHUNK * CHUNK
         cache = kv.restore(ids, transformers.StaticCache(config=model.config, max_cache_len=256)).cache
-        assert generated(model, ids, 2 * CHUNK, past_key_values=cache) == expected
+        assert plain_tokens(model, ids, 2 * CHUNK, past_key_values=cache) == expected
         cache = transformers.StaticCache(config=model.config, max_cache_len=256)
-        generated(model, ids, past_key_values=cache, attention_mask=zeros_first(ids))
+        plain_tokens(model, ids, past_key_values=cache, attention_mask=zeros_first(ids))
         with pytest.raises(RequestError, match=r"another one|position_ids"):
             kv.save(ids, cache)
 
 
 def test_windows_of_a_static_cache_are_plain(server):
     model, ids = made("gemma2 with windows"), prompt(seed=8)
-    expected = generated(model, ids)
+    expected = plain_tokens(model, ids)
     with attach(model, server, "static windows") as kv:
         kv.generate(ids, 1)
         restored = kv.restore(ids, transformers.StaticCache(config=model.config, max_cache_len=128))
         assert restored.hit_tokens == 3 * CHUNK
-        assert generated(model, ids, past_key_values=restored.cache) == expected
+        assert plain_tokens(model, ids, past_key_values=restored.cache) == expected
 
 
 ROWS = {
@@ -237,18 +226,18 @@ ROWS = {
 def test_several_rows_from_a_restored_cache_are_right_or_refused_with_the_call_to_make(server, family, rows):
     model, ids = made(family), prompt(seed=9)
     torch.manual_seed(3)
-    expected = generated(model, ids, **ROWS[rows])
+    expected = plain_tokens(model, ids, **ROWS[rows])
     with attach(model, server, f"rows {rows} {family}") as kv:
         for hits in (0, 3 * CHUNK):
             restored = kv.restore(ids)
             assert restored.hit_tokens == hits
             if hits:
                 with pytest.raises(RequestError) as refused:
-                    generated(model, ids, past_key_values=restored.cache, **ROWS[rows])
+                    plain_tokens(model, ids, past_key_values=restored.cache, **ROWS[rows])
                 assert "cache.batch_repeat_interleave(3)" in refused.value.hint
             restored.cache.batch_repeat_interleave(3)
             torch.manual_seed(3)
-            assert generated(model, ids, past_key_values=restored.cache, **ROWS[rows]) == expected
+            assert plain_tokens(model, ids, past_key_values=restored.cache, **ROWS[rows]) == expected
             with pytest.raises(BadLayout, match="batch of one"):
                 kv.save(ids, restored.cache)
             kv.generate(ids, 1)
@@ -259,10 +248,10 @@ def test_one_row_of_several_is_not_stored(server):
     model, ids = made(), prompt(seed=20)
     with attach(model, server, "one of several") as kv:
         cache = kv.restore(ids).cache
-        answer = generated(model, ids, past_key_values=cache, **ROWS["beams"])
+        answer = plain_tokens(model, ids, past_key_values=cache, **ROWS["beams"])
         cache.batch_select_indices(torch.tensor([0]))
         with pytest.raises(RequestError, match="batch of 3"):
-            kv.save([*ids[0].tolist(), *answer[0]], cache)
+            kv.save([*ids[0].tolist(), *answer], cache)
 
 
 def test_a_static_cache_has_one_row(server):
@@ -271,7 +260,7 @@ def test_a_static_cache_has_one_row(server):
         kv.generate(ids, 1)
         cache = kv.restore(ids, transformers.StaticCache(config=model.config, max_cache_len=256)).cache
         with pytest.raises(RequestError) as refused:
-            generated(model, ids, past_key_values=cache, **ROWS["beams"])
+            plain_tokens(model, ids, past_key_values=cache, **ROWS["beams"])
         assert "restore() without a cache" in refused.value.hint
 
 
@@ -340,12 +329,7 @@ def test_weights_that_change_behind_a_computation_do_not_store_it(server, caplog
         optimizer.step()
         assert kv.save(ids, cache).tokens == 0
         assert "changed since" in caplog.text
-        with torch.no_grad():
-            expected = model(input_ids=ids).logits[:, -1]
-        logits, cache, restored = kv.prefill(ids)
-        assert restored.hit_tokens == 0
-        assert torch.allclose(logits, expected, rtol=1e-4, atol=1e-4)
-        assert kv.save(ids, cache).tokens == 3 * CHUNK
+        assert kv.save(ids, exact(kv, model, ids, 0)).tokens == 3 * CHUNK
 
 
 def test_what_other_weights_computed_is_not_gone_on_from(server):
@@ -356,8 +340,8 @@ def test_what_other_weights_computed_is_not_gone_on_from(server):
         assert restored.hit_tokens
         model.load_state_dict(made(seed=1).state_dict())
         with pytest.raises(RequestError, match="changed since the cache was restored"):
-            generated(model, ids, past_key_values=restored.cache)
-        assert generated(model, ids, past_key_values=kv.restore(ids).cache) == generated(made(seed=1), ids)
+            plain_tokens(model, ids, past_key_values=restored.cache)
+        assert plain_tokens(model, ids, past_key_values=kv.restore(ids).cache) == plain_tokens(made(seed=1), ids)
 
 
 def test_changes_that_come_and_go_within_a_computation_are_not_stored(server):
@@ -391,14 +375,14 @@ def test_the_beginning_of_a_text_that_sees_its_end_is_refused():
 def test_the_guard_stays_with_the_model_it_was_given_and_goes_with_the_session(server):
     model, ids = made(), prompt(seed=16)
     with attach(model, server, "copies") as kv:
-        assert generated(copy.deepcopy(model), ids) == generated(model, ids)
+        assert plain_tokens(copy.deepcopy(model), ids) == plain_tokens(model, ids)
         torch.save(model, io.BytesIO())  # a whole model may be saved meanwhile
         kv.generate(ids, 1)
         restored = kv.restore(ids)
         _, cache, _ = kv.prefill(ids)
     assert not model.model._forward_pre_hooks
     assert not model.model._forward_hooks
-    assert generated(model, ids, past_key_values=restored.cache) == generated(model, ids)
+    assert plain_tokens(model, ids, past_key_values=restored.cache) == plain_tokens(model, ids)
     with attach(model, server, "copies") as kv:
         assert kv.save(ids, cache).tokens == 0
 
@@ -426,7 +410,7 @@ def test_a_compiled_model_stores_what_this_package_computes(server):
     with attach(model, server, "compiled") as kv:
         cold = kv.generate(ids, 4)
         assert cold.saved.tokens == 3 * CHUNK
-        assert [cold.tokens] == generated(plain, ids, 4)
+        assert cold.tokens == plain_tokens(plain, ids, 4)
         restored = kv.restore(ids)
         assert restored.hit_tokens == 3 * CHUNK
         with pytest.raises(RequestError, match="zeros"), torch.no_grad():

@@ -11,7 +11,7 @@ import pytest
 
 from kvframework.errors import RequestError
 from tests.support.lazy import torch
-from tests.transformers.hybrid_models import CHUNK, attach, llama
+from tests.transformers.hybrid_models import CHUNK, attach, exact, llama
 from tests.transformers.hybrid_models import prompt as prompt_of
 
 pytestmark = pytest.mark.torch
@@ -30,18 +30,6 @@ NAMES = pytest.mark.parametrize("names", [{}, {"weights": "w"}], ids=["by its we
 @pytest.fixture(scope="module")
 def prompt():
     return prompt_of()
-
-
-def exact(kv, model, prompt, hits):
-    """The prompt hits as many tokens, and has the logits and greedy tokens that the model computes without a cache."""
-    with torch.no_grad():
-        expected = model(input_ids=prompt).logits[:, -1]
-        tokens = model.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)[0, prompt.shape[1] :]
-    logits, cache, restored = kv.prefill(prompt)
-    assert restored.hit_tokens == hits
-    assert torch.allclose(logits, expected, rtol=1e-4, atol=1e-4)
-    assert list(kv.decode(logits, cache, 4)) == tokens.tolist()
-    return cache
 
 
 def keys(model):

@@ -2,12 +2,11 @@
 
 The server cuts the load of a prompt that a tier has, behind 0, 1, ... chunks; the engine computes the rest. Beside it
 the same with nobody's help: an engine whose own prefix cache has as many chunks, of another prompt of the same length
-and beginning. `python -m tests.vllm.cuts --dtype bfloat16` prints how often the tokens are not those of a cold engine.
+and beginning.
 """
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from pathlib import Path
 from kvframework.wire import messages as m
 from tests.support.server_process import ServerProcess
 from tests.vllm.engine import Ask
-from tests.vllm.model import make, prompt
+from tests.vllm.model import prompt
 from tests.vllm.rows import CHUNK, Answer, Bench, written_back
 
 CHUNKS = 8
@@ -85,30 +84,3 @@ def _own(bench: Bench, prompts: Sequence[list[int]]) -> list[Answer]:
             asks.append(Ask(given[:hit] + others[hit:], tokens=1, reset=True))
             asks.append(Ask(given, tokens=bench.new_tokens))
     return bench.run(None, *asks)[1::2]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", default="tiny")
-    parser.add_argument("--model", type=Path, help="a folder with a model, instead of one with random weights")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "kvf-vllm-models")
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="kvf-cuts-") as directory:
-        model = given.model or make(given.models / given.size, given.size)
-        bench = Bench(model, Path(directory), [], given.new_tokens, engine={"dtype": given.dtype})
-        found = list(cuts(bench, range(given.prompts)))
-    print(f"{given.dtype}, {given.prompts} prompts of {TOKENS} tokens, {given.new_tokens} generated")
-    print("| chunks hit | differ from cold: cut hit | own cache | cut hit and own cache differ |")
-    print("|-----------:|--------------------------:|----------:|-----------------------------:|")
-    for chunks in range(CHUNKS + 1):
-        loaded = sum(cut.loaded[chunks].tokens != cut.cold.tokens for cut in found)
-        own = sum(cut.own[chunks].tokens != cut.cold.tokens for cut in found)
-        apart = sum(cut.loaded[chunks].tokens != cut.own[chunks].tokens for cut in found)
-        print(f"| {chunks:10} | {loaded:25} | {own:9} | {apart:28} |")
-
-
-if __name__ == "__main__":
-    main()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -287,8 +288,7 @@ def test_another_packing_never_mixes(make: Any) -> None:
 
 def test_a_server_that_comes_later_is_found(server: ServerProcess, caplog: pytest.LogCaptureFixture) -> None:
     server.stop()
-    engine = Engine(server)
-    try:
+    with closing(Engine(server)) as engine:
         assert caplog.text.count("no KV is loaded or stored until there is a server") == 1
         request = FakeRequest("a", list(range(CHUNK)))
         assert engine.match(request) == 0
@@ -304,8 +304,6 @@ def test_a_server_that_comes_later_is_found(server: ServerProcess, caplog: pytes
         assert engine.match(later) == 0
         engine.compute(later, [[3, 4]])
         assert engine.match(FakeRequest("c", list(range(CHUNK)))) == CHUNK
-    finally:
-        engine.close()
 
 
 def test_a_broken_plugin_does_not_stop_the_engine(
@@ -318,15 +316,12 @@ def test_a_broken_plugin_does_not_stop_the_engine(
 
     monkeypatch.setattr(WorkerAdapter, "register_kv_caches", broken)
     monkeypatch.setattr(integration, "RETRY_S", 0.01)
-    engine = Engine(server)
-    try:
+    with closing(Engine(server)) as engine:
         assert engine.match(FakeRequest("a", list(range(CHUNK)))) == 0
         assert caplog.text.count("no KV is loaded or stored") == 1
         assert caplog.text.count("Traceback") == 1
         monkeypatch.setattr(WorkerAdapter, "register_kv_caches", register)
         wait_until(lambda: engine.instance.served is not None, 30, "the registration")
-    finally:
-        engine.close()
 
 
 def test_tensors_that_are_not_as_declared_are_refused() -> None:

@@ -156,33 +156,12 @@ class Api:
 def api(bench: Bench, transfer: dict[str, Any], *options: str) -> Iterator[Api]:
     port = free_port()
     log = bench.directory / f"api-{port}.log"
+    fixed = f"--host 127.0.0.1 --port {port} --dtype float32 --enforce-eager --max-model-len 3072 "
+    fixed += f"--kv-cache-memory-bytes {1 << 28}"
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(bench.model), *fixed.split()]
+    command += ["--kv-transfer-config", json.dumps(transfer), *options]
     with log.open("w") as output:
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "vllm.entrypoints.openai.api_server",
-                "--host",
-                "127.0.0.1",
-                "--port",
-                str(port),
-                "--model",
-                str(bench.model),
-                "--dtype",
-                "float32",
-                "--enforce-eager",
-                "--max-model-len",
-                "3072",
-                "--kv-cache-memory-bytes",
-                str(1 << 28),
-                "--kv-transfer-config",
-                json.dumps(transfer),
-                *options,
-            ],
-            stdout=output,
-            stderr=output,
-            env=environment_of(bench.cores),
-        )
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment_of(bench.cores))
         try:
             server = Api(process, port, str(bench.model), log)
             wait_until(lambda: process.poll() is not None or server.get("/health"), 800, "the OpenAI server")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,7 @@ def test_vllms_structs_decode_every_batch(tmp_path: Path) -> None:
     disk = ("l2.0.use=filesystem", f"l2.0.path={tmp_path / 'l2'}", "l2.0.capacity=1GiB")
     with TellingServer(*disk, salted="tell", objects=36) as server, server.client() as client:
         folder = server.endpoint.rpartition("/")[0]
-        reader = Subscriber(f"{folder}/told.sock", f"{folder}/again.sock")
-        try:
+        with closing(Subscriber(f"{folder}/told.sock", f"{folder}/again.sock")) as reader:
             engine = Engine(client)
             tokens = prompt(1, 2)
             image = ChunkContent(packed(tokens), (Extra(0, b"cat"),), images=(Image("cat", 3, 9),))
@@ -69,8 +69,6 @@ def test_vllms_structs_decode_every_batch(tmp_path: Path) -> None:
                 return bool(reader.next == client.status()["events"]["next_number"] and reader.prompts())
 
             wait_until(all_read, 60, "the last batch")
-        finally:
-            reader.close()
         stored = [each for each in reader.read_events if type(each).__name__ == "BlockStored"]
         removed = [each for each in reader.read_events if type(each).__name__ == "BlockRemoved"]
         assert {each.medium for each in (*stored, *removed)} == {"CPU", "STORAGE"}

@@ -8,7 +8,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -94,13 +94,10 @@ def running(*servers: HTTPServer) -> Iterator[None]:
 def asked(
     proxy: ThreadingHTTPServer, method: str, path: str, body: bytes | None = None, **headers: str
 ) -> tuple[int, str, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", proxy.server_address[1], timeout=60)
-    try:
+    with closing(http.client.HTTPConnection("127.0.0.1", proxy.server_address[1], timeout=60)) as connection:
         connection.request(method, path, body, headers)
         reply = connection.getresponse()
         return reply.status, reply.read().decode(), reply.getheader("Content-Type", "")
-    finally:
-        connection.close()
 
 
 def test_a_prompt_is_prefilled_with_one_token_and_answered_by_the_other() -> None:

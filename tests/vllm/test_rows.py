@@ -257,11 +257,8 @@ def test_what_the_server_announces_the_engine_leaves_out(bench: Bench, tmp_path:
     settings = [f"events.{key}=ipc://{folder}/{name}" for key, name in events.items()]
     with rows.server_for(*settings, "events.block_size=128", f"events.state={tmp_path}") as server:
         by_engine = announced(bench, bench.ask(), server=server)
-        reader = Router(f"ipc://{folder}/told.sock", f"ipc://{folder}/again.sock")
-        try:
+        with contextlib.closing(Router(f"ipc://{folder}/told.sock", f"ipc://{folder}/again.sock")) as reader:
             reader.until(beginnings(bench.prompt, block=128))
-        finally:
-            reader.close()
     assert {event["medium"] for event in by_engine} == {"GPU"}
     # A router finds the server's blocks by the same hashes as vLLM's own.
     assert reader.held["CPU"] <= {each for event in by_engine for each in event["block_hashes"]}

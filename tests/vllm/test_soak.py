@@ -63,28 +63,11 @@ class VLLM:
         self.metrics: list[dict[str, float]] = []
 
     def command(self, port: int, endpoint: str) -> Sequence[str]:
-        command = [
-            sys.executable,
-            "-m",
-            "vllm.entrypoints.openai.api_server",
-            "--model",
-            str(self._model),
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(port),
-            "--dtype",
-            "float32",
-            "--max-model-len",
-            "2048",
-            "--enforce-eager",
-            # Little memory: requests are preempted, and vLLM's own cache forgets.
-            "--kv-cache-memory-bytes",
-            str(14 << 20),
-            "--max-num-seqs",
-            "8",
-            "--enable-prompt-tokens-details",
-        ]
+        options = f"--host 127.0.0.1 --port {port} --dtype float32 --max-model-len 2048 --max-num-seqs 8 "
+        # Little memory: requests are preempted, and vLLM's own cache forgets.
+        options += f"--kv-cache-memory-bytes {14 << 20} --enforce-eager --enable-prompt-tokens-details"
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self._model)]
+        command += options.split()
         if endpoint:
             connector = {
                 "kv_connector": self._connector,

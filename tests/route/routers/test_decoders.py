@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +76,8 @@ def test_a_decoder_reads_what_is_sent(tmp_path: Path, variable: str, form: str) 
         server.client() as client,
     ):
         folder = server.endpoint.rpartition("/")[0]
-        reader = Decoder(decoder, variable == "KVF_ROUTERS_LLMD", f"{folder}/told.sock", f"{folder}/again.sock")
-        try:
+        places = f"{folder}/told.sock", f"{folder}/again.sock"
+        with closing(Decoder(decoder, variable == "KVF_ROUTERS_LLMD", *places)) as reader:
             engine = Engine(client)
             tokens = prompt(1, 2)
             image = ChunkContent(packed(tokens), (Extra(0, b"cat"),), images=(Image("cat", 3, 9),))
@@ -99,5 +99,3 @@ def test_a_decoder_reads_what_is_sent(tmp_path: Path, variable: str, form: str) 
             assert reader.kinds["BlockStored"]
             assert reader.kinds["BlockRemoved"]
             assert reader.decoded == sum(reader.kinds.values())
-        finally:
-            reader.close()
