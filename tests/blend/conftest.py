@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
-
-from kvframework.server import Server
 from tests.blend.blend_client import SETTINGS
 from tests.core.server.in_process import serving
+from tests.support.server_process import fixture_of
 
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    with serving(*SETTINGS) as running:
-        yield running
+server = fixture_of(serving, *SETTINGS)

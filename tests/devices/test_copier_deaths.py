@@ -15,7 +15,7 @@ from kvf_dev.testing.accelerator import SimulatedNode
 from kvf_dev.testing.accelerator.rig import SimulatedRig
 from kvf_dev.testing.transport.cases import PAGED
 from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine, must_work
-from kvf_dev.testing.transport.node import Program, client_of, held_by, serving, status_of
+from kvf_dev.testing.transport.node import Program, client_of, held_by, status_of
 from kvf_dev.testing.transport.rig import RigSpec
 from kvf_devices.handles import export_memory
 from kvframework.client import KVClient
@@ -37,15 +37,8 @@ def rigs(node: SimulatedNode) -> Iterator[list[SimulatedRig]]:
 
 
 @pytest.fixture(scope="module")
-def server(rigs: list[SimulatedRig]) -> Iterator[Server]:
-    with serving(rigs[0]) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(rigs: list[SimulatedRig], server: Server) -> Iterator[KVClient]:
-    with client_of(rigs[0], server.endpoint) as connected:
-        yield connected
+def rig(rigs: list[SimulatedRig]) -> SimulatedRig:
+    return rigs[0]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from kvframework.errors import BadRange
 from kvframework.status import places
 from kvframework.wire import messages as m
 from tests.events.node import BLOCK, CHUNK, OBJECT, Engine, beginnings, packed, prompt, router, settings
-from tests.support.server_process import ServerProcess, server_fixture
+from tests.support.server_process import ServerProcess, fixture_of
 from tests.support.waiting import wait_until
 from tests.support.wire_client import key_for
 
@@ -23,7 +23,7 @@ class TellingServer(ServerProcess):
         self.set(*settings(Path(self.endpoint.removeprefix("ipc://")).parent, **keys))
 
 
-shared = server_fixture(scope="module", kind=TellingServer)
+shared = fixture_of(TellingServer, scope="module")
 
 
 @pytest.fixture

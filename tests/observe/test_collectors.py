@@ -4,7 +4,6 @@ processes."""
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parsed
@@ -14,7 +13,7 @@ from tests.support.collector import Collector
 from tests.support.observe_process import SLOW_S, ObserveProcess
 from tests.support.ports import free_port
 from tests.support.processes import send
-from tests.support.server_process import ServerProcess, server_fixture
+from tests.support.server_process import ServerProcess, fixture_of, server_fixture
 from tests.support.waiting import wait_until
 from tests.support.wire_client import key_for
 
@@ -22,12 +21,7 @@ PARENT = f"00-{'ab' * 16}-{'cd' * 8}-01"
 TOKENS = list(range(2048))
 
 
-@pytest.fixture
-def collector() -> Iterator[Collector]:
-    with Collector() as running:
-        yield running
-
-
+collector = fixture_of(Collector)
 server = server_fixture(scope="module")
 
 

@@ -13,7 +13,7 @@ from tests.observe.fleet import Fleet, past
 from tests.support.browser import SLOW_S, Browser, needs_browser
 from tests.support.observe_process import ObserveProcess
 from tests.support.ports import free_port
-from tests.support.server_process import ServerProcess
+from tests.support.server_process import ServerProcess, fixture_of
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for
 
@@ -68,10 +68,7 @@ LEAST_CONTRAST = """(() => {
 })()"""
 
 
-@pytest.fixture(scope="module")
-def running() -> Iterator[Browser]:
-    with Browser() as browser:
-        yield browser
+running = fixture_of(Browser, scope="module")
 
 
 @pytest.fixture
@@ -84,10 +81,7 @@ def browser(running: Browser) -> Iterator[Browser]:
     running.open("about:blank")
 
 
-@pytest.fixture(scope="module")
-def fleet() -> Iterator[Fleet]:
-    with Fleet() as made:
-        yield made
+fleet = fixture_of(Fleet, scope="module")
 
 
 def see(browser: Browser, url: str) -> None:

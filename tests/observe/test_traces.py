@@ -3,7 +3,6 @@ traceparent. Real processes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from kvframework.wire import messages as m
 from tests.support.collector import Collector, Received
 from tests.support.observe_process import SLOW_S
 from tests.support.redis_server import RedisServer
-from tests.support.server_process import ServerProcess, server_fixture
+from tests.support.server_process import ServerProcess, fixture_of, server_fixture
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for
 
@@ -29,12 +28,7 @@ SALT = "a-salt-that-is-secret"
 PARENT = f"00-{'ab' * 16}-{'cd' * 8}-01"
 
 
-@pytest.fixture
-def collector() -> Iterator[Collector]:
-    with Collector() as running:
-        yield running
-
-
+collector = fixture_of(Collector)
 server = server_fixture(scope="module")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from kvframework.messaging.curve import read_public, read_secret, write_curve_pa
 from tests.route.publisher import TOPIC, ZmqPublisher, batch, removed, stored
 from tests.route.route_process import RouteProcess
 from tests.support.ports import free_port
+from tests.support.server_process import fixture_of
 from tests.support.waiting import wait_until
 
 ANY = "tcp://127.0.0.1:*"
@@ -30,10 +30,7 @@ def is_connected(router: RouteProcess) -> bool:
     return all(each["in_step"] for each in router.publishers())
 
 
-@pytest.fixture
-def publisher() -> Iterator[ZmqPublisher]:
-    with ZmqPublisher(ANY, ANY) as made:
-        yield made
+publisher = fixture_of(ZmqPublisher, ANY, ANY)
 
 
 def test_a_late_joiner_learns_what_was_told_before_and_what_comes(publisher: ZmqPublisher) -> None:

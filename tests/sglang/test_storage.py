@@ -114,13 +114,7 @@ def unreadable(_engine: str) -> ModelFacts:
     ("given", "why"),
     [
         ({"extra": None, "facts": unreadable}, "SGLang has other settings now"),
-        (
-            {"extra": {"kvframework.endpiont": "x"}},
-            (
-                "open failed, the engine continues without the cache there: [config.field] "
-                "--hicache-storage-backend-extra-config: there is no option kvframework.endpiont"
-            ),
-        ),
+        ({"extra": {"kvframework.endpiont": "x"}}, "backend-extra-config: there is no option kvframework.endpiont"),
         ({"extra": {"kvframework.endpoint": "http://x"}}, "http://x"),
         ({"extra": {}, "version": "0.4.0"}, "this is SGLang 0.4.0"),
     ],
@@ -283,13 +277,7 @@ LINKER_MISSES = [[], False, -1, True, True, False, 0, False]
     ("given", "why"),
     [
         ({"extra": {}, "facts": unreadable}, "SGLang has other settings now"),
-        (
-            {"extra": {"kvframework.endpiont": "x"}},
-            (
-                "open failed, the engine continues without the cache there: [config.field] linker_extra_config of "
-                "--unified-cache-external-linker-config: there is no option kvframework.endpiont"
-            ),
-        ),
+        ({"extra": {"kvframework.endpiont": "x"}}, "linker-config: there is no option kvframework.endpiont"),
         ({"extra": {}, "version": "0.5.24"}, "the interface of linkers changes"),
         ({"extra": {}, "pp_size": 2}, "pipeline parallelism"),
         ({"extra": {}, "components": ("FULL", "SWA")}, "a cache of FULL, SWA"),

@@ -6,7 +6,8 @@ import contextlib
 import os
 import re
 import tempfile
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,15 @@ import msgspec
 import pytest
 import zmq
 
+from kvframework.wire import messages as m
 from tests.events.node import Router, beginnings
 from tests.support.ports import free_port
 from tests.support.server_process import ServerProcess
 from tests.support.trained_model import asked, trained_folder
 from tests.vllm import rows
-from tests.vllm.cuts import CHUNKS, cuts
-from tests.vllm.cuts import TOKENS as CUT_TOKENS
 from tests.vllm.engine import Ask
 from tests.vllm.model import cached, prompt
-from tests.vllm.rows import Answer, Bench
+from tests.vllm.rows import Answer, Bench, written_back
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
@@ -31,6 +31,72 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 SIZE = os.environ.get("KVF_VLLM_SIZE", "tiny")
 TOKENS = 2048
 CHUNK = rows.CHUNK
+CHUNKS = 8
+# The last tokens fill no chunk.
+CUT_TOKENS = CHUNKS * CHUNK + 52
+# What is computed behind a cut may be rounded in another way: every cut is of the KV of the cold answer.
+_AS_IT_IS = {"kvframework.store": False}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The answers to one prompt: without a hit, and by the number of chunks hit, from the server and from the engine's
+    own cache, 0 to `CHUNKS` of them."""
+
+    cold: Answer
+    loaded: Sequence[Answer]
+    own: Sequence[Answer]
+
+
+def cuts(bench: Bench, seeds: Sequence[int]) -> Iterator[Cut]:
+    """Two engine processes, one after the other, for all prompts."""
+    prompts = [prompt(CUT_TOKENS, seed=seed) for seed in seeds]
+    with tempfile.TemporaryDirectory(dir=bench.directory, prefix="cuts-") as name:
+        loaded = _loaded(bench, prompts, Path(name))
+    own = _own(bench, prompts)
+    for number in range(len(prompts)):
+        first, rest = number * (CHUNKS + 2), number * (CHUNKS + 1)
+        yield Cut(loaded[first], loaded[first + 1 : first + CHUNKS + 2], own[rest : rest + CHUNKS + 1])
+
+
+def _loaded(bench: Bench, prompts: Sequence[list[int]], folder: Path) -> list[Answer]:
+    """For each prompt a cold answer, which is stored, and one for each cut."""
+    cut, asks, turns = folder / "cut", [], []
+    cut.write_text("0")
+    for given in prompts:
+        asks.append(Ask(given, tokens=bench.new_tokens, reset=True))
+        for chunks in range(CHUNKS + 1):
+            turns.append((folder / f"go-{len(turns)}", chunks))
+            asks.append(Ask(given, tokens=bench.new_tokens, reset=True, params=_AS_IT_IS, wait_file=str(turns[-1][0])))
+    disk = ("l2.0.use=filesystem", f"l2.0.path={folder / 'l2'}", "l2.0.capacity=4GiB", "server.price=true")
+    program = ("-m", "tests.vllm.cutting_server", str(cut))
+    with ServerProcess(f"server.chunk_size={CHUNK}", *disk, capacity="1GiB", program=program) as server:
+        waiting = iter(turns)
+
+        def turn() -> None:
+            go, chunks = next(waiting)
+            written_back(server)
+            with server.client() as client:
+                assert client.call("CLEAR", m.Clear()).in_use == 0
+            cut.write_text(str(chunks * CHUNK))
+            go.touch()
+
+        answers = bench.run(server, *asks, on_wait=turn)
+        priced = server.status()["price"]
+        assert (priced["lookups"], priced["cut"]) == (len(turns), len(prompts) * CHUNKS)
+    return answers
+
+
+def _own(bench: Bench, prompts: Sequence[list[int]]) -> list[Answer]:
+    """For each prompt and number of chunks an answer of an engine whose own cache has these. They were computed in a
+    prompt of the same length: what is computed beside them may change how they are rounded."""
+    asks, others = [], prompt(CUT_TOKENS, seed=1 << 30)
+    for given in prompts:
+        for chunks in range(CHUNKS + 1):
+            hit = chunks * CHUNK
+            asks.append(Ask(given[:hit] + others[hit:], tokens=1, reset=True))
+            asks.append(Ask(given, tokens=bench.new_tokens))
+    return bench.run(None, *asks)[1::2]
 
 
 @pytest.fixture(scope="module", params=rows.CONNECTORS)

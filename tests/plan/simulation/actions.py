@@ -6,23 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvframework.errors import TierError
+from tests.plan.simulation import clients
 from tests.plan.simulation.checks import check_at_rest, check_deadlines
-from tests.plan.simulation.clients import (
-    abort,
-    commit,
-    die,
-    end_session,
-    finish_read,
-    free,
-    give_up_waiting,
-    lookup,
-    query,
-    retrieve,
-    stop,
-    store,
-    wake,
-    write,
-)
 from tests.plan.simulation.model import Broken, must
 from tests.plan.simulation.tier import MODES
 from tests.plan.simulation.world import UNITS, World
@@ -154,20 +139,20 @@ def rest(world: World) -> str | None:
 
 # How often each is drawn.
 WEIGHTS: dict[Action, float] = {
-    store: 6,
-    write: 14,
-    commit: 9,
-    abort: 0.5,
-    lookup: 6,
-    query: 5,
-    free: 3,
-    give_up_waiting: 0.5,
-    retrieve: 6,
-    finish_read: 9,
-    end_session: 0.4,
-    die: 0.4,
-    stop: 0.4,
-    wake: 2,
+    clients.store: 6,
+    clients.write: 14,
+    clients.commit: 9,
+    clients.abort: 0.5,
+    clients.lookup: 6,
+    clients.query: 5,
+    clients.free: 3,
+    clients.give_up_waiting: 0.5,
+    clients.retrieve: 6,
+    clients.finish_read: 9,
+    clients.end_session: 0.4,
+    clients.die: 0.4,
+    clients.stop: 0.4,
+    clients.wake: 2,
     tick: 3,
     time_passes: 2.5,
     time_jumps: 0.1,
