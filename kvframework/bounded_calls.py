@@ -76,7 +76,7 @@ def timed(title: str, step: str) -> Iterator[None]:
 
 
 def call_bounded(function: Callable[[], T]) -> T:
-    """Call `function` in a thread of its own. Raises its error, or `PluginBroken` as soon as a plugin's call in it is
+    """Call `function` in a separate thread. Raises its error, or `PluginBroken` as soon as a plugin's call in it is
     overdue: that thread then goes on, and nothing waits for it."""
     future: Future[T] = Future()
 

@@ -557,7 +557,7 @@ def gpu_report(
     """Try the transport cuda_ipc on this machine's GPU, and write all results to one file, without secrets.
 
     `kvframework doctor`, the conformance kit of cuda_ipc (in a checkout), `bench cuda --quick` and its sweep, each in a
-    process with a bound of its own, and what the machine shows of its GPUs. It takes some minutes; nothing else should
+    process with a separate bound, and what the machine shows of its GPUs. It takes some minutes; nothing else should
     use the GPU. The exit status is 1 where no GPU can be used, or a step failed; the file is written all the same.
     """
     from kvf_observe.dump import BundleFile
@@ -572,7 +572,7 @@ def gpu_report(
     def show(result: StepResult) -> None:
         stderr.print(line_of(result), markup=False)
 
-    # A step runs in a session of its own: whoever ends this process has to end it, too.
+    # A step runs in a separate session: whoever ends this process has to end it, too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with BundleFile(file, "kvframework-gpu-report") as bundle:
         redaction = Redaction(secrets_of_plugins(load_config(config, tuple(overrides or ())), PluginRegistry()))

@@ -1,5 +1,5 @@
 """The TCP reference: bytes to another process of this machine and back, over one connection of the loopback interface,
-by `sendall` and `recv_into` memory that is there. No names, no records, no checks. Each value has a place of its own in
+by `sendall` and `recv_into` memory that is there. No names, no records, no checks. Each value has a separate place in
 the peer's memory, as in a store: one place for all of them would stay in the processor's cache.
 
 `python -m kvframework_bench.tcp_reference` is the peer's process. It writes its port as a line, serves one connection,

@@ -94,7 +94,7 @@ def test_a_bench_reports_what_it_verified(monkeypatch: pytest.MonkeyPatch) -> No
 
     figures = bench_store([TINY], stage=Counting)
     (shape,) = figures.shapes
-    assert len(set(servers)) == 3, "each first transfer has a server of its own, and all later ones have another"
+    assert len(set(servers)) == 3, "each first transfer has a separate server, and all later ones have another"
     assert (figures.path, figures.blocks) == ("arena", "shuffled")
     assert (shape.verified, shape.nbytes, shape.rounds) == (True, TINY.nbytes, 2)
     for transfer in (shape.store, shape.retrieve):

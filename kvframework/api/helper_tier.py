@@ -368,7 +368,7 @@ class HelperTier(Tier):
 
     Thread-safe. The process is started at the first call, and killed where `make` takes longer than `start_s`; a
     `KVFrameworkError` of `make` is that of the calls that wait for it. It ends within a second of `close`, and with the
-    server, however that ends. Each call at a time has memory of its own, as large as its largest batch was.
+    server, however that ends. Each call at a time has separate memory, as large as its largest batch was.
     """
 
     def __init__(

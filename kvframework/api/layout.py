@@ -113,7 +113,7 @@ class LayerGroup(Message, frozen=True):
 
     `axes` names the axes of one layer's tensor, out of layer, plane, block, token, head and dim, outermost first.
     Without a `block` axis the token axis holds all blocks, consecutively; without a `plane` axis and with two
-    planes each plane is a tensor of its own; with a `layer` axis one tensor holds all layers. `strides` are in
+    planes each plane is a separate tensor; with a `layer` axis one tensor holds all layers. `strides` are in
     elements, one per axis; empty means that tensors are passed at each submit and bring their own. `compress_ratio` is
     tokens per stored slot. `num_blocks` is 0 unless this group has another number of blocks than the layout.
 

@@ -1,5 +1,5 @@
 """The `Listener` contract: what a server's requests did, as records. The server makes each record once and puts it into
-one bounded ring, which each listener reads in a thread of its own. Where the ring is full the oldest records are
+one bounded ring, which each listener reads in a separate thread. Where the ring is full the oldest records are
 dropped, and a listener that has not read them learns how many."""
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ class Listener(ABC):
 
     @abstractmethod
     def listen(self, records: Records) -> None:
-        """Read the records: called once, in a thread of its own, and return soon after they end. The server waits for
+        """Read the records: called once, in a separate thread, and return soon after they end. The server waits for
         that for 2 s. What it raises is logged and shown in the status document; the listener hears no more then."""
 
     def status(self) -> Mapping[str, object]:

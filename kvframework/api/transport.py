@@ -347,7 +347,7 @@ class EngineDrivenLink(ABC):
     def prepare_load(self, transfer: Transfer) -> Future[LoadPlan]:
         """Pin all objects that the load needs; a plan without ranges is a miss."""
 
-    # The wire path, where the arena is not mapped: the same objects, as raw buffers. The bulk has a socket of its own.
+    # The wire path, where the arena is not mapped: the same objects, as raw buffers. The bulk has a separate socket.
 
     def missing_chunks(self, transfer: Transfer) -> Future[list[int]]:
         """Return which of the transfer's objects the server lacks, ascending. Objects count chunk by chunk from

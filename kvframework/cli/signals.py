@@ -81,7 +81,7 @@ class ServerSignals:
             stop(self._since)
 
     def reload_by(self, reload: Callable[[], ConfigApplied]) -> None:
-        """Call `reload` in a thread of its own after each SIGHUP, and after an earlier one; several that come together
+        """Call `reload` in a separate thread after each SIGHUP, and after an earlier one; several that come together
         are one. An error, or keys that need a restart, are one line in the log, and nothing has changed then."""
         threading.Thread(target=self._reload, args=(reload,), name="kvf-reload", daemon=True).start()
 

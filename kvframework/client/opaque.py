@@ -79,7 +79,7 @@ class OpaqueInstance:
         self._layout = _declared(objects)
         self._namespace: bytes | None = None
         # Those of the registration. It ends with its session, also where the server lives on; other processes of the
-        # engine may keep that session for a while, so the next one has an id of its own.
+        # engine may keep that session for a while, so the next one has a separate id.
         self._session, self._id = b"", objects.instance_id
         self._lock = threading.Lock()
         self._closed = threading.Event()

@@ -1,4 +1,4 @@
-"""`kvframework doctor`, its list of checks and the way to run one: in a thread of its own, with a deadline, with any
+"""`kvframework doctor`, its list of checks and the way to run one: in a separate thread, with a deadline, with any
 exception as a finding. Runs in the process of the command. And the check of the server's local socket."""
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def _findings(subject: Subject, provider: AnyProvider, options: Options, deadlin
         for each in provider.diagnose(options, TableContext(where=place), deadline):
             yield msgspec.json.decode(msgspec.json.encode(each), type=Finding)  # it is made by a plugin
     except KVFrameworkError as error:
-        placed = error.where.startswith(place)  # a plugin may name a place of its own
+        placed = error.where.startswith(place)  # a plugin may name another place
         fact = error.fact if placed or not error.where else f"{error.where}: {error.fact}"
         where = error.where if placed else place
         yield Finding("plugin.diagnose", "fail", fact, error.hint or error.available, where)

@@ -58,7 +58,7 @@ class Lines:
         self._json, self._fd = form == "json", _STDERR
         with contextlib.suppress(OSError):
             if stat.S_ISFIFO(os.fstat(_STDERR).st_mode):
-                # An open file of its own: not blocking here leaves it as it is for all others.
+                # A separate open file: not blocking here leaves it as it is for all others.
                 self._fd = os.open(f"/proc/self/fd/{_STDERR}", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def write(self, text: str, level: str = "info") -> None:
@@ -90,7 +90,7 @@ class Server(Life):
 
 
 def start_server(command: Sequence[str], environ: Mapping[str, str], kept: Mapping[str, int], notify_path: str) -> int:
-    """Start `command` with duplicates of the kept descriptors, and return its process id. It has a session of its own,
+    """Start `command` with duplicates of the kept descriptors, and return its process id. It has a separate session,
     so that a terminal's Ctrl-C reaches it by its keeper alone. For a process with one thread. Raises `OSError`."""
     # A signal for the new process waits until it has its default effect there.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())

@@ -206,7 +206,7 @@ _ITEM = 256
 
 
 class QueuedHandler(logging.Handler):
-    """Writes to the descriptor `fd`, which it borrows, from a thread of its own.
+    """Writes to the descriptor `fd`, which it borrows, from a separate thread.
 
     Logging costs its caller the text of the line and never blocks, in any state of the descriptor. About `limit` bytes
     wait at most. Lines that do not fit or cannot be written are counted in `dropped`, and the log reports them at the

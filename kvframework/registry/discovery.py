@@ -39,7 +39,7 @@ KINDS: dict[str, Kind] = {
     "listener": Kind("kvf_listeners", ListenerProvider, "[[listener]]"),
 }
 
-# Plugins of this project that are distributions of their own, by their entry points.
+# Plugins of this project that are separate distributions, by their entry points.
 FIRST_PARTY = {
     "listener.events": "kvframework-events",
     "requests.blend": "kvframework-blend",

@@ -131,7 +131,7 @@ def _new(
             lock_for_server(memory.fd)
             journal = Journal.create(identity.of(memory.fd), tenants)
             undo.callback(journal.close)
-            # A description of its own: the lock ends with this server, not with the keeper.
+            # A separate description: the lock ends with this server, not with the keeper.
             with os.fdopen(own_description(memory.fd), "rb", buffering=0) as copy:
                 for name, fd in ((ARENA, copy.fileno()), (JOURNAL, journal.fd)):
                     # systemd would keep both.

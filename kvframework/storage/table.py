@@ -402,7 +402,7 @@ class Table(ObjectTable):
 
 class Verification:
     """The check of what L1 has from an earlier server: its bytes against the checksums that a tier was given, `known`,
-    in a thread of its own, at half speed. What is damaged is dropped; what no checksum is known of is not read.
+    in a separate thread, at half speed. What is damaged is dropped; what no checksum is known of is not read.
     `layout_of` returns the fingerprint of a namespace's layout. The thread ends by itself, or with `stop`."""
 
     def __init__(self, l1: Table, known: Sequence[tuple[PackedKey, int]], layout_of: Callable[[bytes], bytes]) -> None:

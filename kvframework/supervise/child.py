@@ -121,7 +121,7 @@ def _all(descriptor: int) -> bytes:
 
 
 class SupervisedChild:
-    """One process at a time, which a thread of its own starts, watches, starts again after a back-off, and stops. A
+    """One process at a time, which a separate thread starts, watches, starts again after a back-off, and stops. A
     base class: the methods from `wanted` to `ended` are called in that thread, and all but `spawn` have a default.
 
     `title` names the process in log lines. It is killed if `ready` is not called within `ready_s` seconds of its start,

@@ -31,6 +31,7 @@ class Engine(ThreadingHTTPServer):
         self.remembers, self.reports, self.key = 100, True, ""
         self.prompts: list[str] = []
         self.resets = 0
+        self.metrics = b'vllm:cache_config_info{block_size="16",num_gpu_blocks="20"} 1.0'
 
     @property
     def url(self) -> str:
@@ -47,7 +48,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/v1/models":
             self.answer(json.dumps({"data": [{"id": "tiny"}]}).encode())
         elif self.path == "/metrics":
-            self.answer(b'vllm:cache_config_info{block_size="16",num_gpu_blocks="20"} 1.0')
+            self.answer(self.server.metrics)
         else:
             self.send_error(404)
 
@@ -103,6 +104,11 @@ def test_a_hit_after_fillers(engine: Engine) -> None:
     assert verdict["fillers"] >= 1
     assert engine.prompts[0] == engine.prompts[-1]
     assert len(set(engine.prompts)) == verdict["fillers"] + 1
+
+
+def test_fillers_go_beyond_the_host_cache_of_sglang(engine: Engine) -> None:
+    engine.metrics = b'sglang:max_total_num_tokens{a="b"} 320.0\nsglang:hicache_host_total_tokens{a="b"} 1000.0\n'
+    assert OpenAI(engine.url).capacity_tokens() == 1320
 
 
 def test_a_miss_says_why(engine: Engine) -> None:

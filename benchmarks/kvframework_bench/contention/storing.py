@@ -1,6 +1,6 @@
 """The part `storing`: LOOKUP of a prefix in L1, while another client stores new prompts at full speed.
 
-Lookups need no tensors; the other client is an engine in a process of its own, which needs torch.
+Lookups need no tensors; the other client is an engine in a separate process, which needs torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A client in a process of its own that stores one new prompt after the other over the arena.
+"""A client in a separate process that stores one new prompt after the other over the arena.
 
 `python -m kvframework_bench.contention.storing_client`: its first line is a `Start`; then a line begins its
 stores and the next one ends them. Each is answered with a `Stored`. It ends with its standard input, so it

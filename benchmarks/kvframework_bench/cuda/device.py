@@ -90,7 +90,7 @@ class Device:
 
     @contextmanager
     def memory(self, nbytes: int) -> Iterator[int]:
-        """Yield the address of an allocation of its own, of any content. Raises `BenchFailed`."""
+        """Yield the address of a separate allocation, of any content. Raises `BenchFailed`."""
         address = self._call("cuMemAlloc", nbytes)
         try:
             yield int(address)

@@ -1,4 +1,4 @@
-"""One step of the report in a process group of its own, with a bound: a hang and a crash are results like any other."""
+"""One step of the report in a separate process group, with a bound: a hang and a crash are results like any other."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class DiskFiles:
         self._mode = mode
         self._rooms = [memoryview(bytearray(values.nbytes + _FILE_SLACK)) for _ in values.sources]
         self._keys = keys_for(len(values.sources), b"d")
-        # As the core stores an object: after a header of its own.
+        # As the core stores an object: after a separate header.
         self._headers = [memoryview(bytearray(HEADER_BYTES)) for _ in self._keys]
 
     @property

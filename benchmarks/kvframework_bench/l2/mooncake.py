@@ -70,7 +70,7 @@ def _rows(sizes: Sizes, nbytes: int, bare: TcpPeer, tier: Tier, stage: Stage) ->
 
 
 class _TierCalls:
-    """One call for all values, as a batch of the server: each behind a header of its own."""
+    """One call for all values, as a batch of the server: each behind a separate header."""
 
     def __init__(self, tier: Tier, values: Values) -> None:
         self.keys = keys_for(len(values.sources), b"m")

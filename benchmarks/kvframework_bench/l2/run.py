@@ -1,4 +1,4 @@
-"""The parts of `kvframework bench l2`, one after the other, each with processes of its own."""
+"""The parts of `kvframework bench l2`, one after the other, each with separate processes."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ PIECE_BYTES = 2 << 20
 
 
 class BareStore:
-    """A store with connections of its own, and an event loop; a context manager. Calls block. For one thread."""
+    """A store with separate connections, and an event loop; a context manager. Calls block. For one thread."""
 
     def __init__(self, endpoint: str) -> None:
         try:

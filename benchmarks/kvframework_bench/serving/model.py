@@ -70,7 +70,7 @@ def read_config(model: Path) -> Config:
 
 
 def made_model(directory: Path, name: str) -> Path:
-    """Return a new folder with a model of `SHAPES`, made by a process of its own. Raises `BenchFailed`."""
+    """Return a new folder with a model of `SHAPES`, made by a separate process. Raises `BenchFailed`."""
     model = directory / "model"
     with running("model", [sys.executable, "-m", "kvframework_bench.serving.model", str(model), name], directory) as it:
         await_end(it)

@@ -97,7 +97,7 @@ def python_threads() -> set[int]:
 
 
 class _Here(threading.local):
-    """`within` a call into a connector, or in a thread of its own: what is called or started there is counted
+    """`within` a call into a connector, or in a separate thread: what is called or started there is counted
     already."""
 
     within = False

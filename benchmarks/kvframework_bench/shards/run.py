@@ -95,7 +95,7 @@ def _tensors(tp: int, axes: Sequence[str], blocks: int) -> dict[str, torch.Tenso
 
 
 class _Side:
-    """One engine at a server of its own. The same tensors serve all engines: a request is stored from the source
+    """One engine at a separate server. The same tensors serve all engines: a request is stored from the source
     blocks and loaded into the target blocks."""
 
     def __init__(

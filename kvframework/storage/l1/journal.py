@@ -1,6 +1,6 @@
 """The journal of L1: each reservation, commit and removal, written when it happens, for the next server. One writer.
 
-Little-endian, in a file of its own beside the arena:
+Little-endian, in a separate file beside the arena:
 
 | bytes | what |
 |---|---|
@@ -293,7 +293,7 @@ def _gaps(ranges: list[tuple[int, int]], capacity: int) -> tuple[list[tuple[int,
 # Who may still write into the arena, by locks of the kernel on its file, see fcntl(2), "Open file description locks",
 # and flock(2). A lock lives as long as any descriptor or mapping of its open file description. The server and the
 # processes that it starts share one description, with an exclusive flock: where another server gets that lock, all of
-# them have ended. Each client session gets a description of its own with a read lock on one byte, `writer`: while that
+# them have ended. Each client session gets a separate description with a read lock on one byte, `writer`: while that
 # byte is locked, the client may still write what it reserved. No process id is involved, so containers do not matter.
 
 # type, whence, start, length, pid; the pad is that of the C structure.
@@ -302,7 +302,7 @@ _SESSION_BITS = 32
 
 
 def own_description(fd: int) -> int:
-    """Return a descriptor, the caller's, of a file description of its own. Raises `OSError`, also without /proc."""
+    """Return a descriptor, the caller's, of a separate file description. Raises `OSError`, also without /proc."""
     return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
 
 

@@ -68,7 +68,7 @@ class ZstdCodec(Codec):
             length = _frame_length(packed, size)
             if length != packed.nbytes:
                 raise ValueError(f"a frame that is {length} bytes long, expected {packed.nbytes}")
-            # A whole frame into room for all of it: the library unpacks it at once, without a window of its own.
+            # A whole frame into room for all of it: the library unpacks it at once, without a separate window.
             with self._contexts.decompressor.stream_reader(packed) as reader:
                 found = reader.readinto(out)
             if found != out.nbytes:

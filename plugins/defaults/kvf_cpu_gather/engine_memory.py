@@ -240,7 +240,7 @@ class Moves:
             self._copies.scatter(_seen(memory), places, skip_tokens)
 
     def scatter_each(self, parts: Iterable[tuple[Buffer, ArenaRange]], skip_tokens: int) -> None:
-        """Do `scatter` for objects that arrived one by one, each whole in a buffer of its own."""
+        """Do `scatter` for objects that arrived one by one, each whole in a separate buffer."""
         if skip_tokens < self._tokens:
             self._copies.scatter_each([Piece(place, _seen(memory)) for memory, place in parts], skip_tokens)
 

@@ -47,7 +47,7 @@ class Copies(ABC):
 
     @abstractmethod
     def scatter_each(self, pieces: Sequence[Piece], skip_tokens: int) -> None:
-        """Do `scatter` for objects that lie in memory of their own each."""
+        """Do `scatter` for objects that lie in separate memory."""
 
 
 class TorchCopies(Copies):

@@ -1,4 +1,4 @@
-"""What a next server must know of what this one has announced: a file of its own, for its user alone.
+"""What a next server must know of what this one has announced: a separate file, for its user alone.
 
 It holds the numbers that are in use, 8 bytes for each announced block, and, where a keeper holds L1, the tokens of
 unsalted chunks; never a salt. Records are appended before their news are sent, each with its length and a checksum:

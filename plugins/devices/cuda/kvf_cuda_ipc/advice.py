@@ -1,4 +1,4 @@
-"""The findings of `kvframework doctor` on GPUs and their driver. In a process of its own, which initialises CUDA."""
+"""The findings of `kvframework doctor` on GPUs and their driver. In a separate process, which initialises CUDA."""
 
 from __future__ import annotations
 

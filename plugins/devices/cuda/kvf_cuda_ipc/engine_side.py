@@ -134,7 +134,7 @@ _EXPORT_HINT = (
 
 
 class PooledEvent:
-    """An interprocess event. `behind` is a stream of its own that waits for the engine's event, created on demand: with
+    """An interprocess event. `behind` is a separate stream that waits for the engine's event, created on demand: with
     one stream for all events, a transfer would wait for another one's engine."""
 
     __slots__ = ("behind", "event", "ordinal")

@@ -1,4 +1,4 @@
-"""The copier, a process of its own: one device, one driver, one thread that copies and listens to the server.
+"""The copier, a separate process: one device, one driver, one thread that copies and listens to the server.
 
 It returns at the end of the server, and raises once its device is lost: a poisoned context is never used again.
 """

@@ -28,7 +28,7 @@ CHANGING = (
     "quantize_and_serve",
     "rl_quant_profile",
 )
-# Those with weights of their own, in forms that are not known here.
+# Those with separate weights, in forms that are not known here.
 _OTHER_WEIGHTS = ("kt_weight_path", "modelopt_checkpoint_restore_path", "rl_quant_profile")
 
 

@@ -125,7 +125,7 @@ class KvFrameworkStorage(HiCacheStorage):  # type: ignore[misc]
                 results[transfer.name] = move(name_of(transfer), transfer.keys, transfer.host_indices.tolist())
         return results
 
-    # The calls that copy pages through tensors of their own are not used: `interface_v1` is on.
+    # The calls that copy pages through separate tensors are not used: `interface_v1` is on.
 
     @harmless()
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:

@@ -43,7 +43,7 @@ class Offloads:
         return error is None and oldest.result()
 
     def quiesce(self) -> None:
-        """Wait for all, each of which has a deadline of its own, and drop their results."""
+        """Wait for all, each of which has a separate deadline, and drop their results."""
         wait(self._submitted)
         self._submitted.clear()
 

@@ -219,7 +219,7 @@ def _read(fd: int, parts: Sequence[memoryview], nbytes: int, direct: bool, check
     aligned = align(parts, nbytes) if direct else None
     if aligned is not None and aligned.read(fd, check):
         return True
-    # A read of its own, also because it makes the kernel read ahead: without it the first large read waits for the
+    # A separate read, also because it makes the kernel read ahead: without it the first large read waits for the
     # disk.
     if os.preadv(fd, [head], 0) != form.HEAD_BYTES:
         return False

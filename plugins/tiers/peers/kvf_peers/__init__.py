@@ -1,5 +1,5 @@
 """The `peers` L2 tier: what the L1 of other nodes holds. Runs in the server process: loads in its storage threads, and
-loans to other nodes in threads of its own."""
+loans to other nodes in separate threads."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class Connector:
         return connected
 
     def ask(self, place: Place | None, *words: str, read: Callable[[Any], T], deadline: float) -> T:
-        """Send a command over a connection of its own; return `read` of the reply."""
+        """Send a command over a separate connection; return `read` of the reply."""
 
         def reply(connection: Any) -> T:
             connection.send_command(*words)

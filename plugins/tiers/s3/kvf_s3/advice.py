@@ -1,5 +1,5 @@
 """The checks of `kvframework doctor` for a bucket: whether it answers, what else lies below the prefix, what bounds it.
-Runs in a process of its own; reads only."""
+Runs in a separate process; reads only."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ KINDS = ("transport", "layout", "memory", "tier", "eviction", "hasher", "codec",
 _EPILOG = examples(
     "kvframework new tier mystore                  into ./kvf-mystore",
     "kvframework new eviction slru --path ~/slru",
-    "kvframework new tier mystore --helper         in a process of its own",
+    "kvframework new tier mystore --helper         in a separate process",
     "kvframework new transport mydev --driver      of an accelerator",
 )
 

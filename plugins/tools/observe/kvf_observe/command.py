@@ -1,4 +1,4 @@
-"""`kvframework observe`: metrics, health and a page about a running server, over HTTP, in a process of its own."""
+"""`kvframework observe`: metrics, health and a page about a running server, over HTTP, in a separate process."""
 
 from __future__ import annotations
 

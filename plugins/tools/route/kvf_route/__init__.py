@@ -1,2 +1,2 @@
-"""`kvframework route`: a process of its own that follows the events of many nodes and answers over HTTP how much of a
+"""`kvframework route`: a separate process that follows the events of many nodes and answers over HTTP how much of a
 prompt each of them holds."""

@@ -1,4 +1,4 @@
-"""`kvframework route`: which node holds how much of a prompt, over HTTP, in a process of its own."""
+"""`kvframework route`: which node holds how much of a prompt, over HTTP, in a separate process."""
 
 from __future__ import annotations
 

@@ -102,8 +102,11 @@ class OpenAI:
         blocks, size = facts.get("num_gpu_blocks") or facts.get("num_cpu_blocks"), facts.get("block_size")
         if blocks and size:
             return int(blocks) * int(size)
-        found = re.search(r"^sglang:max_total_num_tokens(?:\{[^}]*\})? ([0-9.e+]+)", text, re.MULTILINE)
-        return int(float(found[1])) if found else None
+        # SGLang also keeps a prompt in host memory, in front of its storage backend.
+        sizes = re.findall(
+            r"^sglang:(?:max_total_num_tokens|hicache_host_total_tokens)(?:\{[^}]*\})? ([0-9.e+]+)", text, re.MULTILINE
+        )
+        return int(sum(map(float, sizes))) or None
 
     def _open(self, path: str, body: Mapping[str, Any] | None) -> Any:
         data = None if body is None else json.dumps(body).encode()
@@ -114,7 +117,8 @@ class OpenAI:
             if error.code in (404, 405):
                 raise _NotFoundError("there is no such path", where=request.full_url) from None
             said = error.read(2000).decode(errors="replace").strip()
-            hint = "give the key: --api-key-file, or $OPENAI_API_KEY" if error.code in (401, 403) else ""
+            hints = dict.fromkeys((401, 403), "give the key: --api-key-file, or $OPENAI_API_KEY")
+            hint = hints.get(error.code, "ask for a shorter prompt: --tokens" if error.code == 400 else "")
             raise EndpointError(f"status {error.code}: {said[:300]}", where=request.full_url, hint=hint) from None
         except OSError as error:
             reason = getattr(error, "reason", error)

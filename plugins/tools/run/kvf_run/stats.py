@@ -123,7 +123,9 @@ def _screen(found: Stats) -> list[str]:
 
 def _saved(seconds: float, hit_tokens: int) -> str:
     """Return the time saved; it is unknown where tokens were found by engines that report no speed, such as SGLang."""
-    return "unknown" if hit_tokens and not seconds else short_duration(seconds)
+    if hit_tokens and not seconds:
+        return "unknown"
+    return f"{seconds:.1f} s" if seconds < 10 else short_duration(seconds)
 
 
 def _share(found: int, asked: int) -> str:

@@ -1,5 +1,5 @@
 """The index of known segments, which finds them anywhere in a prompt without marks. Runs in the server's worker
-threads; thread-safe by a lock of its own, which is never held while a prompt is scanned.
+threads; thread-safe by a separate lock, which is never held while a prompt is scanned.
 
 The index keeps no tokens, but of each segment an anchor (its first tokens), its length and a rolling hash. A prompt is
 scanned once for each length of anchors in use; at each anchor the rolling hash of each length known under it is

@@ -95,7 +95,7 @@ class _Job:
 
 
 class CpuWorker(OffloadingWorker):  # type: ignore[misc]
-    """Copies in a thread of its own, in the order of the jobs. See `OffloadingWorker`."""
+    """Copies in a separate thread, in the order of the jobs. See `OffloadingWorker`."""
 
     def __init__(self, slot: Slot, arena: ServedArena) -> None:
         self._slot = slot

@@ -69,7 +69,7 @@ def walk(policy: EvictionPolicy) -> Iterator[PackedKey]:
 
 
 def _facts(hint: Hint, at: float, *, use: Use = "store", objects: int = 0, held: int = 20) -> RequestFacts:
-    """The facts of a request of its own for so many objects; what should be kept, for half a minute."""
+    """The facts of a separate request for so many objects; what should be kept, for half a minute."""
     is_kept = hint == "keep"
     return RequestFacts(
         use=use,

@@ -29,7 +29,7 @@ class DeviceTensor:
 
     @classmethod
     def empty(cls, runtime: Accelerator, device: str, shape: Sequence[int], dtype: str) -> DeviceTensor:
-        """Return a contiguous tensor in an allocation of its own."""
+        """Return a contiguous tensor in a separate allocation."""
         address = runtime.allocate(device, math.prod(shape) * dtype_bytes(dtype))
         return cls(runtime, address, shape, contiguous(shape), dtype)
 

@@ -1,5 +1,5 @@
 """The conformance kit for transports: tests that every transport must pass, on the simulated accelerator or a vendor's
-device, see docs/plugins/transports.md. Some tests start processes of their own, which make the rig again.
+device, see docs/plugins/transports.md. Some tests start separate processes, which make the rig again.
 """
 
 from kvf_dev.testing.transport.content import Content, Pieces
