@@ -42,7 +42,6 @@ class BlendWire(WireClient):
     def begin(
         self, instance_id: int = 1, rotary: Rotary = ROTARY, before: Sequence[int] = (), **fields: Any
     ) -> b.BlendRegistered:
-        """Registers the instance, its rotary parameters, and what stands before its segments."""
         self.registered = self.register(instance_id, **fields)
         self.world_size = fields.get("world_size", 1)
         payload = b.RegisterBlend(instance_id, "tiny", self.world_size, rotary, packed(before))
@@ -54,7 +53,6 @@ class BlendWire(WireClient):
         return answer.segments
 
     def pre_compute(self, tokens: Sequence[int], instance_id: int = 1, **marks: Any) -> tuple[b.Segment, ...]:
-        """Names the segments and stores what is not held, for each rank."""
         segments = self.names(tokens, instance_id, **marks)
         for each in segments:
             if not each.held:

@@ -264,10 +264,7 @@ REFUSED = {
         t.Qwen2Config(**SMALL, rope_parameters={"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}),
         "kind 'mrope'",
     ),
-    "a part that is no pair": lambda t: (
-        t.GPTNeoXConfig(**SMALL, rotary_pct=0.44),
-        "rotary_dim is 7",
-    ),
+    "a part that is no pair": lambda t: (t.GPTNeoXConfig(**SMALL, rotary_pct=0.44), "rotary_dim is 7"),
 }
 
 

@@ -123,7 +123,6 @@ def random_keys(dim, dtype, seed):
 
 
 def furthest_apart(one, other, rotary):
-    """The largest distance of two rotated pairs, of their length."""
     found, expected = (torch.complex(*(part.double() for part in pairs(keys, rotary))) for keys in (one, other))
     return float(((found - expected).abs() / expected.abs().clamp_min(1e-3)).max())
 
@@ -133,13 +132,7 @@ def unrotated(keys, rotary):
 
 
 @settings(max_examples=300)
-@given(
-    rotation=rotations(),
-    dtype=DTYPES,
-    place=st.floats(0, 1),
-    goal=st.floats(0, 1),
-    seed=st.integers(0, 2**16),
-)
+@given(rotation=rotations(), dtype=DTYPES, place=st.floats(0, 1), goal=st.floats(0, 1), seed=st.integers(0, 2**16))
 def test_a_key_rotated_to_a_position_is_the_one_computed_there(rotation, dtype, place, goal, seed):
     code, rope, part, rotary = rotation
     before, after = (int((code.furthest - TOKENS) * share**3) for share in (place, goal))

@@ -62,7 +62,6 @@ def attach(model, server, name, **options):
 
 
 def joined(documents, question=()):
-    """One text, and where each document is in it."""
     tokens, ranges = [], []
     for document in documents:
         ranges.append((len(tokens), len(tokens) + len(document)))
@@ -97,7 +96,6 @@ def computed(model, tokens, new_tokens=4):
 
 
 def same(done, model, tokens):
-    """The logits are those of the whole computation, and so is what is decoded from the cache."""
     logits, greedy = computed(model, tokens)
     assert torch.allclose(done.logits, logits, rtol=1e-4, atol=1e-4)
     return greedy

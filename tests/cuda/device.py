@@ -55,7 +55,6 @@ class CudaDevice:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Make its context the calling thread's."""
         call(cu.cuCtxPushCurrent, self._context)
         try:
             yield

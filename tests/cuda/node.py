@@ -207,7 +207,6 @@ class CudaNode:
                     row.result = 0
 
     def vanish(self, device: str, *, back: bool = False) -> None:
-        """Make every call on the device fail, in every process, until `back`."""
         self._table.devices[self._number(device)].vanished = not back
 
     @contextmanager
@@ -231,7 +230,6 @@ class CudaNode:
         return self._table.batches, self._table.kernels
 
     def mappings(self) -> int:
-        """Return how many allocations are open in living processes other than their owner."""
         return self._openings(_MEMORY)
 
     def events(self) -> int:

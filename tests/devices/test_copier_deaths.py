@@ -97,7 +97,6 @@ def test_a_poisoned_context_harms_no_other_device(
 
 
 def copiers(client: KVClient) -> dict[str, Any]:
-    """By device, as `status` tells of them."""
     return {device["device"]: device for device in status_of(client)["transports"]["simdev"]["devices"]}
 
 

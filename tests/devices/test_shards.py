@@ -24,9 +24,7 @@ def server(rig: SimulatedRig) -> Iterator[Server]:
     plain = node.settings_for
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(
-            node,
-            "settings_for",
-            lambda rig, endpoint: [*plain(rig, endpoint), "server.tp_lcm=2", "server.pp_lcm=6"],
+            node, "settings_for", lambda rig, endpoint: [*plain(rig, endpoint), "server.tp_lcm=2", "server.pp_lcm=6"]
         )
         with node.serving(rig) as running:
             yield running

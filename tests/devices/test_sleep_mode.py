@@ -36,7 +36,6 @@ class Sleeper:
         self.runtime = kvf_simdev.runtime(str(rig.engine_options["node"]))
 
     def free(self) -> None:
-        """Gives all memory back."""
         for tensor in self.engine.tensors.values():
             _, _, _, offset = self.runtime.export_memory(tensor.data_ptr())
             self.runtime.free(tensor.data_ptr() - offset)

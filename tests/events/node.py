@@ -104,7 +104,6 @@ class Router(Reader):
         self.news.subscribe(b"kv@")
 
     def leave(self) -> None:
-        """Miss what is announced from now on, until `join`."""
         self.news.close()
 
     def close(self) -> None:

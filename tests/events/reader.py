@@ -58,7 +58,6 @@ class Reader:
 
 
 def as_map(event: list[Any]) -> dict[str, Any]:
-    """An event that came as an array."""
     names = ("type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name")
     if event[0] == "BlockRemoved":
         names = ("type", "block_hashes", "medium")

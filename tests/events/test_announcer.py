@@ -62,7 +62,6 @@ class Node:
         return self.announcer.turn(self.records.take())
 
     def turn(self) -> list[dict[str, Any]]:
-        """What is announced, as maps."""
         return announced(self.news(), self.reader)
 
 

@@ -113,7 +113,6 @@ class Told(RuleBasedStateMachine):
         self._forget()
 
     def _forget(self) -> None:
-        """A chunk of which nothing is left must be named again."""
         self.named &= {chunk for chunk, _, _ in self.here}
 
     def _expected(self) -> dict[str, set[int]]:

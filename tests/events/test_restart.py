@@ -9,6 +9,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from random import Random
 
+import zmq
+
 from kvf_events.ledger import Ledger
 from kvframework.wire import messages as m
 from tests.events.node import OBJECT, Engine, beginnings, found, prompt, router, settings
@@ -113,6 +115,15 @@ def aged(server: ServerProcess, number: int) -> None:
     server.start()
 
 
+def answered(socket: zmq.Socket[bytes]) -> int:
+    numbers = []
+    while numbers[-1:] != [(1 << 64) - 1]:
+        assert socket.poll(30_000), "the answer has no end"
+        numbers.append(int.from_bytes(socket.recv_multipart()[2], "big"))
+    assert numbers[:-1] == list(range(len(numbers) - 1))
+    return len(numbers)
+
+
 def test_an_answer_under_way_is_ended_by_a_server_that_stops() -> None:
     """Dynamo waits for the end of an answer, and hears nothing else until then."""
     with TellingServer() as server:
@@ -122,11 +133,7 @@ def test_an_answer_under_way_is_ended_by_a_server_that_stops() -> None:
             asking = reader.question(0)
             assert asking.poll(30_000)
             stopped = pool.submit(server.stop)
-            numbers = []
-            while numbers[-1:] != [(1 << 64) - 1]:
-                assert asking.poll(30_000), "the answer has no end"
-                numbers.append(int.from_bytes(asking.recv_multipart()[2], "big"))
-            assert numbers[:-1] == list(range(len(numbers) - 1))
+            answered(asking)
             assert stopped.result() == 0
             asking.close()
 
@@ -148,12 +155,7 @@ def test_readers_that_read_nothing_cost_what_their_queues_hold() -> None:
                     lambda: client.status()["events"]["counters"]["unread_replays"] == 5, 60, "the ends of answers"
                 )
             for socket in stuck:
-                numbers = []
-                while numbers[-1:] != [(1 << 64) - 1]:
-                    assert socket.poll(30_000), "the answer has no end"
-                    numbers.append(int.from_bytes(socket.recv_multipart()[2], "big"))
-                assert numbers[:-1] == list(range(len(numbers) - 1))
-                assert len(numbers) < 50_000
+                assert answered(socket) < 50_000
 
 
 def test_what_is_handed_over_stays_told_and_ends_with_the_last_server() -> None:

@@ -61,9 +61,7 @@ ROWS: dict[str, tuple[Observed, ...]] = {
     "tier-down": _down("read", "cannot connect to 127.0.0.1:6379"),
     "tier-login": _down("read", "the server refuses the user name or password"),
     "tier-full": _doc(
-        l2__1__store_failed=9,
-        l2__1__write_given_up=3,
-        l2__1__problems=["/mnt/kv: No space left on device"],
+        l2__1__store_failed=9, l2__1__write_given_up=3, l2__1__problems=["/mnt/kv: No space left on device"]
     ),
     "tier-evicts": _doc(l2__1__misses=900),
     "tier-read-only": _down("write", "Read-only file system"),

@@ -76,7 +76,6 @@ def _group(timeline: Timeline) -> dict[str, Any]:
 
 
 def _samples(observed: Observed | None) -> Iterator[tuple[str, str]]:
-    """The samples that alerts look at, by name and labels."""
     yield 'up{job="kvframework"}', "0" if observed is None else "1"
     if observed is None:
         return

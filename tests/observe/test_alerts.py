@@ -25,8 +25,6 @@ def lasting(observed: Observed | None) -> Callable[[int], Observed | None]:
 
 
 def growing(*places: str) -> Callable[[int], Observed]:
-    """Counters that grow from then on."""
-
     def at(minute: int) -> Observed:
         return answered(document(**dict.fromkeys(places, max(minute - BEGIN, 0))))
 

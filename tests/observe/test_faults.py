@@ -29,8 +29,6 @@ CHUNK = list(range(256))
 
 
 class Eye:
-    """Polls one server, as `observe` does."""
-
     def __init__(self, endpoint: str) -> None:
         self._source = StatusSource(endpoint, 5.0, name="observe")
         self._poller = Poller(self._source, lambda _observed: None)

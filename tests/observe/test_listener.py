@@ -83,7 +83,6 @@ def running() -> Iterator[Running]:
 
 
 def exchange(running: Running, data: bytes) -> bytes:
-    """All that comes back for some bytes, until the server closes."""
     with running.connect() as sock:
         with contextlib.suppress(OSError):
             sock.sendall(data)

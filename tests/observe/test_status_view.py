@@ -181,19 +181,14 @@ def test_an_instance_is_a_line_with_the_dtype_of_its_model(more: dict[str, objec
     assert line == f"{whose}; t, f, 1 layers of {shown_as}, chunks of 256 tokens, 1 bytes a token"
 
 
-def test_devices_are_lines() -> None:
+def test_devices_and_what_they_go_without_are_lines() -> None:
     device = {"device": "GPU-1", "pid": None, "starts": 3, "instances": 2, "copies": 0, "last_error": "it ended"}
     lines = shown(transports={"cpu_gather": {}, "cuda": {"devices": [device]}})
     assert "device GPU-1: no copier, 3 starts, 2 instances, last error: it ended" in lines
-
-
-def test_what_a_device_goes_without_is_a_line() -> None:
-    device = {"device": "GPU-1", "pid": 1, "starts": 1, "instances": 1, "copies": 0, "last_error": ""}
-    told = device | {"lacks": ["no kernel copies:\x1b[2J none is there"]}
-    lines = shown(transports={"cuda": {"devices": [device, told]}})
-    assert [line for line in lines if "goes without" in line] == [
-        "GPU-1 goes without: no kernel copies:\\x1b[2J none is there"
-    ]
+    lacking = device | {"lacks": ["no kernel copies:\x1b[2J none is there"]}
+    lines = shown(transports={"cuda": {"devices": [device, lacking]}})
+    told = [line for line in lines if "goes without" in line]
+    assert told == ["GPU-1 goes without: no kernel copies:\\x1b[2J none is there"]
 
 
 def test_quarantine_and_hit_rate_are_told() -> None:

@@ -37,7 +37,6 @@ def series() -> set[str]:
 
 
 def queries() -> list[str]:
-    """Every query of the dashboards, and every expression of an alert."""
     targets = [target["expr"] for name in DASHBOARDS for panel in panels(name) for target in panel.get("targets", ())]
     chosen = [each for dashboard in DASHBOARDS.values() for each in dashboard["templating"]["list"]]
     variables = [each["query"]["query"] for each in chosen if each["type"] == "query"]

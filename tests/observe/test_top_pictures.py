@@ -32,7 +32,6 @@ def use_row(number: int) -> dict[str, int]:
 
 
 def busy(number: int = 1, **places: Any) -> dict[str, Any]:
-    """A document of a server that `number` times as much has happened to."""
     rows = {f"{HOSTILE} {each}": use_row(each * number) for each in range(1, 31)}
     made = document(**{**BUSY, **places})
     made["use"] = dict.fromkeys(("models", "tenants", "namespaces", "engines"), rows)

@@ -23,6 +23,7 @@ from kvf_hashers import Sha256
 from kvf_plan.cli.amounts import parsed_duration
 from kvf_plan.cli.trace.recording import Recorder
 from kvf_plan.trace.reading import open_trace
+from kvframework.api.keys import tenant_digest
 from kvframework.service import recent_requests as ring
 from kvframework.wire import messages as m
 from tests.core.cli.command import COMMAND, environment, run
@@ -39,16 +40,9 @@ BEGUN = "a trace of the lookups is recorded"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    digest = run_digest(SALT)
-    with ServerProcess(f"tenants.{TENANT}.salts=[{digest!r}]") as server:
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess(f"tenants.{TENANT}.salts=[{tenant_digest(SALT)!r}]") as server:
         yield server
-
-
-def run_digest(salt: str) -> str:
-    from kvframework.api.keys import tenant_digest
-
-    return tenant_digest(salt)
 
 
 @contextlib.contextmanager
@@ -252,19 +246,19 @@ def test_a_reader_that_has_stopped_ends_the_recording(monkeypatch: pytest.Monkey
         wait_until(lambda: not recording.on, what="the end of the recording")
 
 
-def test_a_server_that_records_none(tmp_path: Path) -> None:
-    with serving("server.trace_memory=0") as server:
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda: serving("server.trace_memory=0"), "trace_memory is 0"),
+        (lambda: serving_without("TRACE"), "this server is older: it records no traces"),
+    ],
+)
+def test_a_server_that_records_none(tmp_path: Path, made: Any, said: str) -> None:
+    with made() as server:
         done = run("trace", "record", "--for", "1", "-o", str(tmp_path / "t.jsonl"), "--endpoint", server.endpoint)
     assert done.returncode == 2
-    assert "trace_memory is 0" in done.stderr
+    assert said in done.stderr
     assert not (tmp_path / "t.jsonl").exists()
-
-
-def test_an_older_server(tmp_path: Path) -> None:
-    with serving_without("TRACE") as server:
-        done = run("trace", "record", "-o", str(tmp_path / "t.jsonl"), "--endpoint", server.endpoint)
-    assert done.returncode == 2
-    assert "this server is older: it records no traces" in done.stderr
 
 
 def test_a_file_that_exists_is_not_touched(tmp_path: Path) -> None:

@@ -50,7 +50,6 @@ def head(length: int, *headers: str) -> bytes:
 
 
 def send(connection: socket.socket, length: int) -> None:
-    """Send so much of a body, as far as it is taken."""
     with contextlib.suppress(ConnectionError):
         for _ in range(length // len(PIECE)):
             connection.sendall(PIECE)
@@ -83,7 +82,6 @@ def test_bodies_of_a_crowd_have_a_bound_together_and_their_memory_goes_back(chun
         before = forget_peak(router)
 
         def begin(_: int) -> socket.socket:
-            """Send all of a body but its end."""
             connection = router.connect()
             if chunked:
                 connection.sendall(b"POST /score HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n")

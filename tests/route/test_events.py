@@ -26,45 +26,9 @@ from kvf_route.events import (
     Stored,
     decoded,
 )
-from tests.route.publisher import as_array, batch, removed, stored
+from tests.route.publisher import CLEARED, as_array, batch, removed, stored
 
 EVENT = stored([1, 2], None, range(8))
-
-
-# As in vLLM 0.32, `vllm/distributed/kv_events.py`, field for field.
-class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    ts: float
-    events: list[Any]
-    data_parallel_rank: int | None = None
-
-
-class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
-    block_hashes: list[bytes | int]
-    parent_block_hash: bytes | int | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
-    extra_keys: list[tuple[Any, ...] | None] | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-    kv_cache_spec_sliding_window: int | None = None
-    locality: str | None = None
-    ownership: str | None = None
-    session_id: str | None = None
-
-
-class BlockRemoved(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
-    block_hashes: list[bytes | int]
-    medium: str | None
-    group_idx: int | None = None
-    locality: str | None = None
-    ownership: str | None = None
-
-
-class AllBlocksCleared(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
-    pass
 
 
 def read(*events: Any) -> list[Event]:
@@ -72,17 +36,9 @@ def read(*events: Any) -> list[Event]:
 
 
 def test_the_structs_of_vllm() -> None:
-    payload = msgspec.msgpack.encode(
-        EventBatch(
-            1.5,
-            [
-                BlockStored([-1, b"x" * 32], 7, [1, 2, 3, 4], 2, None, "GPU", None, group_idx=0),
-                BlockRemoved([2**63 - 1], None),
-                AllBlocksCleared(),
-            ],
-            3,
-        )
-    )
+    # As the structs of vLLM 0.32 are encoded, `vllm/distributed/kv_events.py`.
+    first = stored([-1, b"x" * 32], 7, [1, 2, 3, 4], size=2, medium="GPU", group_idx=0)
+    payload = batch(first, removed([2**63 - 1], None), CLEARED, at=1.5, rank=3)
     found = decoded(payload)
     first, second, third = found.events
     assert isinstance(first, Stored)

@@ -96,9 +96,7 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.5.23") -> None:
             "UnifiedCacheLinker": UnifiedCacheLinker,
             "LayerWiseLoadCounter": LayerWiseLoadCounter,
         },
-        "sglang.srt.runtime_context": {
-            "get_parallel": lambda: types.SimpleNamespace(attn_tp_rank=0, attn_tp_size=1),
-        },
+        "sglang.srt.runtime_context": {"get_parallel": lambda: types.SimpleNamespace(attn_tp_rank=0, attn_tp_size=1)},
         "sglang.srt.observability.metrics_collector": {"StorageMetrics": StorageMetrics},
         "sglang.srt.model_executor.model_runner_components.weight_updater": {
             # A class of its own for each test: it is patched.

@@ -17,7 +17,6 @@ class HostPool:
     dcp_size = 1
 
     def indices(self, pages: list[int]) -> list[int]:
-        """The slots of some pages, as SGLang hands them out."""
         return [page * self.page_size + slot for page in pages for slot in range(self.page_size)]
 
 
@@ -75,7 +74,6 @@ class MambaPoolHost(HostPool):
         self.slot_state_buffers = [torch.zeros(PAGES, 7, dtype=torch.int8)] if beside else []
 
     def parts(self, slot: int) -> list[Any]:
-        """Views of one state."""
         return [
             self.temporal_buffer[slot],
             self.conv_buffer[0][slot],
@@ -101,7 +99,6 @@ class MHATokenToKVPool(HostPool):
         )
 
     def fill(self, page: int, key: str) -> None:
-        """Writes what a page of this key holds."""
         planes = content(self.page(page), key)
         for plane, buffers in zip(planes, (self.k_buffer, self.v_buffer), strict=True):
             for layer, buffer in zip(plane, buffers, strict=True):
@@ -147,7 +144,6 @@ class Transfer:
 
 
 def keys(count: int, *, seed: str = "") -> list[str]:
-    """Page hashes of one prompt."""
     found, parent = [], seed.encode()
     for index in range(count):
         parent = hashlib.sha256(parent + bytes([index])).digest()

@@ -105,7 +105,6 @@ class Bench:
 
 
 def stored(server: ServerProcess) -> int:
-    """The objects in the server."""
     return int(server.status()["l1"]["objects"])
 
 

@@ -95,7 +95,6 @@ class Tree:
         return RadixKey(array("q", tokens), extra_key=None)
 
     def step(self) -> None:
-        """What the scheduler does each step."""
         self.cache.check_hicache_events()
 
     def insert(self, tokens: list[int]) -> Any:

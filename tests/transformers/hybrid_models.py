@@ -33,12 +33,7 @@ LINEAR = {
     "layer_types": TYPES,
 }
 MAMBA = {"mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 16}
-MOE = {
-    "num_experts": 2,
-    "num_experts_per_tok": 1,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}
+MOE = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
 
 HYBRIDS: dict[str, Callable[[], Any]] = {
     "qwen3-next": lambda: transformers.Qwen3NextConfig(**SMALL, **LINEAR, **MOE),

@@ -40,7 +40,6 @@ class Transformers:
         return Answer(reply["tokens"], reply["cached"])
 
     def faults(self, engine: Engine, *, server_killed: bool) -> list[str]:
-        """Tracebacks, and what the plugin warns of while no server is killed."""
         signs = ["Traceback"] if server_killed else ["Traceback", "WARNING:kvf_"]
         return [line for line in engine.log.read_text().splitlines() if any(sign in line for sign in signs)]
 

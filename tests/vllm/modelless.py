@@ -83,7 +83,6 @@ class _Worker:
         self.connector._updates._worker = self
 
     def block(self, layer: str, block: int) -> torch.Tensor:
-        """The bytes of a block, heads and tokens in the order of vLLM's view."""
         memory = self.memory[layer][block]
         return memory.view(torch.int8)
 
@@ -156,7 +155,6 @@ def _executor() -> type:
             return ModelRunnerOutput(names, where, sampled, kv_connector_output=output)
 
         def _ends(self, request_id: str) -> bool:
-            """Whether this step computes the last token of the request so far."""
             request = self.scheduler.requests[request_id]
             return bool(request.num_computed_tokens >= request.num_tokens)
 
@@ -237,7 +235,6 @@ class Engine:
         return self.core.scheduler.get_kv_connector()
 
     def answer(self, prompt: int, tokens: Sequence[int], most: int = 2) -> Loaded:
-        """Compute `most` tokens behind a prompt; return what was loaded for it."""
         from vllm.v1.engine import EngineCoreRequest
 
         from vllm import SamplingParams
@@ -255,7 +252,6 @@ class Engine:
         return self.executor.loaded[name]
 
     def settle(self) -> None:
-        """Return once all stores under way have been published."""
         stores, deadline = self.connector._manager.stores, time.monotonic() + 60
         while stores._under_way or stores._held:
             assert time.monotonic() < deadline, "stores do not end"

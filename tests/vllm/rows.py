@@ -168,7 +168,6 @@ def server_for(*settings: str, capacity: str = "1GiB") -> ServerProcess:
 
 
 def written_back(server: ServerProcess) -> None:
-    """Returns once all that L1 holds is in L2."""
     with server.client() as client:
         wait_until(lambda: client.status()["l2"][0]["write_pending"] == 0, 60, "the write to L2")
 
@@ -214,7 +213,6 @@ def restarted(server: ServerProcess) -> None:
 
 
 def several(*connectors: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    """vLLM's MultiConnector over these."""
     return {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
@@ -258,7 +256,6 @@ def load_from_redis(bench: Bench) -> Answer:
 
 
 def local_and_external(bench: Bench, local: int) -> Answer:
-    """The first `local` tokens are in vLLM's own cache, the others come from the server."""
     with server_for() as server:
         bench.run(server, bench.ask())
         return bench.run(server, bench.ask(local), bench.ask())[1]

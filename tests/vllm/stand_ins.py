@@ -153,7 +153,6 @@ def table(tokens: int, first: int = 100) -> list[list[int]]:
 
 
 def computed(side: SchedulerSide, request: FakeRequest, tokens: int, blocks: list[list[int]] | None = None) -> StepPlan:
-    """One step that computes `tokens` of a request."""
     held = blocks if blocks is not None else table(request.num_computed_tokens + tokens)
     plan = side.plan_step({request.request_id: tokens}, lambda _request_id: held)
     request.num_computed_tokens += tokens

@@ -127,7 +127,6 @@ class Engine(Connected):
 
 
 def spied_on(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the requests that the engine's worker sends from now on."""
     asked: list[str] = []
     begin = engine.clients[0]._connection.begin
 

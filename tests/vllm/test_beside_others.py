@@ -137,7 +137,6 @@ class Api:
             return dict(json.loads(connection.getresponse().read()))
 
     def abort(self, tokens: list[int], **body: Any) -> None:
-        """Goes away without waiting for the answer."""
         with self._connected(300) as connection:
             self._post(connection, tokens, {"max_tokens": 2000, "stream": True, **body})
             with connection.getresponse() as response:

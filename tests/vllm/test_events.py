@@ -23,6 +23,12 @@ LORA = SimpleNamespace(lora_name="style", lora_int_id=1, lora_path="/x")
 LORA_LOADED = StepReport(adapters={0: {1: AdapterNews("style", "/x", "content")}})
 
 
+def announcing(*, telling: bool = False, **options: Any) -> tuple[FakeServer, SchedulerSide]:
+    server = FakeServer()
+    server.telling = telling
+    return server, scheduler(server, event_block_size=BLOCK, **options)
+
+
 def stored(side: SchedulerSide, request: FakeRequest, *, server: FakeServer | None = None, by: int = 1) -> StepPlan:
     """Computes all of a request; `by` of its two workers store it."""
     if not request.num_computed_tokens:
@@ -40,8 +46,7 @@ def stored(side: SchedulerSide, request: FakeRequest, *, server: FakeServer | No
 
 
 def test_blocks_are_announced_when_all_workers_have_stored_them() -> None:
-    server = FakeServer()
-    side = scheduler(server, workers=2, event_block_size=BLOCK)
+    server, side = announcing(workers=2)
     request = FakeRequest("a", list(TOKENS))
     stored(side, request, by=1)
     assert side.events.take() == []
@@ -56,8 +61,7 @@ def test_blocks_are_announced_when_all_workers_have_stored_them() -> None:
 
 
 def test_what_a_lookup_misses_is_gone() -> None:
-    server = FakeServer()
-    side = scheduler(server, event_block_size=BLOCK)
+    server, side = announcing()
     request = FakeRequest("a", list(TOKENS))
     (op,) = stored(side, request, server=server).stores
     side.events.take()
@@ -113,8 +117,7 @@ def test_salted_blocks_are_not_announced_nor_any_that_nobody_wants(fields: dict[
 
 
 def test_with_the_option_the_salt_stands_in_both_spellings_of_every_event() -> None:
-    server = FakeServer()
-    side = scheduler(server, event_block_size=BLOCK, announce_salts=True)
+    server, side = announcing(announce_salts=True)
     request = FakeRequest("a", list(TOKENS), cache_salt="tenant")
     stored(side, request, server=server)
     request.all_token_ids += range(20, 24)
@@ -136,8 +139,7 @@ def test_with_the_option_the_salt_stands_in_both_spellings_of_every_event() -> N
 
 
 def test_what_a_salted_lookup_misses_says_nothing_of_the_plain_blocks() -> None:
-    server = FakeServer()
-    side = scheduler(server, event_block_size=BLOCK)
+    server, side = announcing()
     stored(side, FakeRequest("a", list(TOKENS)), server=server)
     side.events.take()
     side.matched_tokens(FakeRequest("b", list(TOKENS), **SALTED[1]), 0)
@@ -145,8 +147,7 @@ def test_what_a_salted_lookup_misses_says_nothing_of_the_plain_blocks() -> None:
 
 
 def test_salted_blocks_are_removed_only_if_they_were_announced() -> None:
-    server = FakeServer()
-    side = scheduler(server, event_block_size=BLOCK, announce_salts=True)
+    server, side = announcing(announce_salts=True)
     request = FakeRequest("a", list(TOKENS), cache_salt="tenant")
     stored(side, request, server=server)
     side.events.take()
@@ -167,8 +168,7 @@ def test_images_are_named_in_the_blocks_that_they_reach() -> None:
 
 
 def test_requests_with_adapters_are_not_announced() -> None:
-    server = FakeServer()
-    side = scheduler(server, event_block_size=BLOCK, announce_salts=True)
+    server, side = announcing(announce_salts=True)
     side.heard(LORA_LOADED)
     stored(side, FakeRequest("a", list(TOKENS), lora_request=LORA), server=server)
     assert server.known
@@ -188,9 +188,7 @@ def test_a_store_that_ends_after_a_reset_is_not_announced() -> None:
 
 
 def test_what_the_server_tells_the_engine_leaves_out_and_gives_the_server() -> None:
-    server = FakeServer()
-    server.telling = True
-    side = scheduler(server, event_block_size=BLOCK)
+    server, side = announcing(telling=True)
     image = SimpleNamespace(identifier="cat", mm_position=SimpleNamespace(offset=3, length=6))
     request = FakeRequest("a", list(TOKENS), mm_features=[image])
     (store,) = stored(side, request, server=server, by=2).stores
@@ -209,18 +207,14 @@ def test_what_the_server_tells_the_engine_leaves_out_and_gives_the_server() -> N
 
 
 def test_of_a_salt_that_the_server_withholds_the_engine_decides() -> None:
-    server = FakeServer()
-    server.telling = True
-    side = scheduler(server, event_block_size=BLOCK, announce_salts=True)
+    server, side = announcing(telling=True, announce_salts=True)
     (store,) = stored(side, FakeRequest("a", list(TOKENS), cache_salt="tenant"), server=server, by=2).stores
     assert store.content is None
     assert len(side.events.take()) == 1
 
 
 def test_an_adapter_is_named_and_its_content_verified() -> None:
-    server = FakeServer()
-    server.telling = True
-    side = scheduler(server, event_block_size=BLOCK)
+    server, side = announcing(telling=True)
     side.heard(LORA_LOADED)
     (store,) = stored(side, FakeRequest("a", list(TOKENS), lora_request=LORA), server=server, by=2).stores
     assert (store.content.lora_name, store.content.hashes) == ("style", b"")

@@ -37,7 +37,6 @@ def bench_of(family: str, directory: Path, **engine: object) -> Bench:
 
 
 def equal(one: Answer, other: Answer) -> int:
-    """How many of the tokens are equal, wherever they stand."""
     return sum(mine == theirs for mine, theirs in zip(one.tokens, other.tokens, strict=True))
 
 

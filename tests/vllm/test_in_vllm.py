@@ -280,7 +280,6 @@ def test_pipeline_stages_are_told_apart_in_vllms_own_configuration() -> None:
 
 
 def worker_of(**fields: Any) -> Any:
-    """A worker's connector that has started, without an engine."""
     from kvf_vllm.connector import KvFrameworkConnector
     from kvf_vllm.worker import WorkerSide
     from kvframework.client import ErrorNotes

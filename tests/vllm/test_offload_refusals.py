@@ -25,7 +25,6 @@ server = server_fixture(capacity="1MiB", scope="module")
 
 
 def made(server: ServerProcess, extra: dict[str, Any] | None = None, **engine: Any) -> Any:
-    """The scheduler's side for the tiny model, or its refusal."""
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole

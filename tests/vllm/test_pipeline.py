@@ -57,8 +57,6 @@ class Parallel:
 
 
 class Engine(Connected):
-    """With a worker for each stage."""
-
     def __init__(self, server: ServerProcess, stages: Any = EVEN) -> None:
         self.clients = [
             KVClient(server.endpoint, connect_timeout_s=1.0, deadline_scale=20.0) for _ in range(len(stages) + 1)

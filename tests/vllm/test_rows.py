@@ -117,7 +117,6 @@ def cold(bench: Bench) -> Answer:
 
 
 def lines(answer: Answer) -> list[str]:
-    """The connector's own lines of warning and error in the engine's log."""
     return [
         line
         for line in answer.log.splitlines()

@@ -102,7 +102,6 @@ class RealEngine:
 
 
 def counters(status: Any) -> dict[str, Any]:
-    """Return all of a status document that does not depend on the clock."""
     return {
         "lookups": status["lookups"],
         "prefetch": status["prefetch"],
@@ -113,7 +112,6 @@ def counters(status: Any) -> dict[str, Any]:
 
 
 def both(trace: MadeTrace, *settings: str, tiers: tuple[TierSpeed, ...] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the counters of a server with these settings, and of the simulator."""
     settings = (f"server.chunk_size={CHUNK}", *settings)
     config = load_config(overrides=[*settings, f"l1.capacity={CAPACITY}"], environ={})
     with ServerProcess(*settings, capacity=CAPACITY) as server, server.client() as client:

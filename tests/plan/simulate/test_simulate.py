@@ -31,6 +31,8 @@ from tests.plan.simulate.made import made_trace
 
 CHUNK = 16
 MIB = 1 << 20
+# Two prompts that fill an L1 of 8 MiB.
+FIRST, OTHERS = list(range(8)), list(range(100, 108))
 REDIS = ("l2.0.use=redis", "l2.0.url=redis://nowhere")
 
 
@@ -102,8 +104,7 @@ def test_prompts_wait_for_the_engine_that_is_free_first() -> None:
 
 def test_a_tier_takes_the_time_of_its_bytes() -> None:
     """L1 holds 8 objects; 8 others come, then the first ones again: 8 MiB at 1 MiB a second."""
-    first, others = list(range(8)), list(range(100, 108))
-    trace = trace_of((0, first), (100, others), (200, first))
+    trace = trace_of((0, FIRST), (100, OTHERS), (200, FIRST))
     speed = TierSpeed("redis", MIB, write_bytes_per_s=8 * MIB)
     fields: dict[str, Any] = {"engines": Engines(1, 1e9), "capacity": "8MiB"}
     outcome = simulate(trace, settings_of(*REDIS, "l2.0.timeout_s=60", tiers=[speed], **fields))
@@ -118,20 +119,18 @@ def test_a_tier_takes_the_time_of_its_bytes() -> None:
 
 
 def test_a_tier_that_is_too_slow_is_a_miss_after_its_timeout() -> None:
-    first, others = list(range(8)), list(range(100, 108))
     down = TierSpeed("redis", 100 * MIB, slow=[SlowTime(150, 1000, 0.0)])
     settings = settings_of(*REDIS, "l2.0.timeout_s=3", capacity="8MiB", tiers=[down], engines=Engines(1, 1e9))
-    outcome = simulate(trace_of((0, first), (100, others), (200, first)), settings)
+    outcome = simulate(trace_of((0, FIRST), (100, OTHERS), (200, FIRST)), settings)
     assert outcome.l2_blocks == 0
     assert outcome.misses["tier_down"] == 1
     assert 3.0 <= outcome.ttft_s.p99 < 10.0
 
 
 def test_a_tier_that_has_all_is_never_written() -> None:
-    first, others = list(range(8)), list(range(100, 108))
     speed = TierSpeed("redis", 100 * MIB, has_all=True)
     outcome = simulate(
-        trace_of((0, first), (1, others), (2, first)), settings_of(*REDIS, capacity="8MiB", tiers=[speed])
+        trace_of((0, FIRST), (1, OTHERS), (2, FIRST)), settings_of(*REDIS, capacity="8MiB", tiers=[speed])
     )
     (tier,) = outcome.tiers
     assert (outcome.l2_blocks, tier.written_bytes, tier.used_bytes) == (8, 0, 16 * MIB)
@@ -199,10 +198,7 @@ BAD: dict[str, tuple[Settings, str]] = {
         settings_of(*REDIS),
         r"how fast is the tier 'redis'\?.*\n.*\n  hint: .*--tier redis=3GB/s",
     ),
-    "two speeds of a tier": (
-        settings_of(*REDIS, tiers=[TierSpeed("redis", 1e9)] * 2),
-        "a tier has two speeds",
-    ),
+    "two speeds of a tier": (settings_of(*REDIS, tiers=[TierSpeed("redis", 1e9)] * 2), "a tier has two speeds"),
     "a tier that stands still": (settings_of(*REDIS, tiers=[TierSpeed("redis", 0.0)]), "read_bytes_per_s: 0.0"),
     "a tier that writes backwards": (
         settings_of(*REDIS, tiers=[TierSpeed("redis", 1.0, -1.0)]),

@@ -21,7 +21,6 @@ def check(world: World) -> None:
 
 
 def glance(world: World) -> None:
-    """After every step."""
     table = world.manager.table
     must(table.used_bytes + table.allocator.free_bytes == table.allocator.limit, "bytes were lost or found")
     must(table.pins >= 0, "more was unpinned than pinned")

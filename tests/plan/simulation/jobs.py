@@ -66,7 +66,6 @@ class Job:
         return result
 
     def abandon(self) -> None:
-        """End it where it is, as if its process had ended."""
         self._thread.end()
 
     def _run(self, work: Work) -> None:

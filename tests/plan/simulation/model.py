@@ -127,7 +127,6 @@ class Model:
 
 
 def span(offset: int, nbytes: int) -> range:
-    """The units of a range."""
     return range(offset // ALIGNMENT, (offset + rounded(nbytes)) // ALIGNMENT)
 
 

@@ -233,7 +233,6 @@ class World:
         return True
 
     def serve(self) -> None:
-        """The serving thread, once something wakes it."""
         if self.lookups.waits.next_at() <= self.now:
             self.lookups.answer_waits()
 

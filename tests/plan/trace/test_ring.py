@@ -25,8 +25,6 @@ class _Client(ClientInfo):
 
 
 class _World:
-    """A ring, its clock, and a reader of it."""
-
     def __init__(self, most_bytes: int = 1 << 20) -> None:
         self.now = 100.0
         self.ring = Recording(lambda: self.now, most_bytes)

@@ -65,8 +65,7 @@ def program(variable: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize(
-    ("variable", "form"),
-    [("KVF_ROUTERS_LLMD", "map"), ("KVF_ROUTERS_LLMD", "array"), ("KVF_ROUTERS_AIBRIX", "array")],
+    ("variable", "form"), [("KVF_ROUTERS_LLMD", "map"), ("KVF_ROUTERS_LLMD", "array"), ("KVF_ROUTERS_AIBRIX", "array")]
 )
 def test_a_decoder_reads_what_is_sent(tmp_path: Path, variable: str, form: str) -> None:
     disk = ("l2.0.use=filesystem", f"l2.0.path={tmp_path / 'l2'}", "l2.0.capacity=1GiB")

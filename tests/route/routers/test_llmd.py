@@ -98,10 +98,7 @@ def test_a_lost_batch_is_healed_by_replay(then: bool) -> None:
     losing = False
     with TellingServer() as server, server.client() as client:
         told, again = sockets(server)
-        with (
-            Between(told, lambda frames: None if losing else frames) as between,
-            LlmD(between.endpoint, again) as llmd,
-        ):
+        with Between(told, lambda frames: None if losing else frames) as between, LlmD(between.endpoint, again) as llmd:
             engine = Engine(client)
             engine.store(prompt(11, 1))
             knows(llmd, engine, [prompt(11, 1)])
