@@ -103,7 +103,7 @@ class UnprovenWithoutGpu:
     """Counts the tests marked `gpu` that a run has skipped: its success says nothing of what only a GPU can prove."""
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        count = sum("gpu" in report.keywords for report in terminalreporter.stats.get("skipped", ()))
+        count = sum("gpu" in getattr(report, "keywords", ()) for report in terminalreporter.stats.get("skipped", ()))
         if count:
             terminalreporter.write_line(f"{count} tests need a GPU and were not run", yellow=True)
 
