@@ -141,7 +141,9 @@ def test_no_answer_is_no(server: ServerProcess) -> None:
 
 def test_a_dead_tier_is_named_with_what_was_cleared(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("a", "b", "c")]
-    tiers = [text for index, folder in enumerate(folders) for text in _tier(index, folder)]
+    tiers = [
+        f"l2.{index}.{key}" for index, folder in enumerate(folders) for key in ("use=filesystem", f"path={folder}")
+    ]
     with ServerProcess(*tiers) as server:
         fill(server)
         for folder in folders[:2]:
@@ -161,10 +163,6 @@ def test_a_dead_tier_is_named_with_what_was_cleared(tmp_path: Path) -> None:
             assert client.status()["l1"]["objects"] == 0
         records = 2
         assert len([path for path in folders[2].glob("*/*") if path.is_file()]) == records
-
-
-def _tier(index: int, folder: Path) -> list[str]:
-    return [f"l2.{index}.use=filesystem", f"l2.{index}.path={folder}"]
 
 
 @pytest.mark.redis

@@ -33,7 +33,8 @@ def test_conversations_with_two_engines(
     cache = Path(os.environ.get("KVF_VLLM_MODELS", Path(tempfile.gettempdir()) / "kvf-vllm-models"))
     seconds = float(os.environ.get("KVF_VLLM_SOAK_S", "150"))
     try:
-        seen = run(model_of(cache, model), server(capacity="20MiB"), tmp_path, seconds, connector)
+        maker = hybrid_models.make if model in hybrid_models.FAMILIES else make
+        seen = run(maker(cache / model, model), server(capacity="20MiB"), tmp_path, seconds, connector)
     except NotRepeatableError as error:
         pytest.skip(f"vLLM without a connector: {error}")
     print(seen)
@@ -112,10 +113,6 @@ class VLLM:
             self.metrics.append(metrics)
             return lines
         return lines + [f"{metrics[_ERRORS]} {_ERRORS}"] * bool(metrics.get(_ERRORS))
-
-
-def model_of(cache: Path, name: str) -> Path:
-    return hybrid_models.make(cache / name, name) if name in hybrid_models.FAMILIES else make(cache / name, name)
 
 
 def run(model: Path, server: ServerProcess, directory: Path, seconds: float, connector: str) -> dict[str, Any]:

@@ -208,7 +208,8 @@ def test_dynamo_takes_a_plain_extra_key_for_none(dynamo: Dynamo) -> None:
             dynamo.until(lambda: dynamo.matched(LONG) == END)
 
 
-def test_a_lost_batch_is_healed_by_replay(dynamo: Dynamo) -> None:
+@pytest.mark.parametrize("is_last", [False, True], ids=["others follow", "nothing else happens"])
+def test_a_lost_batch_is_healed_by_replay(dynamo: Dynamo, is_last: bool) -> None:
     losing = False
     with TellingServer() as server, server.client() as client:
         told, again = sockets(server)
@@ -220,29 +221,15 @@ def test_a_lost_batch_is_healed_by_replay(dynamo: Dynamo) -> None:
             losing = True
             engine.store(LONG)
             wait_until(lambda: between.lost, what="a lost message")
-            client.call("CLEAR", m.Clear())
-            wait_until(lambda: client.status()["events"]["blocks"]["CPU"] == 0, what="the removal")
-            engine.store(LONG)
-            wait_until(lambda: between.lost > 2, what="further lost messages")
+            if not is_last:
+                client.call("CLEAR", m.Clear())
+                wait_until(lambda: client.status()["events"]["blocks"]["CPU"] == 0, what="the removal")
+                engine.store(LONG)
+                wait_until(lambda: between.lost > 2, what="further lost messages")
             losing = False
-            engine.store(prompt(21, 1))
-            knows(dynamo, beginnings(LONG) | beginnings(prompt(21, 1)))
-
-
-def test_a_last_batch_that_was_lost_is_healed_though_nothing_else_happens(dynamo: Dynamo) -> None:
-    losing = False
-    with TellingServer() as server, server.client() as client:
-        told, again = sockets(server)
-        with Between(told, lambda frames: None if losing else frames) as between:
-            dynamo.register(between.endpoint, again)
-            engine = Engine(client)
-            engine.store(prompt(11, 1))
-            knows(dynamo, beginnings(prompt(11, 1)))
-            losing = True
-            engine.store(LONG)
-            wait_until(lambda: between.lost, what="a lost message")
-            losing = False
-            knows(dynamo, beginnings(LONG) | beginnings(prompt(11, 1)))
+            if not is_last:
+                engine.store(prompt(21, 1))
+            knows(dynamo, beginnings(LONG) | beginnings(prompt(11 if is_last else 21, 1)))
 
 
 def test_what_is_handed_over_to_another_server_stays_credited(dynamo: Dynamo) -> None:
