@@ -53,7 +53,6 @@ def test_a_restart_keeps_the_keeper(node: Node) -> None:
     assert before is not None
     node.ask("restart")
     after = keeper_of(node.endpoint)
-    assert after is not None
     assert (after["pid"], after["server"]["pid"]) != (before["pid"], before["server"]["pid"])
     assert after["pid"] == before["pid"]
 
@@ -82,7 +81,6 @@ def test_signals_reach_the_engine(node: Node, number: signal.Signals) -> None:
     program = f"import signal; signal.sigwait; signal.pthread_sigmask(0, [{int(number)}]); print('up', flush=True); "
     program += f"print(signal.sigwait([{int(number)}]), flush=True)"
     running = node.start("run", *SMALL, "--", sys.executable, "-c", program)
-    assert running.stdout is not None
     assert running.stdout.readline() == "up\n"
     running.send_signal(number)
     output, _ = running.communicate(timeout=SLOW_S)
@@ -181,7 +179,6 @@ def test_two_users_have_two_servers(node: Node) -> None:
 def test_stale_files_of_a_killed_server_do_not_matter(node: Node) -> None:
     node.ask("run", *SMALL)
     keeper = keeper_of(node.endpoint)
-    assert keeper is not None
     for pid in (keeper["pid"], keeper["server"]["pid"]):
         os.kill(pid, signal.SIGKILL)
     assert "started the server" in node.engine(SHOW, *SMALL).stderr

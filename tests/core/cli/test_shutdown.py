@@ -97,7 +97,6 @@ def test_what_waits_for_l2_is_written_before_the_end(redis: RedisServer) -> None
         redis.sigstop()
         with server.client() as client:
             fill(client)
-        assert server.process is not None
         server.process.terminate()
         wait_until(lambda: not files(server), what="the end of serving")
         assert server.process.poll() is None, "it waits for Redis"
@@ -116,7 +115,6 @@ def test_a_second_signal_ends_at_once_and_leaves_nothing_either(redis: RedisServ
         fill(client)
         client.send("CLEAR", m.Clear(l2=True))
         client.call("NOOP", m.Empty())
-        assert server.process is not None
         server.process.send_signal(number)
         wait_until(lambda: "stopping: 1 requests in flight" in server.log, what="the first signal's effect")
         assert "s.sock.lock" in files(server), "requests in flight are still waited for"
@@ -326,7 +324,6 @@ def test_the_end_counts_from_the_signal_even_if_the_main_thread_is_busy() -> Non
         "    hashlib.pbkdf2_hmac('sha256', b'', b'', 3_000_000)\n"
     )
     with subprocess.Popen([sys.executable, "-c", script], text=True, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.terminate()
         assert process.communicate(timeout=240)[0] == "1"
@@ -335,7 +332,6 @@ def test_the_end_counts_from_the_signal_even_if_the_main_thread_is_busy() -> Non
 def test_a_main_thread_that_hangs_is_ended_by_a_second_signal() -> None:
     with hanging(deadline_s=60) as process:
         process.send_signal(signal.SIGINT)
-        assert process.stdout is not None
         assert process.stdout.readline() == "asked\n"
         process.terminate()
         assert process.communicate(timeout=240) == ("abandoned\n", "")

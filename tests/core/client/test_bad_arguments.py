@@ -123,7 +123,6 @@ def test_integers_of_other_libraries_are_integers(engine: PagedEngine, kind: Any
 def test_a_transport_that_returns_something_else_is_a_miss(
     engine: PagedEngine, result: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert engine.worker._instance is not None
     monkeypatch.setattr(engine.worker._instance.transfer, "store", lambda _: result)
     monkeypatch.setattr(engine.worker._instance.transfer, "load", lambda _, __: result)
     lost: list[str] = []

@@ -59,7 +59,6 @@ def test_a_connection_that_breaks_is_replaced(server: ServerProcess) -> None:
         engine = PagedEngine(client)
         load = between_pieces(engine)
         broken = client._connection._link
-        assert broken is not None
         broken._stop(ServerGone("a signal interrupted a message"))
         wait_until(lambda: client._connection._link is not broken and client.usable, what="another connection")
         assert not load.result(60).ok

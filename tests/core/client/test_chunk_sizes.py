@@ -103,7 +103,6 @@ def test_an_engine_keeps_its_chunk_at_a_server_that_sizes_chunks_by_another_rule
 def test_an_older_client_and_the_eight_fields_beside_an_engine() -> None:
     with ServerProcess() as server, WireClient(server.endpoint) as client:
         hello = client.hello
-        assert hello is not None
         assert (hello.chunk_size, hello.least_chunk) == (256, 64)
         payload = m.RegisterNonGpuContextPayload(7, "m", 1, BLOCK, LAYERS, WIDE, "float32", False)
         registered = client.call("REGISTER_KV_CACHE_NON_GPU_CONTEXT", payload)

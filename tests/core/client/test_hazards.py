@@ -182,7 +182,6 @@ def test_an_engine_survives_the_end_of_its_arena_in_mid_copy(how: str) -> None:
             text=True,
         )
         try:
-            assert engine.stdout is not None
             assert engine.stdout.readline().strip() == "ready", engine.communicate()[1]
             if how == "kill":
                 with server.client() as watcher:

@@ -124,12 +124,10 @@ def test_a_range_stays_a_workers_when_its_scheduler_has_ended(server: ServerProc
         wait_until(lambda: made.is_ready, 20, "the registration")
         plan = made.prepare_store(Prompt("kept", 0, 64), groups("h", 64)).result(20)
         ticket = made.ticket
-        assert ticket is not None
         arguments = (ticket.path, ticket.session.hex(), ticket.boot_id.hex(), str(plan.ranges[0].offset))
         worker = subprocess.Popen(
             [sys.executable, "-c", WORKER, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        assert worker.stdout is not None
         assert worker.stdout.readline() == "mapped\n"
         del plan
     reserved = server.status()["l1"]["write_leases"]

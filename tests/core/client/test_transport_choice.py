@@ -246,10 +246,8 @@ def test_a_refusal_stands_until_there_is_another_server(
             connected.request("UNREGISTER_KV_CACHE", m.Unregister(1), m.Empty)
             assert not stores(connected, adapter)
             instance = adapter._instance
-            assert instance is not None
             wait_until(lambda: instance._again is not None, PATIENCE_S, "the attempt to register again")
             thread = instance._again
-            assert thread is not None
             thread.join(PATIENCE_S)
             assert not thread.is_alive(), "it tries again"
             for _ in range(3):

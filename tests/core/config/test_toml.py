@@ -41,7 +41,6 @@ def refusal(text: str) -> ConfigFileError | ConfigFieldError | None:
 def test_a_mistake_has_its_place_and_a_hint(name: str) -> None:
     text, place = MISTAKES[name]
     error = refusal(text)
-    assert error is not None
     assert error.fact.startswith(f"not valid TOML, {place}")
     assert "\n" not in error.fact
     assert "quotes" in error.hint

@@ -279,7 +279,6 @@ def test_a_server_that_ends_before_its_arena_is_mapped_is_gone_and_no_surprise(
     def on_up(_reply: HelloReply, _fd: int | None) -> None:
         lab.stop()
         link = connection._link
-        assert link is not None
         assert link.ended.wait(60)
         try:
             connection.liveness_fd()
@@ -324,7 +323,6 @@ def test_a_connection_without_a_thread_to_get_keeps_no_descriptor(lab: Lab, monk
 def test_a_second_socket_that_does_not_come_in_costs_the_session_nothing(lab: Lab) -> None:
     with connected(lab.endpoint) as connection:
         files = lab.server._files
-        assert files is not None
         files.show(False)  # as the gate does while descriptors run low
         refused = connection.begin("test.ECHO", Text("big"), timeout=60, bulk=True)
         assert isinstance(refused.exception(), ServerFull)

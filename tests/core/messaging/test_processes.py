@@ -43,7 +43,6 @@ def start(endpoint: str) -> Iterator[Start]:
 
 def said(process: subprocess.Popen[str]) -> str:
     """Its line, which also says that it is ready."""
-    assert process.stdout is not None
     line = process.stdout.readline()
     assert line, f"the process ended with {process.wait()}"
     return line

@@ -65,7 +65,6 @@ def test_a_connection_takes_far_less_than_is_asked_for(lab: Lab) -> None:
     command = [sys.executable, "-m", "tests.core.messaging.client_program", lab.endpoint, "stay"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
-            assert process.stdout is not None
             assert process.stdout.readline() == "done\n"
             taken = [what for what in descriptors(process.pid).values() if what.startswith(("socket:", "anon_inode:"))]
         finally:

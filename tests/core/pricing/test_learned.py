@@ -139,7 +139,6 @@ def test_an_engine_is_known_after_some_prompts_and_a_pause_is_forgotten() -> Non
     now = chunked(meter)
     for _ in range(2):
         speed = meter.speed([(1024, 9216), (512, 600)])
-        assert speed is not None
         assert speed.tokens_per_s == pytest.approx(TRUE.tokens_per_s, rel=0.01)
         assert speed.attention_tokens == pytest.approx(TRUE.attention_tokens, rel=0.02)
         assert speed.queued_s == pytest.approx(TRUE.prefill_s(1024, 9216) + TRUE.prefill_s(512, 600), rel=0.02)
@@ -156,7 +155,6 @@ def test_steps_that_overlap_are_not_counted_twice() -> None:
         end += 0.2
         meter.end_step(end)
     speed = meter.speed([])
-    assert speed is not None
     assert speed.tokens_per_s == pytest.approx(4096 / 0.2, rel=0.01)
 
 

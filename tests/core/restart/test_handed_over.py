@@ -43,7 +43,6 @@ def reloaded(server: HeldServer) -> None:
 
 
 def adopted(server: HeldServer) -> None:
-    assert server.process is not None
     server.process.kill()
     server.process.wait()
     server.adopt()

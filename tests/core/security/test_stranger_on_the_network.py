@@ -29,14 +29,12 @@ server = fixture_of(remote_server, scope="module")
 
 @pytest.fixture
 def remote(server: RemoteServer) -> Iterator[WireClient]:
-    assert server.keys is not None
     with WireClient(server.tcp, keys=server.keys.of("client")) as client:
         yield client
         client.call("GOODBYE", m.Empty())
 
 
 def test_an_admitted_client_maps_nothing_and_manages_nothing(server: RemoteServer, remote: WireClient) -> None:
-    assert remote.hello is not None
     assert remote.hello.liveness == ""
     registered = remote.register()
     key = key_for(registered, TOKENS)

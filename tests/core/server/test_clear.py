@@ -31,7 +31,6 @@ def test_lookups_and_pings_are_answered_between_the_slices_of_a_clear(monkeypatc
         lease = storage.table.reserve(
             [(packed_key(number), ALIGNMENT) for number in range(OTHERS)], owner=0, request_id="", lease_s=None
         ).lease
-        assert lease is not None
         assert len(storage.table.commit(lease.id, owner=0)) == OTHERS
         client.store(last, b"b")
         monkeypatch.setattr(table_module, "time", pause)
@@ -61,7 +60,6 @@ def test_what_is_stored_during_a_clear_stays(monkeypatch: pytest.MonkeyPatch) ->
             lease = storage.table.reserve(
                 [(key, ALIGNMENT) for key in chosen], owner=0, request_id="", lease_s=None
             ).lease
-            assert lease is not None
             storage.table.commit(lease.id, owner=0)
 
         store(keys)

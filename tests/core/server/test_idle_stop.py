@@ -23,7 +23,6 @@ def test_what_only_l1_held_is_in_the_tier_after_an_idle_stop(policy: str, tmp_pa
         with server.client() as client:
             client.store(key_for(client.register(), tokens), b"x")
             assert client.status()["l2"][0]["stored"] == 0
-        assert server.process is not None
         assert server.process.wait(120) == 0
         server.process = None
         assert "[server] idle_stop_s: the server stops" in server.log

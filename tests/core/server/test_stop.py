@@ -110,7 +110,6 @@ def test_the_node_of_a_tier_knows_what_the_server_knows() -> None:
     tier = AttachedTier()
     with serving("l2.0.use=attached", plugins=(Plugin(tier),)) as server, WireClient(server.endpoint) as client:
         node = tier.node
-        assert node is not None
         assert node.identity.boot_id == server.service.boot_id
         assert node.identity.chunk_size == server.service.chunk_size
         assert node.identity.hasher == server.service.hasher.fingerprint

@@ -30,7 +30,6 @@ def key(rank: int | None = 2) -> CacheKey:
 
 
 def test_a_server_tells_its_setting(client: WireClient) -> None:
-    assert client.hello is not None
     assert (client.hello.tp_lcm, client.hello.pp_lcm) == (4, 1)
 
 

@@ -173,7 +173,6 @@ def test_layers_with_and_without_a_window_are_split_alike(client: KVClient) -> N
     for worker, part in second:
         assert worker.submit_retrieve(hashed(client, tokens), 0, TOKENS, [blocks, blocks]).result(60).ok
         own = worker.part
-        assert own is not None
         at = own.tp_rank * heads // own.tp_size
         wanted = whole[:, :, :, at : at + heads // own.tp_size].unflatten(2, (-1, BLOCK))
         assert torch.equal(part[0], wanted[0])

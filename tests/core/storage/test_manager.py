@@ -61,7 +61,6 @@ def test_after_close_nothing_is_taken_on_and_nothing_raises(make_node: MakeNode)
     assert node.manager.tiers.submit_prefetch_task(K[:4], DESC) is None
     assert node.manager.tiers.submit_record_task(NAMESPACE, lambda: None) is False
     late = node.table.reserve([(K[9], SIZE)], owner=OWNER)
-    assert late.lease is not None
     assert len(node.table.commit(late.lease.id, owner=OWNER)) == 1
     node.table.tick()
     assert node.table.end_owner(OWNER) == 0

@@ -169,7 +169,6 @@ def test_orders_of_layers_are_of_ranks_and_travel_with_the_record() -> None:
     known.order(NAMESPACE, 2, OTHER)
     assert known.orders(NAMESPACE) == {1: ORDER, 2: OTHER}
     found = known.encoded(NAMESPACE)
-    assert found is not None
     record = decode_record(bytes(found[1]))
     assert record is not None
     other.add(NAMESPACE, record, learned=True)
@@ -196,9 +195,7 @@ def test_more_orders_than_a_record_holds_are_left_out() -> None:
         for rank in range(1000):
             known.order(NAMESPACE, rank, ORDER)
         found = known.encoded(NAMESPACE)
-        assert found is not None
         assert found[1].nbytes == RECORD_BYTES
         record = decode_record(bytes(found[1]))
-        assert record is not None
         assert len(record.orders) == kept
         assert len(known.orders(NAMESPACE)) == 1000

@@ -102,7 +102,6 @@ def test_the_record_of_a_namespace_is_lent(node: Node) -> None:
     loan.close()
     assert len(value) == RECORD_BYTES
     record = decode_record(value)
-    assert record is not None
     assert record.model_name == "llama"
 
 

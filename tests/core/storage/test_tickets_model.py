@@ -51,7 +51,6 @@ class TicketsMachine(RuleBasedStateMachine):
         self.table = ClockedTable(OrderedLru(), nbytes=ALIGNMENT)
         cast("Any", self.table).looked_up = lambda *_: None
         lease = self.table.reserve([(KEY, 1)], owner=0).lease
-        assert lease is not None
         self.objects = self.table.commit(lease.id, owner=0)
         storage = SimpleNamespace(table=self.table, clock=self.table.clock, tiers=SimpleNamespace(stores=[object()]))
         self.ended: list[str] = []

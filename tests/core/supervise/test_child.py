@@ -61,7 +61,6 @@ class Child(SupervisedChild):
 
     def hang_up(self, popen: subprocess.Popen[bytes]) -> None:
         super().hang_up(popen)
-        assert self.sock is not None
         self.sock.close()
 
     def ended(self, why: str) -> None:
@@ -134,7 +133,6 @@ def test_what_a_process_says_last_is_heard_before_its_end() -> None:
     with running(Child(b"x")) as child:
         wait_until(child.is_up, MOST_S)
         child.want = False
-        assert child.sock is not None
         child.sock.send(b"l")
         wait_until(lambda: child.ends, MOST_S)
         assert child.said == b"rl"
@@ -145,7 +143,6 @@ def test_a_process_that_closes_its_connection_and_goes_on_is_ended() -> None:
     with running(Child(b"s")) as child:
         wait_until(child.is_up, MOST_S)
         child.want = False
-        assert child.sock is not None
         child.sock.send(b"c")
         wait_until(lambda: child.ends, MOST_S)
         assert child.ends == ["the program was killed: it did not end"]
@@ -215,7 +212,6 @@ def test_a_process_ends_with_the_process_that_supervises_it() -> None:
         "time.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         assert lives(pid)()
         parent.kill()

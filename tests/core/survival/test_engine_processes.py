@@ -255,7 +255,6 @@ def test_a_new_session_with_the_same_server_registers_again(server: ServerProces
         assert before is not None
         kept = map_arena(before)  # as a worker that has not heard of it
         link = client._connection._link
-        assert link is not None
         link.close()
         wait_until(lambda: client.usable and client.hello.session != before.session, PATIENCE_S, "a new session")
         others.ready()

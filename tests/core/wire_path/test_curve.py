@@ -90,7 +90,6 @@ def test_a_client_does_not_talk_to_another_server(server: RemoteServer, tmp_path
 
 
 def test_clients_are_added_and_removed_while_the_server_runs(server: RemoteServer) -> None:
-    assert server.keys is not None
     keys = server.keys.add("late")
     with server.connect("late") as client:
         assert client.wait_up(20)
@@ -106,7 +105,6 @@ def test_clients_are_added_and_removed_while_the_server_runs(server: RemoteServe
 
 
 def test_the_environment_names_the_keys(server: RemoteServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert server.keys is not None
     keys = server.keys.of("client")
     monkeypatch.setenv(SERVER_VARIABLE, str(keys.server_public))
     monkeypatch.setenv(SECRET_VARIABLE, str(keys.client_secret))

@@ -29,7 +29,7 @@ from kvframework.status import Status
 
 IDLE_STOP_S = 30 * 60.0
 _READY_S, _LOOK_S, _STOP_S = 60.0, 2.0, 15.0
-_PAUSE_S = 0.05
+_PAUSE_S, _NOTED_S = 0.05, 5.0
 
 
 class Found(NamedTuple):
@@ -139,11 +139,12 @@ def _start(wanted: Wanted) -> Found:
     for override in wanted.overrides:
         options += ["--set", override]
     log = log_path(wanted.endpoint)
-    keeper = _spawned(log, _lock_path(wanted.endpoint), options)
+    note = _lock_path(wanted.endpoint)
+    note.write_text("")
     try:
-        status = _wait_ready(keeper, wanted.endpoint, log)
+        status = _wait_ready(_spawned(log, note, options), wanted.endpoint, log)
     except BaseException:
-        end_keeper(keeper)
+        _end_noted(note)
         raise
     stops = f"stops after {short_duration(IDLE_STOP_S)} without an engine"
     l1 = f"L1 {ByteSize(status.l1.capacity_bytes)}{why}"
@@ -160,15 +161,19 @@ def _spawned(log: Path, note: Path, options: Sequence[str]) -> int:
         starter, stdin=nowhere, stdout=subprocess.PIPE, stderr=nowhere, start_new_session=True
     ) as process:
         assert process.stdout is not None
-        try:
-            said = os.read(process.stdout.fileno(), 32)
-        except BaseException:  # an interrupt: what is being started ends
-            if said := os.read(process.stdout.fileno(), 32):
-                end_keeper(int(said))
-            raise
+        said = os.read(process.stdout.fileno(), 32)
     if not said:
         raise EndpointError("the server cannot be started", where=str(log.parent), hint="try `kvframework serve`")
     return int(said)
+
+
+def _end_noted(note: Path) -> None:
+    """End the keeper that has noted itself, or does so soon: an interrupt may come at any moment of its start."""
+    deadline = time.monotonic() + _NOTED_S
+    while not (text := note.read_text()) and time.monotonic() < deadline:
+        time.sleep(_PAUSE_S)
+    if text:
+        end_keeper(int(text))
 
 
 def _command(name: str) -> list[str]:
