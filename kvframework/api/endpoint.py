@@ -47,7 +47,7 @@ def parse_endpoint(text: str, *, where: str = "") -> Endpoint:
         raise EndpointError(f"{text!r} is no endpoint", where=where, available="ipc://, tcp://", hint=_HINT)
     # A relative path means another socket in every working directory; "@" would be a name without permissions.
     if not path.startswith("/") or path.endswith("/") or not path.isprintable():
-        raise EndpointError(f"{path!r} is no absolute path of a socket", where=where, hint=_HINT)
+        raise EndpointError(f"{path!r} is not an absolute socket path", where=where, hint=_HINT)
     size = len(os.fsencode(path))
     if size > MAX_SOCKET_PATH_BYTES:
         raise EndpointError(

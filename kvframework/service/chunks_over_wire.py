@@ -216,7 +216,7 @@ class ChunkTransfers:
                 f"{unsent} bytes are on their way to this client, {size} more were asked for",
                 where="objects",
                 available=f"at most {MAX_UNSENT_BYTES}",
-                hint="receive what comes before asking for more",
+                hint="receive the chunks on their way before asking for more",
             )
         # The client's own pins lapse, however slowly it reads.
         pin = self._table.pin_again(payload.lease, wanted, owner=client.session_id)

@@ -53,7 +53,7 @@ def decide(
     if elsewhere is not None:
         return elsewhere
     if from_before and up_s < START_EXPLAINS_S:
-        return MissReason("server_started", "its client has used an earlier server")
+        return MissReason("server_started", "its client was connected to the server before its last start")
     if not named:
         return MissReason("unknown_namespace", "no instance has registered it here, and no tier knows it")
     return MissReason("never_stored")

@@ -102,8 +102,9 @@ def _learn(model: Any) -> CacheForm:
     layers = DynamicCache(config=model.config).layers
     check_layers(name, layers)
     if not any(has_pair(layer) for layer in layers):
+        kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
         raise BadLayout(
-            f"{name} keeps states only: {', '.join(sorted({type(layer).__name__ for layer in layers}))}",
+            f"{name} has no attention layer to cache, only states: {kinds}",
             available="models with at least one attention layer, whose cache tells how many tokens it holds",
             hint="use it without the cache",
         )

@@ -85,7 +85,7 @@ class S3Options(Options, frozen=True):
     endpoint: Annotated[
         SecretUrl,
         Meta(
-            description="where a store that is not Amazon's, Google's or Azure's own listens: https://HOST:PORT, or "
+            description="the address of a store that Amazon, Google or Azure does not run: https://HOST:PORT, or "
             "http://HOST:PORT in a network that you trust"
         ),
     ] = ""
@@ -150,7 +150,9 @@ class S3Options(Options, frozen=True):
             if getattr(self, name) and address.scheme != "s3":
                 raise ValueError(f"{name} is for s3://, and url begins with {address.scheme}://")
         if self.anonymous and address.scheme == "gs":
-            raise ValueError('anonymous is for s3 and az; an emulator of gs wants {"disable_oauth": true} in its file')
+            raise ValueError(
+                'anonymous is for s3 and az; for an emulator of gs write {"disable_oauth": true} into credentials_file'
+            )
         if self.anonymous and (self.credentials_file or self.profile):
             raise ValueError("anonymous excludes credentials_file and profile")
         check_endpoint(self.endpoint)

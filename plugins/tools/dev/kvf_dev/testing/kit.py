@@ -7,10 +7,12 @@ time later the process ends, and shows the stacks.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import faulthandler
+import importlib
+import operator
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -47,9 +49,10 @@ registry = PluginRegistry()
 provider = registry.resolve({kind!r}, {use!r})
 made = provider.create(registry.options(provider, {options!r}, where="the kit"))
 """
-_BY_PICKLE = """
-import pickle
-made = pickle.loads({made!r})
+_BY_STATE = """
+import importlib, operator
+made = object.__new__(operator.attrgetter({qualname!r})(importlib.import_module({module!r})))
+made.__dict__.update({state!r})
 """
 
 
@@ -332,17 +335,15 @@ class NamedKit(Kit):
     def elsewhere(self, made: object, program: str, *, seed: int = 1, without: str = "") -> bytes:
         """Run `program` in a process with `seed` as `PYTHONHASHSEED`, where `made` is the same plugin, and return its
         standard output. `without` names a module that cannot be imported there; the plugin is then made without
-        options. Skips the test where `made` can be sent neither by name nor by pickle. Blocks up to 60 s.
+        options. Without `use`, that process imports the plugin's class, and its attributes are written into the
+        program; the test is skipped where that is impossible. Blocks up to 60 s.
         """
         lacking = f"sys.modules[{without!r}] = None\n" if without else ""
         if self.use:
             options = {} if without else dict(self.options)
             source = _BY_NAME.format(kind=self._descriptor.kind, use=self.use, options=options)
         else:
-            try:
-                source = _BY_PICKLE.format(made=pickle.dumps(made))
-            except Exception as error:  # noqa: BLE001  whatever pickling it raises
-                pytest.skip(f"give `use`, so that another process can make it too: {error}")
+            source = _by_state(made)
         run = subprocess.run(
             [sys.executable, "-"],
             input=f"import sys; sys.path[:] = {sys.path!r}\n{lacking}{source}{program}".encode(),
@@ -354,3 +355,18 @@ class NamedKit(Kit):
         last = run.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         assert run.returncode == 0, f"another process fails: {last or run.returncode}"
         return run.stdout
+
+
+def _by_state(made: object) -> str:
+    """Return source that makes a copy of `made` in another process. Skips the test where that is impossible."""
+    kind = type(made)
+    try:
+        found = operator.attrgetter(kind.__qualname__)(importlib.import_module(kind.__module__))
+        object.__new__(kind)
+        goes = found is kind and ast.literal_eval(repr(vars(made))) == vars(made)
+    except (ImportError, AttributeError, TypeError, ValueError, SyntaxError):
+        goes = False
+    if not goes or any(getattr(each, "__slots__", ()) for each in kind.__mro__):
+        why = f"{kind.__qualname__} cannot be imported there, or its attributes are no literals"
+        pytest.skip(f"give `use`, so that another process can make it too: {why}")
+    return _BY_STATE.format(module=kind.__module__, qualname=kind.__qualname__, state=vars(made))
