@@ -55,7 +55,7 @@ def test_a_dead_one_fails_and_says_what_to_do(tmp_path: Path) -> None:
 def test_a_silent_one_is_not_waited_for(tmp_path: Path) -> None:
     with RedisServer(tmp_path, options=SOUND) as server:
         server.sigstop()
-        found = ask_a_silent_one("redis", url=server.url)
+        found = ask_a_silent_one("redis", "redis.reachable", url=server.url)
         server.sigcont()
     assert levels(found) == {"plugin.usable": "ok", "redis.reachable": "fail"}
     assert "no answer before the deadline" in found["redis.reachable"].fact

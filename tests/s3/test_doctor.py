@@ -72,6 +72,6 @@ def test_a_key_without_its_secret_is_told_by_name(monkeypatch: pytest.MonkeyPatc
 def test_a_silent_store_fails_by_the_deadline() -> None:
     with S3Peer() as peer:
         peer.script = lambda _method, _path: Answer(silent=True)
-        found = ask_a_silent_one("s3", url=URL, endpoint=peer.endpoint, anonymous=True)
+        found = ask_a_silent_one("s3", "s3.reachable", url=URL, endpoint=peer.endpoint, anonymous=True)
     assert found["s3.reachable"].level == "fail"
     assert "no answer before the deadline" in found["s3.reachable"].fact

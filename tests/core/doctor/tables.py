@@ -20,12 +20,12 @@ def ask(
     return {each.id: each for each in found}
 
 
-def ask_a_silent_one(use: str, **options: object) -> dict[str, Finding]:
-    """Findings of what answers nothing: with the first deadline by which this machine can ask it."""
+def ask_a_silent_one(use: str, wanted: str, **options: object) -> dict[str, Finding]:
+    """Findings of what answers nothing, with the first deadline by which this machine comes to the `wanted` one."""
     found: dict[str, Finding] = {}
     for deadline_s in (2.0, 8.0, 32.0):
         found = ask(use, deadline_s=deadline_s, **options)
-        if found["plugin.usable"].level == "ok" and len(found) == 2:
+        if found["plugin.usable"].level == "ok" and wanted in found:
             break
     return found
 

@@ -100,7 +100,7 @@ def test_what_goes_wrong_in_a_diagnosis_is_a_finding(name: str, level: dict[str,
 
 
 def test_a_diagnosis_that_hangs_is_ended() -> None:
-    found = ask_a_silent_one("hangs")
+    found = ask_a_silent_one("hangs", "plugin.diagnose")
     assert levels(found) == {"plugin.usable": "ok", "plugin.diagnose": "fail"}
     assert "did not end within" in found["plugin.diagnose"].fact
 
