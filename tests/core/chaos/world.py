@@ -80,7 +80,7 @@ class World:
         self.mark = secrets.token_hex(8)
         self.folder = folder
         self.disk = folder / "kv"
-        self.redis = RedisServer(folder, unix=True, options=_REDIS)
+        self.redis = RedisServer(folder, options=_REDIS)
         self.engines: list[EngineProcess] = []
         self._slowness = folder / "slowness"
         self._stack = ExitStack()
@@ -127,9 +127,9 @@ class World:
         if not self.plan.l2:
             return [_ORDER, *_SHORT]
         self._stack.enter_context(self.redis)
-        self.proxy = self._stack.enter_context(FaultProxy(str(self.redis.socket_path)))
+        self.proxy = self._stack.enter_context(FaultProxy(("127.0.0.1", self.redis.port)))
         tables = (
-            {"use": "redis", "url": f"unix://{self.proxy.address}", "timeout_s": 1},
+            {"use": "redis", "url": f"redis://127.0.0.1:{self.proxy.port}/0", "timeout_s": 1},
             {"use": "filesystem", "path": self.disk, "capacity": "24MiB", "timeout_s": 1},
         )
         return [
