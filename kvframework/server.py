@@ -28,7 +28,7 @@ from kvframework.api.requests import Handler, RequestsProvider
 from kvframework.api.tier import NodeIdentity, Tier, TierProvider
 from kvframework.api.transport import ServerTransport, TransportProvider
 from kvframework.config.endpoint import default_endpoint
-from kvframework.config.schema import MOST_CHUNK, Config, L2Config, PluginTable
+from kvframework.config.schema import Config, L2Config, PluginTable
 from kvframework.config.tenants import bytes_of_tenants, shares_of_tenants
 from kvframework.errors import PluginBroken
 from kvframework.logs.process_log import LogForm, change_logging, chosen_log
@@ -59,10 +59,10 @@ log = logging.getLogger(__name__)
 # Seconds from the signal to the end. Requests in flight, transports and closing the storage come first; writes to L2
 # get the rest.
 STOP_S = 3.5
-# How long a server that nobody needs writes to its tiers what only L1 holds, before it stops.
-IDLE_DRAIN_S = 300.0
 GRACE_S = 1.0
 OBSERVE_STOP_S = 0.5
+# How long a server that nobody needs writes to its tiers what only L1 holds, before it stops.
+IDLE_DRAIN_S = 300.0
 
 
 class Server:
@@ -276,7 +276,7 @@ class Server:
         table = self._config.l1.memory
         _, options = resolve_table(self._registry, table, MemoryProvider)
         return Identity(
-            chunk_size=self._config.server.chunk_size or MOST_CHUNK,
+            chunk_size=self._config.server.most_chunk,
             hasher=hasher.fingerprint,
             memory=table.use,
             options=msgspec.json.encode(options, enc_hook=str, order="sorted").decode(),

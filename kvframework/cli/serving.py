@@ -106,8 +106,9 @@ def run_server(options: ServeOptions) -> None:
         try:
             settings = read()
             configure_logging(settings.log.level, settings.log.format)
-            options = with_capacity(options, keeper)
-            settings = read()
+            if (sized := with_capacity(options, keeper)) is not options:
+                options = sized
+                settings = read()
             server = _started(settings, signals, keeper, options.takeover)
             signals.reload_by(reload)
             with bounded(None):  # a command has a bound for its own thread, which serves from here on

@@ -117,6 +117,11 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     ] = ()
     curve: Annotated[CurveConfig | None, Meta(description="the table `[server.curve]`, which `tcp` needs")] = None
 
+    @property
+    def most_chunk(self) -> int:
+        """The tokens of a chunk, those of the largest one where the model decides."""
+        return self.chunk_size or MOST_CHUNK
+
 
 class LogConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """`[log]`: the form of the server's log on standard error."""

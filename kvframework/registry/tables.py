@@ -24,7 +24,7 @@ from kvframework.api.tier import TierProvider
 from kvframework.api.transport import TransportProvider
 from kvframework.bounded_calls import named_at, timed
 from kvframework.config.endpoint import default_endpoint
-from kvframework.config.schema import MOST_CHUNK, Config, PluginTable
+from kvframework.config.schema import Config, PluginTable
 from kvframework.errors import ConfigFieldError, KVFrameworkError, PluginBroken, PluginUnavailable
 from kvframework.masking import secret_mark
 from kvframework.registry.registry import PluginRegistry
@@ -178,7 +178,7 @@ def server_terms(config: Config) -> ServerTerms:
     """What `[server]` says to plugins."""
     server = config.server
     endpoints = tuple(each for each in (server.endpoint or default_endpoint(), server.tcp) if each)
-    return ServerTerms(server.chunk_size or MOST_CHUNK, endpoints, server.curve is not None)
+    return ServerTerms(server.most_chunk, endpoints, server.curve is not None)
 
 
 def check_table(

@@ -30,7 +30,7 @@ from kvframework.api.requests import (
 )
 from kvframework.api.transport import ServerTransport
 from kvframework.bounded_calls import call_within
-from kvframework.config.schema import LEAST_CHUNK, MOST_CHUNK, ServerConfig, TenantConfig
+from kvframework.config.schema import LEAST_CHUNK, ServerConfig, TenantConfig
 from kvframework.errors import NotRegistered, RequestError
 from kvframework.logs.process_log import log_status
 from kvframework.record_ring import RecordRing
@@ -80,7 +80,7 @@ class CacheService(CacheServices):
         self._stopping = False
         self._listeners = listeners or Listeners(RecordRing())
         self.boot_id = secrets.token_bytes(16)
-        self.chunk_size = config.chunk_size or MOST_CHUNK
+        self.chunk_size = config.most_chunk
         self.contexts: Contexts = {}
         self.storage = storage
         self.hasher = hasher

@@ -219,11 +219,12 @@ class Lookups:
         if payload.free:
             self.free(client, payload.free)
         check_key(key)
-        self._hour.lookup(self._totals)
+        now = self._clock()
+        self._hour.lookup(now, self._totals)
         self._counters["lookups"] += 1
         self._counters["asked_tokens"] += key.end - key.start
         record = self._storage.records.get(key.namespace)
-        asked = PendingLookup(client, key, self._clock(), payload.speed, payload.grant, groups)
+        asked = PendingLookup(client, key, now, payload.speed, payload.grant, groups)
         if payload.speed is not None:
             self.pricing.asked(client, key.model_name, payload.speed)
         owner, request_id = client.session_id, key.request_id

@@ -83,9 +83,9 @@ class LastHour:
         self._before: deque[tuple[float, dict[str, float]]] = deque(maxlen=HOUR_S // MINUTE_S + 1)
         self._next_at = -math.inf
 
-    def lookup(self, totals: Callable[[], dict[str, float]]) -> None:
+    def lookup(self, now: float, totals: Callable[[], dict[str, float]]) -> None:
         """Take note of a lookup before it is counted."""
-        if (now := self._clock()) >= self._next_at:
+        if now >= self._next_at:
             self._next_at = now + MINUTE_S
             self._before.append((now, totals()))
 

@@ -44,8 +44,6 @@ PROMPT = " ".join(f"word{number % 700}" for number in range(400))
 
 
 class Seen(NamedTuple):
-    """What came of one engine process."""
-
     text: str
     cached: int
     status: int

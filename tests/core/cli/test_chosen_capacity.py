@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,6 @@ from tests.support.held_server import HeldServer
 from tests.support.server_process import ServerProcess
 
 MIB = 1 << 20
-# A machine whose available memory, in MiB, stands in a file.
 PROGRAM = """
 import kvframework.api.memory as memory
 memory.available_memory = lambda: int(open({file!r}).read()) << 20
@@ -77,3 +78,14 @@ def test_too_little_memory_is_refused_with_what_to_do(monkeypatch: pytest.Monkey
     with pytest.raises(ArenaError, match=r"L1 would get 62\.0 MiB") as refused:
         with_capacity(ServeOptions(None, (), {}, False), None)
     assert "64.0 MiB or more" in refused.value.available
+
+
+def test_a_configuration_from_a_pipe_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = tmp_path / "kvf.toml"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=('[l1]\nuse = "pinned"\ncapacity = "1MiB"\n',))
+    writer.start()
+    monkeypatch.setenv("KVFRAMEWORK_CONFIG", str(pipe))
+    with ServerProcess(capacity="") as server:
+        writer.join()
+        assert capacity(server) == MIB

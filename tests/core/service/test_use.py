@@ -67,7 +67,7 @@ def test_the_last_hour_is_right_to_a_minute(pauses: list[float]) -> None:
     hour = LastHour(lambda: now)
     for pause in pauses:
         now += pause
-        hour.lookup(lambda: {"lookups": len(times)})
+        hour.lookup(now, lambda: {"lookups": len(times)})
         times.append(now)
         counted_now = hour.status({"lookups": len(times)})["lookups"]
         assert sum(now - each <= HOUR_S - MINUTE_S for each in times) <= counted_now
@@ -77,7 +77,7 @@ def test_the_last_hour_is_right_to_a_minute(pauses: list[float]) -> None:
 def test_an_hour_without_lookups_has_none() -> None:
     now = 0.0
     hour = LastHour(lambda: now)
-    hour.lookup(lambda: {"lookups": 0})
+    hour.lookup(now, lambda: {"lookups": 0})
     assert hour.status({"lookups": 1}) == {"lookups": 1}
     now = HOUR_S + 1.0
     assert hour.status({"lookups": 1}) == {"lookups": 0}

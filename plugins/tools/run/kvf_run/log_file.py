@@ -87,8 +87,8 @@ def _opened(path: Path) -> tuple[int, int]:
 
 
 def start(path: Path, note: Path, command: Sequence[str]) -> None:
-    """Start the command in a process that is no child of the caller, note its id in a file and on standard output, and
-    write its output into the log until its end. The caller becomes an engine, which may kill all its children when it
+    """Start the command in a process that is no child of the caller, note its id in a file, and write its output into
+    the log until its end. The caller becomes an engine, which may kill all its children when it
     ends, as SGLang does: the server is not among them."""
     if os.fork():
         os._exit(0)
@@ -96,9 +96,6 @@ def start(path: Path, note: Path, command: Sequence[str]) -> None:
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     )
     note.write_text(f"{process.pid}\n")
-    os.write(sys.stdout.fileno(), b"%d" % process.pid)
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), sys.stdout.fileno())
     assert process.stdout is not None
     write(process.stdout.fileno(), path)
     process.wait()

@@ -29,7 +29,7 @@ from kvframework.status import Status
 
 IDLE_STOP_S = 30 * 60.0
 _READY_S, _LOOK_S, _STOP_S = 60.0, 2.0, 15.0
-_PAUSE_S, _NOTED_S = 0.05, 5.0
+_PAUSE_S, _NOTED_S = 0.05, 15.0
 
 
 class Found(NamedTuple):
@@ -142,38 +142,35 @@ def _start(wanted: Wanted) -> Found:
     note = _lock_path(wanted.endpoint)
     note.write_text("")
     try:
-        status = _wait_ready(_spawned(log, note, options), wanted.endpoint, log)
+        _spawn(log, note, options)
+        keeper = _noted(note)
+        if not keeper:
+            raise EndpointError("the server cannot be started", where=str(log.parent), hint="try `kvframework serve`")
+        status = _wait_ready(keeper, wanted.endpoint, log)
     except BaseException:
-        _end_noted(note)
+        # An interrupt may come at any moment of its start.
+        if keeper := _noted(note):
+            end_keeper(keeper)
         raise
     stops = f"stops after {short_duration(IDLE_STOP_S)} without an engine"
     l1 = f"L1 {ByteSize(status.l1.capacity_bytes)}{why}"
     return Found(wanted.endpoint, True, [f"started the server at {wanted.endpoint}: {l1}; {stops}; log: {log}"])
 
 
-def _spawned(log: Path, note: Path, options: Sequence[str]) -> int:
-    """Start `kvframework hold`, which outlives this process, and return its process id. It notes that itself, at once:
-    a `run` that is killed while it waits leaves a server that `stop` knows."""
-    flag = "-P" if sys.version_info >= (3, 11) else "-s"
+def _spawn(log: Path, note: Path, options: Sequence[str]) -> None:
+    """Start `kvframework hold`, which outlives this process. It notes its process id by itself, at once: a `run` that
+    is killed while it waits leaves a server that `stop` knows."""
+    flag, nowhere = "-P" if sys.version_info >= (3, 11) else "-s", subprocess.DEVNULL
     starter = [sys.executable, flag, "-m", "kvf_run.log_file", str(log), str(note), *_command("hold"), "--", *options]
-    nowhere = subprocess.DEVNULL
-    with subprocess.Popen(
-        starter, stdin=nowhere, stdout=subprocess.PIPE, stderr=nowhere, start_new_session=True
-    ) as process:
-        assert process.stdout is not None
-        said = os.read(process.stdout.fileno(), 32)
-    if not said:
-        raise EndpointError("the server cannot be started", where=str(log.parent), hint="try `kvframework serve`")
-    return int(said)
+    subprocess.run(starter, stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True, check=False)
 
 
-def _end_noted(note: Path) -> None:
-    """End the keeper that has noted itself, or does so soon: an interrupt may come at any moment of its start."""
+def _noted(note: Path) -> int:
+    """Wait until the keeper has noted its process id, and return that; 0 if it does not in time."""
     deadline = time.monotonic() + _NOTED_S
     while not (text := note.read_text()) and time.monotonic() < deadline:
         time.sleep(_PAUSE_S)
-    if text:
-        end_keeper(int(text))
+    return int(text or 0)
 
 
 def _command(name: str) -> list[str]:
