@@ -236,24 +236,11 @@ ALERTS = (
 
 
 _NOTE = "# Made from deploy/prometheus/alerts.py; renew with python -m tests.docs.generate\n"
-_KUBERNETES = """\
-apiVersion: monitoring.coreos.com/v1
-kind: PrometheusRule
-metadata:
-  name: kvframework
-  labels: {app.kubernetes.io/name: kvframework}
-spec:
-"""
 
 
 def prometheus(documentation: str) -> str:
     """The rule file, in YAML; `documentation` is the URL of the folder of the docs."""
     return _NOTE + "".join(_rules(documentation))
-
-
-def kubernetes(documentation: str) -> str:
-    """The same rules as a resource of Prometheus's operator."""
-    return _NOTE + _KUBERNETES + "".join(f"  {line}" for line in _rules(documentation))
 
 
 def _rules(documentation: str) -> list[str]:

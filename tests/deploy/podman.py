@@ -66,41 +66,16 @@ class Podman:
         return done.stdout
 
     def build(self, image: str, dockerfile: Path, context: Path, *options: str) -> None:
-        limits = _limits()
-        self(
-            "build",
-            "--layers=false",
-            "--format",
-            "docker",
-            *limits,
-            *options,
-            "-f",
-            str(dockerfile),
-            "-t",
-            image,
-            str(context),
-        )
+        form = ("--layers=false", "--format=docker", *_limits(), *options)
+        self("build", *form, f"--file={dockerfile}", f"--tag={image}", str(context))
 
     def run(self, *arguments: str, user: int | None = None) -> str:
         """Run a container with nothing but its mounts: no capability, no network, no writable place, 64 KiB of
         /dev/shm."""
-        return self(
-            "run",
-            *_limits(),
-            *([] if user is None else ["--user", f"{user}:{user}"]),
-            "--read-only",
-            "--read-only-tmpfs=false",
-            "--shm-size",
-            "64k",
-            "--network",
-            "none",
-            "--no-healthcheck",
-            "--cap-drop",
-            "all",
-            "--security-opt",
-            "no-new-privileges",
-            *arguments,
-        )
+        as_user = [] if user is None else [f"--user={user}:{user}"]
+        nothing = ["--read-only", "--read-only-tmpfs=false", "--shm-size=64k", "--network=none", "--no-healthcheck"]
+        rights = ["--cap-drop=all", "--security-opt=no-new-privileges"]
+        return self("run", *_limits(), *as_user, *nothing, *rights, *arguments)
 
     def _start(self) -> None:
         tar = os.environ.get(BASE_VARIABLE, "")

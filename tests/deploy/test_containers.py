@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvframework.api.toml import read_toml
-from tests.deploy.manifests import KUBERNETES, containers, documents
+from tests.deploy.manifests import containers, documents, toml
 from tests.deploy.podman import BASE, PYTHON, Podman, missing, wait_for_server
 from tests.support.processes import ran
 from tests.support.waiting import wait_until
@@ -18,6 +20,8 @@ from tests.support.waiting import wait_until
 ROOT = Path(__file__).resolve().parents[2]
 IMAGE = "localhost/kvframework"
 SERVER, ENGINES = 10001, (20002, 20003)
+AS_CLIENT = f"--env=KVFRAMEWORK_SERVER_UID={SERVER}"
+PROGRAM = Path(__file__).with_name("engine_program.py")
 # The arena and what the server needs, far above /dev/shm.
 TOML = f"""
 [server]
@@ -47,14 +51,11 @@ def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Podman]:
 
 def download_requirements(folder: Path) -> None:
     """Wheels of all that the image installs, for the Python in it; what pip cannot do here is a reason to skip."""
-    table = read_toml(ROOT / "pyproject.toml")
-    project, build = table["project"], table["build-system"]
-    assert isinstance(project, dict)
-    assert isinstance(build, dict)
-    wanted = [*build["requires"], *project["dependencies"]]
-    wanted += [
-        each for extra in ("redis", "zstd", "observe", "otel") for each in project["optional-dependencies"][extra]
-    ]
+    packages = re.findall(r"/src/(plugins/[\w/]+)", (ROOT / "deploy" / "Dockerfile").read_text())
+    tables: list[Any] = [read_toml(ROOT / each / "pyproject.toml") for each in (".", *packages)]
+    required = [each["build-system"]["requires"] + each["project"]["dependencies"] for each in tables]
+    wanted = [each for some in required for each in some if not each.startswith("kvframework")]
+    wanted += [*tables[0]["project"]["optional-dependencies"]["zstd"], "opentelemetry-exporter-otlp-proto-http>=1.36"]
     wanted.append("async-timeout")  # redis needs it for Debian's 3.11.2
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(folder), "--only-binary", ":all:"]
     command += ["--python-version", PYTHON, "--constraint", str(ROOT / "constraints.txt"), *wanted]
@@ -68,25 +69,14 @@ def directory(podman: Podman) -> Path:
     """Made as on a node: by kubelet, for root, and given to the server by the init container of the DaemonSet."""
     place = podman.folder / "socket"
     place.mkdir(mode=0o755)
-    (daemonset,) = documents(KUBERNETES / "daemonset", "DaemonSet")
+    (daemonset,) = documents("daemonset", "DaemonSet")
     made = containers(daemonset)["directory"]
     security = made["securityContext"]
     assert security["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN"]}
-    (entrypoint, *flags), mount = made["command"], f"{place}:/run/kvframework"
+    entrypoint, *flags = made["command"]
+    options = ("--rm", "--cap-add=CHOWN", f"--volume={place}:/run/kvframework", f"--entrypoint={entrypoint}")
     for _ in range(2):  # and once more, after a restart of the pod
-        podman.run(
-            "--rm",
-            "--cap-add",
-            "CHOWN",
-            "-v",
-            mount,
-            "--entrypoint",
-            entrypoint,
-            IMAGE,
-            *flags,
-            *made["args"],
-            user=security["runAsUser"],
-        )
+        podman.run(*options, IMAGE, *flags, *made["args"], user=security["runAsUser"])
     status = place.stat()
     assert (status.st_uid, status.st_mode & 0o777) == (SERVER, 0o711)
     return place
@@ -94,10 +84,10 @@ def directory(podman: Podman) -> Path:
 
 @pytest.fixture(scope="module")
 def server(podman: Podman, directory: Path) -> str:
-    toml = podman.folder / "kvf.toml"
-    toml.write_text(TOML)
-    mounts = ["-v", f"{directory}:/run/kvframework", "-v", f"{toml}:/etc/kvframework/kvf.toml:ro"]
-    podman.run("--detach", "--name", "server", "--memory", "640m", *mounts, IMAGE)
+    file = podman.folder / "kvf.toml"
+    file.write_text(TOML)
+    mounts = [f"--volume={directory}:/run/kvframework", f"--volume={file}:/etc/kvframework/kvf.toml:ro"]
+    podman.run("--detach", "--name=server", "--memory=640m", *mounts, IMAGE)
     wait_for_server(podman, "server")
     return "server"
 
@@ -115,38 +105,17 @@ def test_engines_of_other_users_share_the_cache_byte_for_byte(podman: Podman, se
     torch = pytest.importorskip("torch")
     if sys.version_info[:2] != tuple(map(int, PYTHON.split("."))):
         pytest.skip(f"the engines' torch is that of this environment, and the image has Python {PYTHON}")
-    program = Path(__file__).with_name("engine_program.py")
-    mounts = [f"{directory}:/run/kvframework:ro", f"{Path(torch.__file__).parents[1]}:/torch:ro"]
-    mounts.append(f"{program}:/engine.py:ro")
-    volumes = [word for mount in mounts for word in ("-v", mount)]
+    python = "/opt/kvframework/bin/python"
+    mounts = {directory: "/run/kvframework", Path(torch.__file__).parents[1]: "/torch", PROGRAM: "/engine.py"}
+    options = ["--rm", AS_CLIENT, f"--entrypoint={python}", *(f"--volume={at}:{to}:ro" for at, to in mounts.items())]
     for task, user in zip(("store", "load"), ENGINES, strict=True):
-        printed = podman.run(
-            "--rm",
-            "--env",
-            f"KVFRAMEWORK_SERVER_UID={SERVER}",
-            *volumes,
-            "--entrypoint",
-            "/opt/kvframework/bin/python",
-            IMAGE,
-            "/engine.py",
-            task,
-            user=user,
-        )
+        printed = podman.run(*options, IMAGE, "/engine.py", task, user=user)
         assert f"{task} as uid {user}: 1024 tokens" in printed
 
 
 def test_a_user_that_is_not_admitted_gets_no_answer(podman: Podman, server: str, directory: Path) -> None:
     with pytest.raises(AssertionError, match="no server"):
-        podman.run(
-            "--rm",
-            "--env",
-            f"KVFRAMEWORK_SERVER_UID={SERVER}",
-            "-v",
-            f"{directory}:/run/kvframework:ro",
-            IMAGE,
-            "status",
-            user=30003,
-        )
+        podman.run("--rm", AS_CLIENT, f"--volume={directory}:/run/kvframework:ro", IMAGE, "status", user=30003)
 
 
 def test_observe_runs_beside_it_with_the_same_rights(podman: Podman, server: str, directory: Path) -> None:
@@ -161,12 +130,15 @@ def test_observe_runs_beside_it_with_the_same_rights(podman: Podman, server: str
 
 def test_the_sidecar_serves_from_a_volume_that_any_user_may_write_to(podman: Podman) -> None:
     """As its manifest says, with less L1; an emptyDir is root's, with mode 0777."""
-    (engine,) = documents(KUBERNETES / "sidecar", "Deployment")
+    (engine,) = documents("sidecar", "Deployment")
     sidecar = containers(engine)["kvframework"]
     volume = podman.folder / "volume"
     volume.mkdir()
     volume.chmod(0o777)
-    mounts = ["-v", f"{volume}:/run/kvframework", "-v", f"{KUBERNETES}/sidecar/kvf.toml:/etc/kvframework/kvf.toml:ro"]
+    mounts = [
+        f"--volume={volume}:/run/kvframework",
+        f"--volume={toml('sidecar', podman.folder)}:/etc/kvframework/kvf.toml:ro",
+    ]
     given = [f"--env={each['name']}={each['value']}" for each in sidecar["env"]]
     podman.run("--detach", "--name", "sidecar", *mounts, *given, IMAGE, *sidecar["args"], "--set", "l1.capacity=64MiB")
     wait_for_server(podman, "sidecar")

@@ -1,32 +1,35 @@
-"""The manifests: valid by Kubernetes' own schemas, no more rights than they say, limits that follow from L1."""
+"""The chart: its output is in the files, fits Kubernetes' schemas, has few rights, and limits that follow from L1."""
 
 from __future__ import annotations
 
+import json
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvframework.config.load import load_config
-from tests.deploy.manifests import KUBERNETES, containers, documents, in_bytes, memory_limit, pod
+from tests.deploy import manifests
+from tests.deploy.manifests import CASES, CHART, HELM, KUBERNETES, containers, documents, in_bytes, pod, rendered
 from tests.support.processes import ran
 
-FOLDERS = ("sidecar", "daemonset", "monitoring")
+needs_helm = pytest.mark.skipif(not HELM, reason="needs helm, in PATH or as KVFRAMEWORK_HELM")
 # The oldest release with sidecars switched on, and a late one.
 RELEASES = ("1.29", "1.33")
-OF_THE_OPERATOR = ("ServiceMonitor", "PrometheusRule")
+PODS = [each for each in CASES if each != "monitoring"]
+OF_THE_OPERATOR = ("PodMonitor", "PrometheusRule")
 # Of Pod Security "restricted".
 VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}
 
 
 def violations(spec: dict[str, Any]) -> list[str]:
     """What Pod Security "restricted" refuses in a pod (https://kubernetes.io/docs/concepts/security/pod-security-standards)."""
-    found = [f"{each} is set" for each in ("hostNetwork", "hostPID", "hostIPC") if spec.get(each)]
+    of_pod = spec.get("securityContext", {})
+    set_there = {**spec, **of_pod}
+    found = [f"{each} is set" for each in ("hostNetwork", "hostPID", "hostIPC", "sysctls") if set_there.get(each)]
     for volume in spec.get("volumes", []):
         found += [f"volume {volume['name']} is {kind}" for kind in set(volume) - {"name"} - VOLUMES]
-    of_pod = spec.get("securityContext", {})
-    if of_pod.get("sysctls"):
-        found.append("sysctls are set")
     for container in [*spec.get("initContainers", []), *spec["containers"]]:
         context, name = {**of_pod, **container.get("securityContext", {})}, container["name"]
         capabilities = context.get("capabilities", {})
@@ -44,100 +47,118 @@ def violations(spec: dict[str, Any]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+def workload(case: str) -> dict[str, Any]:
+    (found,) = [*documents(case, "DaemonSet"), *documents(case, "Deployment")]
+    return found
+
+
+@needs_helm
+@pytest.mark.parametrize("case", CASES)
+def test_the_files_hold_what_the_chart_renders(case: str) -> None:
+    """Renew with python -m tests.deploy.manifests."""
+    assert documents(case, text=rendered(case)) == documents(case)
+    ran(HELM, "lint", "--strict", str(CHART), "--values", f"{manifests.GOLDEN}/{case}.values.yaml")
+
+
+@needs_helm
+def test_the_dashboards_are_those_of_grafana() -> None:
+    (shown,) = documents("", "ConfigMap", rendered("monitoring", "--set", "monitoring.dashboards=true"))
+    assert shown["data"] == {each.name: each.read_text() for each in (manifests.DEPLOY / "grafana").glob("*.json")}
+
+
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("release", RELEASES)
-def test_every_object_fits_its_schema(folder: str, release: str) -> None:
+def test_every_object_fits_its_schema(case: str, release: str) -> None:
     validate = pytest.importorskip("kubernetes_validate").validate
-    objects = [each for each in documents(KUBERNETES / folder) if each["kind"] not in OF_THE_OPERATOR]
-    assert objects
-    for each in objects:
-        validate(each, release, strict=True)
+    for each in documents(case):
+        if each["kind"] not in OF_THE_OPERATOR:
+            validate(each, release, strict=True)
 
 
-def test_the_pod_with_a_sidecar_passes_restricted() -> None:
-    (engine,) = documents(KUBERNETES / "sidecar", "Deployment")
-    assert violations(pod(engine)) == []
-    assert containers(engine)["kvframework"]["restartPolicy"] == "Always"
-    assert all(each["securityContext"]["readOnlyRootFilesystem"] for each in containers(engine).values())
+@pytest.mark.parametrize("case", PODS)
+def test_no_pod_departs_from_restricted_but_by_its_directory(case: str) -> None:
+    expected = ["directory adds capabilities", "directory may run as root", "volume socket is hostPath"]
+    expected += {"disk": ["volume values-1 is hostPath"], "peers": ["server has a host port"]}.get(case, [])
+    assert sorted(violations(pod(workload(case)))) == (
+        [] if "engine" in containers(workload(case)) else sorted(expected)
+    )
+    assert all(each["securityContext"]["readOnlyRootFilesystem"] for each in containers(workload(case)).values())
+    (account,) = documents(case, "ServiceAccount")
+    assert account["automountServiceAccountToken"] is pod(workload(case))["automountServiceAccountToken"] is False
 
 
-def test_the_daemonset_departs_from_restricted_only_for_its_directory() -> None:
-    (daemonset,) = documents(KUBERNETES / "daemonset", "DaemonSet")
-    expected = ["volume socket is hostPath", "directory adds capabilities", "directory may run as root"]
-    assert violations(pod(daemonset)) == expected
-    (namespace,) = documents(KUBERNETES / "daemonset", "Namespace")
-    assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "privileged"
+@pytest.mark.parametrize("case", PODS)
+def test_limits_and_mounts_follow_from_the_configuration(case: str, tmp_path: Path) -> None:
+    toml, found = manifests.toml(case, tmp_path), containers(workload(case))
+    server, config = found["kvframework" if "engine" in found else "server"], load_config(toml)
+    served = [f"{each['mountPath']}/" for each in server["volumeMounts"]]
+    assert {in_bytes(each["memory"]) for each in server["resources"].values()} == {manifests.memory_limit(toml)}
+    endpoints = {each.get("value") for each in found.get("engine", {}).get("env", [])}
+    assert config.server.endpoint in (endpoints or {"ipc:///run/kvframework/server.sock"})
+    for container in found.values():
+        assert ("socket", "/run/kvframework") in [
+            (each["name"], each["mountPath"]) for each in container["volumeMounts"]
+        ]
+    for tier in config.l2:
+        files = [each for each in tier.tier.options.values() if isinstance(each, str) and each.startswith("/")]
+        assert files
+        assert all(file.startswith(tuple(served)) for file in files)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "expected"),
-    [
-        (lambda spec: spec.update(hostIPC=True), ["hostIPC is set"]),
-        (lambda spec: spec["volumes"].append({"name": "shm", "hostPath": {}}), ["volume shm is hostPath"]),
-        (lambda spec: spec["securityContext"].pop("seccompProfile"), ["a has no seccomp profile"]),
-        (lambda spec: spec["containers"][0].pop("securityContext"), ["a escalates", "a keeps capabilities"]),
-    ],
-)
-def test_violations_are_found(spoil: Any, expected: list[str]) -> None:
-    least = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-    spec = {
-        "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
-        "containers": [{"name": "a", "securityContext": least}],
-        "volumes": [],
-    }
-    assert violations(spec) == []
-    spoil(spec)
-    assert violations(spec) == expected
+def test_prometheus_reaches_the_pods_and_the_pods_their_tiers() -> None:
+    (monitor,) = documents("monitoring", "PodMonitor")
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    labels = {case: workload(case)["spec"]["template"]["metadata"]["labels"] for case in PODS}
+    for case in ("daemonset", "sidecar"):
+        assert monitor["spec"]["selector"]["matchLabels"].items() <= labels[case].items()
+        ports = [port["name"] for each in containers(workload(case)).values() for port in each.get("ports", [])]
+        assert ports == [endpoint["port"]]
+    for case, ways_in, ways_out in (("daemonset", 1, 0), ("redis", 1, 2), ("peers", 2, 1)):
+        (policy,) = (each["spec"] for each in documents(case, "NetworkPolicy"))
+        assert policy["podSelector"]["matchLabels"].items() <= labels[case].items()
+        assert policy["policyTypes"] == ["Ingress", "Egress"]
+        assert policy["ingress"][0]["ports"] == [{"port": endpoint["port"]}]
+        assert (len(policy["ingress"]), len(policy["egress"])) == (ways_in, ways_out)
 
 
-@pytest.mark.parametrize(
-    ("folder", "kind", "name"), [("sidecar", "Deployment", "kvframework"), ("daemonset", "DaemonSet", "server")]
-)
-def test_the_memory_limit_follows_from_l1(folder: str, kind: str, name: str) -> None:
-    (workload,) = documents(KUBERNETES / folder, kind)
-    resources = containers(workload)[name]["resources"]
-    assert in_bytes(resources["limits"]["memory"]) == memory_limit(KUBERNETES / folder / "kvf.toml")
-    assert resources["requests"]["memory"] == resources["limits"]["memory"]
+def test_two_releases_share_nothing_of_a_node() -> None:
+    assert workload("two")["spec"]["selector"] != workload("daemonset")["spec"]["selector"]
+    first, second = ({str(each) for each in pod(workload(case))["volumes"]} for case in ("daemonset", "two"))
+    assert first.isdisjoint(second)
 
 
-@pytest.mark.parametrize(("folder", "kind"), [("sidecar", "Deployment"), ("daemonset", "DaemonSet")])
-def test_the_socket_lies_in_the_volume_that_is_shared(folder: str, kind: str) -> None:
-    (workload,) = documents(KUBERNETES / folder, kind)
-    endpoint = load_config(KUBERNETES / folder / "kvf.toml").server.endpoint
-    assert endpoint.startswith("ipc:///run/kvframework/")
-    for name, container in containers(workload).items():
-        assert {"socket": "/run/kvframework"}.items() <= {
-            m["name"]: m["mountPath"] for m in container["volumeMounts"]
-        }.items(), name
-        assert {each["value"] for each in container.get("env", []) if each["name"] == "KVFRAMEWORK_ENDPOINT"} <= {
-            endpoint
-        }
+@pytest.mark.parametrize("index", range(12))
+def test_bad_values_are_refused(index: int) -> None:
+    yaml, jsonschema = pytest.importorskip("yaml"), pytest.importorskip("jsonschema")
+    schema = jsonschema.Draft7Validator(json.loads((CHART / "values.schema.json").read_text()))
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert not list(schema.iter_errors(values))
+    bad = yaml.safe_load((manifests.GOLDEN / "refused.yaml").read_text())[index]
+    ((name, value),) = bad["values"].items()
+    values[name] = {**values[name], **value} if isinstance(value, dict) else value
+    assert [".".join(map(str, each.absolute_path)) for each in schema.iter_errors(values)] == [bad["where"]]
 
 
-def test_prometheus_finds_the_pods_of_both_forms() -> None:
-    (service,) = documents(KUBERNETES / "monitoring", "Service")
-    (monitor,) = documents(KUBERNETES / "monitoring", "ServiceMonitor")
-    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
-    assert [each["port"] for each in monitor["spec"]["endpoints"]] == [
-        each["name"] for each in service["spec"]["ports"]
-    ]
-    for folder, kind in (("sidecar", "Deployment"), ("daemonset", "DaemonSet")):
-        (workload,) = documents(KUBERNETES / folder, kind)
-        assert service["spec"]["selector"].items() <= workload["spec"]["template"]["metadata"]["labels"].items()
-        ports = [port["name"] for each in containers(workload).values() for port in each.get("ports", [])]
-        assert ports == [service["spec"]["ports"][0]["targetPort"]]
+@needs_helm
+def test_a_table_that_the_chart_writes_is_refused_in_the_toml() -> None:
+    assert "use options.server, options.l1 and l1.size" in rendered("daemonset", "--set", "config=[l1]", code=1)
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@needs_helm
+def test_an_upgrade_over_two_releases_changes_nothing_that_cannot_change(tmp_path: Path) -> None:
+    chart = Path(shutil.copytree(CHART, tmp_path / "chart"))
+    lines = [each for each in (CHART / "Chart.yaml").read_text().splitlines() if "ersion: 0." not in each]
+    fixed = set()
+    for release in ("0.3.0", "0.4.0", "0.5.0"):
+        (chart / "Chart.yaml").write_text("\n".join([*lines, f"version: {release}", f"appVersion: {release}"]))
+        objects = [each for each in documents("", text=rendered("two", "--is-upgrade", chart=chart)) if "spec" in each]
+        fixed.add(str([(each["kind"], each["metadata"]["name"], each["spec"].get("selector")) for each in objects]))
+        assert f"registry.example/kvframework:{release}" in str(objects)
+    assert len(fixed) == 1
+
+
+@pytest.mark.parametrize("folder", manifests.RAW)
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl, for kustomize")
 def test_kustomize_builds_it(folder: str) -> None:
-    yaml = pytest.importorskip("yaml")
-    built = ran("kubectl", "kustomize", str(KUBERNETES / folder), timeout=120)
-    objects = list(yaml.safe_load_all(built.stdout))
-    named = {each["metadata"]["name"] for each in objects if each["kind"] == "ConfigMap"}
-    assert len(named) == 1
-    for each in objects:
-        if each["kind"] in ("Deployment", "DaemonSet"):
-            mounted = {volume["configMap"]["name"] for volume in pod(each)["volumes"] if "configMap" in volume}
-            assert mounted == named
-            assert {c["image"].split("/")[0] for c in containers(each).values()} == {"registry.example"}
+    built = documents("", text=ran("kubectl", "kustomize", str(KUBERNETES / folder), timeout=120).stdout)
+    assert {each["kind"] for each in built} >= {each["kind"] for each in documents(folder)}

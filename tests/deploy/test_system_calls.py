@@ -20,12 +20,8 @@ from tests.support.observe_process import get, listening_url
 from tests.support.processes import ran
 from tests.support.waiting import wait_until
 
-pytestmark = [
-    pytest.mark.skipif(
-        not (shutil.which("strace") and shutil.which("systemd-analyze")), reason="needs strace, systemd"
-    ),
-    pytest.mark.timeout(900),
-]
+has_both = shutil.which("strace") and shutil.which("systemd-analyze")
+pytestmark = [pytest.mark.skipif(not has_both, reason="needs strace, systemd"), pytest.mark.timeout(900)]
 LONG_S = 300.0
 
 

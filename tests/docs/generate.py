@@ -6,6 +6,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
+from kvframework import __version__
 from kvframework.api.toml import read_toml
 from tests.docs import (
     api_reference,
@@ -37,11 +38,13 @@ def generated() -> dict[Path, str]:
     files[reference / "plugins.md"] = NOTE + registry_table.page()
     deploy, alerts = ROOT / "deploy", _generator("prometheus/alerts.py")
     documentation = read_toml(ROOT / "pyproject.toml")["project"]["urls"]["Documentation"]
+    chart = deploy / "helm" / "kvframework" / "Chart.yaml"
+    release = f"version: {__version__.replace('.dev', '-dev')}\nappVersion: {__version__}\n"
+    files[chart] = chart.read_text().partition("version: ")[0] + release
     dashboards = _generator("grafana/dashboard.py")
     files[deploy / "grafana" / "kvframework.json"] = dashboards.dashboard()
     files[deploy / "grafana" / "kvframework-fleet.json"] = dashboards.fleet()
     files[deploy / "prometheus" / "kvframework.rules.yml"] = alerts.prometheus(documentation)
-    files[deploy / "kubernetes" / "monitoring" / "prometheusrule.yaml"] = alerts.kubernetes(documentation)
     files[DOCS / "engines" / "README.md"] = NOTE + engine_table.page()
     files[DOCS / "ttft.svg"] = ttft_plot.drawn(files[DOCS / "benchmarks.md"])
     files |= {reference / name: NOTE + text for name, text in api_reference.pages().items()}
