@@ -11,15 +11,15 @@ PAGES = ROOT / "docs" / "engines"
 HEAD = """\
 # Engines
 
-Which engines work with the server, and what tests prove of each. Start with an engine's page:
-[vLLM](vllm.md), [SGLang](sglang.md), [transformers](transformers.md), [llama.cpp](llamacpp.md),
-[MLX](mlx.md), [TensorRT-LLM](tensorrt_llm.md). For another engine, see [an engine of your
-own](own_engine.md) and [porting](porting.md). Words: [glossary](../glossary.md).
+This page lists the engines that work with the server, and the features that tests prove for each.
+Start with the page of your engine: [vLLM](vllm.md), [SGLang](sglang.md),
+[transformers](transformers.md), [llama.cpp](llamacpp.md), [MLX](mlx.md), [TensorRT-LLM](tensorrt_llm.md).
+For another engine, see [an engine of your own](own_engine.md) and [porting](porting.md).
 
 ## What is proven
-Each cell links to its tests ([how the table is made](../testing.md)). **tested**: with the engine
-itself on CPUs, in the release named. **refused**: the engine computes, or says why it does not
-start. **stand-ins**: the integration's logic only; the engine has not run. **-**: not run.
+Each cell links to its tests ([how to run them](../testing.md)). **tested**: tests ran with the real
+engine on CPUs, in the release named. **refused**: the engine computes, or refuses to start with a
+reason. **stand-ins**: tests ran only the integration's logic, without the engine. **-**: not tested.
 """
 NOTHING = "-"
 
