@@ -26,7 +26,7 @@ GUIDES = {
     "eviction.md": 10,
     "hashers.md": 10,
     "codecs.md": 10,
-    "listeners.md": 4,
+    "listeners.md": 3,
     "layouts.md": 10,
 }
 OF_TORCH = {"layouts.md"}
