@@ -24,13 +24,15 @@ BLOCKS = 512
 
 @dataclass(frozen=True)
 class Cache:
-    """What a model's layers keep, by layer, and how vLLM lays it out. `engine` are arguments of the engine."""
+    """What a model's layers keep, by layer, and how vLLM lays it out. `engine` are arguments of the engine, `parallel`
+    what its ParallelConfig then has: vLLM would refuse some of it for the model that is not there."""
 
     layers: dict[str, Any]
     layout: str = "LBHNC"
     workers: int = 1
     model: str = "tiny"
     engine: dict[str, Any] = field(default_factory=dict)
+    parallel: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -135,8 +137,13 @@ def _executor() -> type:
 
         def _step(self, worker: _Worker, plan: Any) -> Any:
             connector, output = worker.connector, KVConnectorOutput()
-            connector.handle_preemptions(plan.kv_connector_metadata)
-            connector.bind_connector_metadata(plan.kv_connector_metadata)
+            # Each worker's own, as in processes.
+            metadata = copy.deepcopy(plan.kv_connector_metadata)
+            connector.handle_preemptions(metadata)
+            connector.bind_connector_metadata(metadata)
+            for each in plan.kv_cache_block_copies or ():
+                for layer in worker.memory:
+                    worker.block(layer, each.dst_block_id).copy_(worker.block(layer, each.src_block_id))
             connector.start_load_kv(None)
             starts = {each.req_id: each.num_computed_tokens for each in plan.scheduled_new_reqs}
             cached_requests = plan.scheduled_cached_reqs
@@ -171,7 +178,7 @@ def _executor() -> type:
                 if not spec.prefix_cacheable:
                     continue
                 if first:
-                    self._compare(worker, request_id, index, table, start // size)
+                    self._compare(worker, request_id, index, table, -(-start // size))
                 for place in range(start // size, -(-(start + tokens) // size)):
                     if table[place]:
                         for layer in group.layer_names:
@@ -223,6 +230,8 @@ class Engine:
         # What vLLM's CPU platform switches off where its kernels are missing: here none run.
         config.cache_config.enable_prefix_caching = True
         config.scheduler_config.enable_chunked_prefill = True
+        for name, value in cache.parallel.items():
+            setattr(config.parallel_config, name, value)
         change(config)
         kind = type("Workers", (_executor(),), {"cache": cache})
         self.core = EngineCore(config, kind, log_stats=False)

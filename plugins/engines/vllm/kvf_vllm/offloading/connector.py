@@ -153,7 +153,9 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
         with refusals():
             self.connector_scheduler = OffloadingConnectorScheduler(self._spec, config, self._kv_cache_config)
         groups = [_group(each) for each in self.connector_scheduler.config.kv_group_configs]
-        self._manager.engine.groups, self._manager.engine.align = groups, self.connector_scheduler._mamba_align_size
+        engine, planned = self._manager.engine, self.connector_scheduler.config
+        engine.groups, engine.align = groups, self.connector_scheduler._mamba_align_size
+        engine.tail = planned.tokens_per_hash if getattr(planned, "supports_partial_tail", False) else 0
         self._client = connect(self._options, "vllm scheduler")
         chunks = [(group.tokens, group.window) for group in groups]
         try:
@@ -225,12 +227,16 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         # Whatever fails here, the workers learn which blocks are to be loaded before they are read.
         within, self._within = self._within, {}
-        plan = self._plan(scheduler_output)
+        plan, names = self._plan(scheduler_output), self._manager.names
+        if plan is None:
+            # The step writes KV all the same.
+            names.planned(writes=True)
+            plan = StepPlan({}, {}, step=names.step, updates=names.weights.updates)
         plan.within = within
         return plan
 
-    @harmless(lambda: StepPlan({}, {}))
-    def _plan(self, scheduler_output: Any) -> StepPlan:
+    @harmless()
+    def _plan(self, scheduler_output: Any) -> StepPlan | None:
         manager, scheduled = self._manager, scheduler_output.num_scheduled_tokens
         manager.begin_step(scheduled)
         plan: OffloadingConnectorMetadata = super().build_connector_meta(scheduler_output)
@@ -303,7 +309,7 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
             instance_id=secrets.randbits(62),
             model_name=identity.model_name,
             object_bytes=[spec.slots * self._slot_bytes] * len(spec.config.groups),
-            unit_tokens=spec.unit_tokens,
+            unit_tokens=self._manager.engine.tail or spec.unit_tokens,
             packing=packing,
             revision=f"{identity.revision}+{facts}+{chunks}",
             quantization=identity.quantization,

@@ -31,7 +31,9 @@ KINDS = {
     "SlidingWindowSpec": Kind(True, "the window before a hit's end is loaded"),
     "SlidingWindowMLASpec": Kind(True, "the window before a hit's end is loaded, or computed by vLLM (bounded replay)"),
     "ChunkedLocalAttentionSpec": Kind(True, "the attention chunk of a hit's end is loaded"),
-    "MambaSpec": Kind(True, "the last state is loaded; mamba_cache_mode must be align"),
+    "MambaSpec": Kind(
+        True, "the last state is loaded, also one within a block (`prefix_match_unit`); mamba_cache_mode must be align"
+    ),
     "CircularBufferSpec": Kind(True, "not stored: vLLM keeps none of it for a hit"),
     "HiSparseHotSpec": Kind(False, "HiSparseConnector moves it itself"),
     "HiSparseResidentSpec": Kind(False, "HiSparseConnector moves it itself"),

@@ -287,17 +287,18 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
         if tracked.is_within:
             self._within[places.number] = [tracked, search.lease, began, self.engine.workers]
         else:
-            tracked.loads.append((search.lease, began))
+            tracked.loads.append(([each.lease for each in search.parts if each.lease], began))
         if self.engine.instance is not None:
-            self.engine.instance.release(search.ticket)
+            self.engine.instance.release(*[each.ticket for each in search.parts])
         return places
 
     @harmless()
     def complete_load(self, keys: Collection[OffloadKey], req_context: Any) -> None:
         tracked = self._tracked.get(req_context.req_id)
         if tracked is not None and tracked.loads and self.engine.instance is not None:
-            lease, began = tracked.loads.pop(0)
-            self.engine.instance.loaded(lease, time.monotonic() - began)
+            leases, began = tracked.loads.pop(0)
+            for lease in leases:
+                self.engine.instance.loaded(lease, time.monotonic() - began)
             if tracked.finished and not tracked.loads:
                 del self._tracked[req_context.req_id]
 

@@ -36,7 +36,7 @@ class Searches:
         """Ask for what is behind `start`, or hear the answer; returns False if it is still to come."""
         engine, now, search = self._engine, time.monotonic(), tracked.search
         options = engine.options
-        if search is not None and (search.start != start or (search.decided and search.lease and now > search.until)):
+        if search is not None and (search.start != start or (search.decided and search.until and now > search.until)):
             self.release(tracked)
             search = None
         if search is None:
@@ -51,6 +51,15 @@ class Searches:
             if not search.decided:
                 return False
             tracked.found_s = time.monotonic() - search.began
+        if engine.tail and not (search.unanswered or search.tail):
+            search.tail = self._begin_tail(tracked, search, now)
+        if (tail := search.tail) is not None and not tail.decided:
+            self._hear(tracked, tail, is_late=now - search.began >= options.lookup_deadline_s)
+            if not tail.decided:
+                return False
+            if tail.found:
+                search.found.update(tail.found)
+                search.hit_end, search.until = tail.hit_end, min(search.until or tail.until, tail.until)
         external = search.hit_end - tracked.computed
         if search.unanswered:
             tracked.miss = "no_answer"
@@ -93,6 +102,19 @@ class Searches:
         ticket = instance.ticket
         return Search(start, end, now, keys, names, sent, session=ticket.session if ticket is not None else b"")
 
+    def _begin_tail(self, tracked: Tracked, found: Search, now: float) -> Search | None:
+        """Ask for a part of the block behind what is `found`: vLLM loads one that all groups have stored."""
+        engine, hashes, unit = self._engine, tracked.request.block_hashes, self._engine.tail
+        start = max(found.hit_end, found.start)
+        end = min(tracked.request.num_tokens - 1, start + engine.groups[0].tokens - 1) // unit * unit
+        if end <= start or engine.instance is None:
+            return None
+        mine, ends = hashes[start // unit : end // unit], range(start + unit, end + unit, unit)
+        keys = [engine.keys(tracked, group, mine, ends) for group in engine.groups]
+        names = [[make_offload_key(each, group.index) for each in mine] for group in engine.groups]
+        sent = engine.instance.lookup(engine.prompt(tracked, start, end), keys)
+        return Search(start, end, now, keys, names, sent, session=found.session)
+
     def _hear(self, tracked: Tracked, search: Search, *, is_late: bool) -> None:
         """Take the answer that is there, or comes within a moment. A load from L2 is waited for until it is late; then
         what is in L1 has to do, and is asked for alone."""
@@ -114,7 +136,11 @@ class Searches:
             end = search.start + reply.hit_tokens
             if not is_late:
                 search.sent = instance.ask_again(reply.ticket)
-            elif search.start < end < search.end and (shorter := self._begin(tracked, search.start, search.began, end)):
+            elif (
+                search is tracked.search
+                and search.start < end < search.end
+                and (shorter := self._begin(tracked, search.start, search.began, end))
+            ):
                 tracked.search = shorter
                 self._free(search)
                 self._hear(tracked, shorter, is_late=True)
@@ -147,5 +173,7 @@ class Searches:
                 instance.release(reply.ticket, *[grant.lease for grant in reply.grants])
 
         instance.release(search.ticket, search.lease)
+        if search.tail is not None:
+            self._free(search.tail)
         if not search.decided:
             search.sent.add_done_callback(answered)

@@ -72,14 +72,15 @@ class Stores:
                 main_ends = ends
         if not ordered or engine.instance is None:
             return [], ArenaPlaces(0)
-        end = -(-max(tracked.ends[key] for key in ordered) // engine.unit) * engine.unit
+        unit = engine.tail or engine.unit
+        end = -(-max(tracked.ends[key] for key in ordered) // unit) * unit
         ticket, number = engine.instance.ticket, next(self._numbers)
         # Beyond its lease a place is still this engine's to write, though never published.
         session = ticket.session if ticket is not None else b""
         places = ArenaPlaces(number, [NOWHERE] * len(ordered), session, math.inf)
         chunk, event = engine.groups[engine.main].tokens, None
         places.tokens = len(main_ends) * chunk
-        if main_ends and max(main_ends) - min(main_ends) + chunk == places.tokens:
+        if main_ends and not end % engine.unit and max(main_ends) - min(main_ends) + chunk == places.tokens:
             event = engine.events.of(tracked.request, tracked.wish, min(main_ends) - chunk, max(main_ends))
         planning = engine.instance.prepare_store(engine.prompt(tracked, 0, end), groups)
         self._under_way[number] = Store(
@@ -88,20 +89,20 @@ class Stores:
         return ordered, places
 
     def give_out(self, planned: Mapping[int, TransferJob], flushed: Collection[int]) -> dict[int, TransferJob]:
-        """Take the jobs that a step has planned, and return those whose places are known by now. Of those whose blocks
-        are given away in this very step (`flushed`) the answer is waited for: it is on its way."""
-        held, ready = self._held, dict[int, "TransferJob"]()
-        held.update(planned)
-        if not held:
-            return ready
+        """Keep the jobs that a step has planned, which is still to compute their blocks, and return those of earlier
+        steps whose places are known by now. Jobs whose blocks are given away in this very step (`flushed`) were
+        computed before: their answer is waited for, since it is on its way."""
+        ready: dict[int, TransferJob] = {}
         until = time.monotonic() + ANSWER_S
-        for job_id, job in list(held.items()):
-            store = self._under_way.get(job.dst_spec.number)
+        candidates = [*self._held, *(planned.keys() & flushed)]
+        self._held.update(planned)
+        for job_id in candidates:
+            store = self._under_way.get(self._held[job_id].dst_spec.number)
             if store is not None and not store.planning.query() and job_id not in flushed:
                 continue
             if store is not None:
                 self._place(store, max(until - time.monotonic(), 0.0))
-            ready[job_id] = held.pop(job_id)
+            ready[job_id] = self._held.pop(job_id)
         return ready
 
     def ended(self, ended: Counter[int], failed: Collection[int]) -> None:

@@ -10,7 +10,7 @@ from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from vllm.v1.kv_offload.base import OffloadKey, make_offload_key
+from vllm.v1.kv_offload.base import OffloadKey, get_offload_block_hash, make_offload_key
 
 from kvf_vllm.adapters import AdapterNames
 from kvf_vllm.engine_names import EngineNames
@@ -60,8 +60,14 @@ class Search:
     found: dict[OffloadKey, int] = field(default_factory=dict)
     # The token up to which all is found.
     hit_end: int = 0
+    # The lookup of the part of a block behind that.
+    tail: Search | None = None
     decided: bool = False
     unanswered: bool = False
+
+    @property
+    def parts(self) -> list[Search]:
+        return [self] if self.tail is None else [self, self.tail]
 
 
 @dataclass(eq=False)
@@ -95,13 +101,13 @@ class Tracked:
     # The names of its content, if vLLM's will not do.
     own: bytearray = field(default_factory=bytearray)
     # Loads between steps that are under way: their leases and when they began.
-    loads: list[tuple[str, float]] = field(default_factory=list)
+    loads: list[tuple[list[str], float]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class Engine:
     """What its requests have in common. `unit` are the tokens of which every group's chunk is a multiple; a hit ends at
-    a multiple of `align`, if there is one."""
+    a multiple of `align`, if there is one, or within a block at a multiple of `tail`, if that is not 0."""
 
     options: VllmOptions
     unit: int
@@ -114,6 +120,7 @@ class Engine:
     prefill: Prefill = field(default_factory=Prefill)
     groups: Sequence[Group] = ()
     align: int | None = None
+    tail: int = 0
     # None until the workers have told what their blocks are named by.
     instance: OpaqueInstance | None = None
     # Whether requests without an adapter may have been computed by one.
@@ -136,13 +143,16 @@ class Engine:
         return Prompt(request.request_id, start, end, salt, traceparent(request), wish.retain)
 
     def keys(self, tracked: Tracked, group: Group, hashes: Sequence[bytes], ends: Sequence[int]) -> KeyGroup:
-        """Return the server's keys of a group's chunks; `hashes` are vLLM's of each, `ends` where they end."""
+        """Return the server's keys of a group's chunks; `hashes` are vLLM's of each, `ends` where they end. The keys of
+        parts of blocks are keys of smaller chunks, of which a hit needs one."""
         digests = b"".join(map(_digest, hashes)) if tracked.adapter is None else self._own_digests(tracked, ends)
+        if ends and ends[-1] % group.tokens:
+            return KeyGroup(digests, self.tail, ends[0] // self.tail - 1, self.tail, aligned=group.ends_hits)
         first = ends[0] // group.tokens - 1 if ends else 0
         return KeyGroup(digests, group.tokens, first, group.window, aligned=group.ends_hits)
 
     def by_group(self, tracked: Tracked, keys: Sequence[OffloadKey]) -> Iterator[list[OffloadKey]]:
-        """Yield the keys of each group; those of partial tails, which are not looked up, are left out."""
+        """Yield the keys of each group. Those of parts of blocks come in calls without others."""
         request, ends = tracked.request, tracked.ends
         for place, group in enumerate(self.groups):
             known = tracked.known.get(place, 0)
@@ -151,7 +161,11 @@ class Engine:
                 ends[make_offload_key(each, group.index)] = number * group.tokens
             tracked.known[place] = known + len(hashes)
             suffix = make_offload_key(b"", group.index)
-            yield [key for key in keys if key.endswith(suffix) and key in ends]
+            mine = [key for key in keys if key.endswith(suffix)]
+            for key in mine:
+                if self.tail and key not in ends and (name := get_offload_block_hash(key)) in request.block_hashes:
+                    ends[key] = (request.block_hashes.index(name) + 1) * self.tail
+            yield [key for key in mine if key in ends]
 
     def is_spoiled(self, tracked: Tracked) -> bool:
         """Whether the request, which has no adapter, may have been computed by one."""
@@ -165,7 +179,7 @@ class Engine:
     def _own_digests(self, tracked: Tracked, ends: Sequence[int]) -> bytes:
         """Return the names of the content up to these tokens. vLLM's hashes have the name and the path of an adapter in
         them; these are of the tokens and images alone, and the adapter's content is in the salt."""
-        request, unit, own = tracked.request, self.unit, tracked.own
+        request, unit, own = tracked.request, self.tail or self.unit, tracked.own
         if ends and len(own) < ends[-1] // unit * DIGEST_BYTES:
             extras = chunk_extras(request, unit)
             for chunk in range(len(own) // DIGEST_BYTES, request.num_tokens // unit):
