@@ -181,6 +181,7 @@ READINGS: dict[type[msgspec.Struct], dict[str, Reading | None]] = {
         "hit": MORE,
         "engine_ms": LESS,
         "connector_ms": LESS,
+        "scheduler_ms": LESS,
         "server_ms": LESS,
         "equal": MORE_RATIO,
         "p50": LESS_RATIO,

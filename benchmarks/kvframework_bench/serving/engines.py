@@ -20,7 +20,7 @@ import msgspec
 
 from kvframework_bench.lmcache_server import free_port
 from kvframework_bench.process import BenchChild, running
-from kvframework_bench.serving.connector_time import FOLDER, connector_s
+from kvframework_bench.serving.connector_time import FOLDER, ConnectorTime, connector_time
 
 _START_S, _END_S = 600.0, 10.0
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -63,9 +63,9 @@ class Engine:
         """Return the processor time of its processes so far, in seconds."""
         return sum(map(processor_s, family(self.child.pid)))
 
-    def connector_s(self) -> float | None:
-        """Return what of it its connectors took, in seconds; None if it has none."""
-        return connector_s(family(self.child.pid), self.connectors)
+    def connector_time(self) -> ConnectorTime | None:
+        """Return the time of its connectors so far; None if it has none."""
+        return connector_time(family(self.child.pid), self.connectors)
 
     def await_answer(self) -> None:
         """Return when it is ready for requests. Raises `BenchFailed` with the end of its log if it ends, or is not in

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 from rich.table import Table
@@ -33,7 +33,8 @@ class Replay(msgspec.Struct, frozen=True):
     """One replay of the load. `first_ms` has a time to first token for each request, `later_ms` for each later turn of
     a conversation; `hit` is the share of the prompts'
     tokens that no engine computed; processor times are a request's, in ms, that of the engine with `connector_ms` in
-    it, which is None where there is no connector; `equal` is the share of answers whose
+    it, which is None where there is no connector; `scheduler_ms` is the part of `connector_ms` in the scheduler of an
+    engine, and `scheduler_clock_ms` the time on the clock of the same calls; `equal` is the share of answers whose
     tokens are all those without offload, in the same round."""
 
     first_ms: list[float]
@@ -44,6 +45,8 @@ class Replay(msgspec.Struct, frozen=True):
     server_ms: float
     equal: float
     later_ms: list[float] = []
+    scheduler_ms: float | None = None
+    scheduler_clock_ms: float | None = None
 
 
 class ServingRow(msgspec.Struct, frozen=True):
@@ -71,6 +74,8 @@ class ServingRow(msgspec.Struct, frozen=True):
     later_ms: Spread | None = None
     later: Spread | None = None
     later_p50: Spread | None = None
+    scheduler_ms: Spread | None = None
+    scheduler_clock_ms: Spread | None = None
 
 
 class ServingFigures(msgspec.Struct, frozen=True):
@@ -106,7 +111,6 @@ def _row(
     tokens_s, tokens = both(lambda replay: replay.tokens_s)
     engine_ms, engine = both(lambda replay: replay.engine_ms)
     later_ms, later = both(lambda replay: sum(replay.later_ms) / max(len(replay.later_ms), 1), ideal)
-    connector_ms = [replay.connector_ms for replay in replays if replay.connector_ms is not None]
     return ServingRow(
         contender,
         engines,
@@ -124,11 +128,18 @@ def _row(
         p99,
         tokens,
         engine,
-        Spread.of(connector_ms) if connector_ms else None,
+        _spread(replay.connector_ms for replay in replays),
         later_ms,
         later,
         both(lambda replay: percentile(sorted(replay.later_ms), 0.5), ideal)[1],
+        _spread(replay.scheduler_ms for replay in replays),
+        _spread(replay.scheduler_clock_ms for replay in replays),
     )
+
+
+def _spread(values: Iterable[float | None]) -> Spread | None:
+    noted = [value for value in values if value is not None]
+    return Spread.of(noted) if noted else None
 
 
 def _percentile(fraction: float) -> Callable[[Replay], float]:
@@ -159,7 +170,7 @@ def serving_tables(figures: ServingFigures) -> list[Table]:
     cost = new_table(
         "for these",
         *("hit rate", "tokens/s", "ratio to no offload", "engine's processor", "ratio to no offload"),
-        *("of it the connector", "server's processor", "answers equal"),
+        *("of it the connector", "in the scheduler's thread", "on the clock", "server's processor", "answers equal"),
     )
     for row in figures.rows:
         name = f"{row.contender}, {row.engines} engine{'s' if row.engines > 1 else ''}"
@@ -174,7 +185,10 @@ def serving_tables(figures: ServingFigures) -> list[Table]:
             _ratio(row.tokens),
             f"{row.engine_ms.median:.0f} ms",
             _ratio(row.engine),
-            f"{row.connector_ms.median:.1f} ms" if row.connector_ms else "",
+            *(
+                f"{each.median:.1f} ms" if each else ""
+                for each in (row.connector_ms, row.scheduler_ms, row.scheduler_clock_ms)
+            ),
             f"{row.server_ms.median:.1f} ms",
             f"{row.equal:.0%}",
         )

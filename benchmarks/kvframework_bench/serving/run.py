@@ -22,6 +22,7 @@ from kvframework_bench.errors import BenchFailed, BenchUnavailable, Skipped
 from kvframework_bench.machine import available_bytes
 from kvframework_bench.process import adopting, scratch
 from kvframework_bench.serving.asking import Answer, Due, ask_all, body
+from kvframework_bench.serving.connector_time import ConnectorTime
 from kvframework_bench.serving.contenders import CONTENDERS, IDEAL, NONE, Contender, Offload
 from kvframework_bench.serving.engines import SERVED, Engine, EngineSettings, family, processor_s, running_engine
 from kvframework_bench.serving.figures import LoadFigures, Replay, ServingFigures, rows_of
@@ -64,9 +65,9 @@ class _Running:
     def engine_s(self) -> float:
         return sum(engine.processor_s() for engine in self.engines)
 
-    def connector_s(self) -> float | None:
-        told = [seconds for engine in self.engines if (seconds := engine.connector_s()) is not None]
-        return sum(told) if told else None
+    def connector_time(self) -> ConnectorTime | None:
+        noted = [each for engine in self.engines if (each := engine.connector_time()) is not None]
+        return ConnectorTime.sum_of(noted) if noted else None
 
     def server_s(self) -> float:
         server = self.offload.server
@@ -231,18 +232,22 @@ def _replay(
         Due(ask.at, ports[(ask.conversation + ask.turn) % engines], text, ask.answer_tokens)
         for ask, text in zip(asks, encoded, strict=True)
     ]
-    engine_s, connector_s, server_s = contender.engine_s(), contender.connector_s(), contender.server_s()
+    engine_s, before, server_s = contender.engine_s(), contender.connector_time(), contender.server_s()
     answers, seconds = _answers(contender, dues)
     time.sleep(_SETTLE_S)
     engine_s, server_s = contender.engine_s() - engine_s, contender.server_s() - server_s
-    later_s = contender.connector_s()
+    after = contender.connector_time()
+    connector = None if before is None or after is None else [b - a for a, b in zip(before, after, strict=True)]
+    processor_ms, scheduler_ms, clock_ms = [1000 * s / len(asks) for s in connector] if connector else [None] * 3
     replay = Replay(
         first_ms=[1000 * answer.first_s for answer in answers],
         later_ms=[1000 * answer.first_s for ask, answer in zip(asks, answers, strict=True) if ask.turn],
         tokens_s=sum(ask.answer_tokens for ask in asks) / seconds,
         hit=sum(answer.cached for answer in answers) / sum(answer.prompt for answer in answers),
         engine_ms=1000 * engine_s / len(asks),
-        connector_ms=None if connector_s is None or later_s is None else 1000 * (later_s - connector_s) / len(asks),
+        connector_ms=processor_ms,
+        scheduler_ms=scheduler_ms,
+        scheduler_clock_ms=clock_ms,
         server_ms=1000 * server_s / len(asks),
         equal=0.0,
     )

@@ -66,20 +66,24 @@ class _Account:
         if os.stat(_TASKS).st_nlink != self._count:
             self._look()
 
-    def after_call(self, nanoseconds: int) -> None:
-        """Count the time of a call, and the threads that it has started besides Python's own."""
+    def after_call(self, nanoseconds: int, scheduling: int) -> None:
+        """Count the processor time of a call, and the threads that it has started besides Python's own. `scheduling`
+        is the time on the clock of a call in the scheduler, 0 for a worker's."""
         with self._lock:
             self._noted[0] += nanoseconds
+            if scheduling:
+                self._noted[1] += nanoseconds
+                self._noted[2] += scheduling
         if os.stat(_TASKS).st_nlink != self._count:
             self.add_threads(self._look() - python_threads())
 
     def add_threads(self, threads: set[int]) -> None:
         with self._lock:
             for thread in threads - self._own:
-                number = self._noted[1]
+                number = self._noted[3]
                 if number < MOST_THREADS:
-                    self._noted[2 + number] = thread
-                    self._noted[1] = number + 1
+                    self._noted[4 + number] = thread
+                    self._noted[3] = number + 1
             self._own |= threads
 
     def _look(self) -> set[int]:
@@ -116,13 +120,14 @@ def _counted(method: Callable[..., Any]) -> Callable[..., Any]:
         account = _opened()
         account.before_call()
         _here.within = True
-        began = time.thread_time_ns()
+        clock, began = time.monotonic_ns(), time.thread_time_ns()
         try:
             return method(*args, **kwargs)
         finally:
             spent = time.thread_time_ns() - began
             _here.within = False
-            account.after_call(spent)
+            role = getattr(args[0], "_role", None)
+            account.after_call(spent, time.monotonic_ns() - clock if getattr(role, "name", "") == "SCHEDULER" else 0)
 
     return call
 
