@@ -135,10 +135,8 @@ def test_the_sidecar_serves_from_a_volume_that_any_user_may_write_to(podman: Pod
     volume = podman.folder / "volume"
     volume.mkdir()
     volume.chmod(0o777)
-    mounts = [
-        f"--volume={volume}:/run/kvframework",
-        f"--volume={toml('sidecar', podman.folder)}:/etc/kvframework/kvf.toml:ro",
-    ]
+    file = toml("sidecar", podman.folder)
+    mounts = [f"--volume={volume}:/run/kvframework", f"--volume={file}:/etc/kvframework/kvf.toml:ro"]
     given = [f"--env={each['name']}={each['value']}" for each in sidecar["env"]]
     podman.run("--detach", "--name", "sidecar", *mounts, *given, IMAGE, *sidecar["args"], "--set", "l1.capacity=64MiB")
     wait_for_server(podman, "sidecar")
@@ -153,6 +151,7 @@ def test_the_probe_of_the_image_is_that_of_its_server(podman: Podman, server: st
     shell, *probe = image["Healthcheck"]["Test"]
     assert shell == "CMD"
     podman("exec", server, *probe)
+    podman.run("--rm", IMAGE, "try", "--help")  # of `helm test`
     assert image["Config"]["User"] == "10001:10001"
 
 

@@ -127,6 +127,12 @@ def test_two_releases_share_nothing_of_a_node() -> None:
     assert first.isdisjoint(second)
 
 
+def test_engines_of_other_charts_mount_what_the_daemonset_serves() -> None:
+    texts = [each.read_text() for each in (*(CHART.parent / "engines").iterdir(), manifests.file_of("daemonset"))]
+    for shared in ("ipc:///run/kvframework/server.sock", "hostPath: {path: /run/kvframework, type:", "10001"):
+        assert all(shared in text for text in texts), shared
+
+
 @pytest.mark.parametrize("index", range(12))
 def test_bad_values_are_refused(index: int) -> None:
     yaml, jsonschema = pytest.importorskip("yaml"), pytest.importorskip("jsonschema")

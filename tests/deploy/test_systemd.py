@@ -37,14 +37,10 @@ def test_a_unit_leaves_little_exposed(unit: Path) -> None:
     assert rated.returncode == 0, rated.stdout + rated.stderr
 
 
-def version() -> int:
-    return int(analyze("--version").stdout.split()[1])
-
-
 @needs_systemd
 def test_systemd_finds_no_mistake(tmp_path: Path) -> None:
     # It ignores, and says so, what it does not know yet.
-    newer = "FileDescriptorStorePreserve" if version() < 254 else "none is newer"
+    newer = "FileDescriptorStorePreserve" if int(analyze("--version").stdout.split()[1]) < 254 else "none is newer"
     for unit in UNITS:
         # It looks for the command, which is not installed here.
         (tmp_path / unit.name).write_text(unit.read_text().replace(COMMAND, "/bin/true"))
