@@ -40,7 +40,7 @@ from kvframework.registry.tables import Creator, codec_tables, resolve_table, se
 from kvframework.running_config import RunningConfig
 from kvframework.service.cache_service import CacheService
 from kvframework.service.listeners import Listeners, ServerContext
-from kvframework.service.operator_requests import Diagnosis, HandOver
+from kvframework.service.operator_requests import Diagnosis, Drain, HandOver
 from kvframework.service.registration import AttachedTransport
 from kvframework.storage.l1.eviction import Tenant
 from kvframework.storage.l1.journal import Identity
@@ -86,6 +86,7 @@ class Server:
         identity = partial(self._identity, hasher)
         storage = self._storage(identity)
         transports = {table.use: self._transport(table, storage.table.arena_fd) for table in config.transport}
+        self.drain = Drain(storage, self.stop)
         self.service = CacheService(
             config.server,
             storage=storage,
@@ -100,6 +101,7 @@ class Server:
             },
             observe_status=self._observer.status if self._observer else dict,
             messaging_status=lambda: self._messaging_status(),
+            drain_status=self.drain.status,
             request_durations=lambda: self._messages.durations(),
             tenants=config.tenants,
             listeners=self._listeners,
@@ -110,7 +112,7 @@ class Server:
             storage, NodeIdentity(self.service.boot_id, self.service.chunk_size, hasher.fingerprint)
         )
         self.running = RunningConfig(config, self._registry, self._configure)
-        self._hand_over = HandOver(lambda: storage.table.hand_over(identity(), self._tenant_names), self.stop)
+        self._hand_over = HandOver(lambda: storage.table.hand_over(identity(), self._tenant_names), self.drain)
         self._messages = MessageServer(
             self.endpoint,
             Served(
@@ -131,8 +133,8 @@ class Server:
             admit_readers=self._listeners.doors.admit if config.listeners else None,
         )
         self.service.lookups.waits.wake = self._messages.wake
-        # Whether the server stopped since no engine was there, and when one last was.
-        self.stopped_idle, self._used_at = False, time.monotonic()
+        # When an engine was last there.
+        self._used_at = time.monotonic()
 
     def bind(self) -> None:
         """Start the listeners and bind the sockets, before `serve_forever`. Raises `EndpointError`, or as listeners."""
@@ -178,6 +180,14 @@ class Server:
         self._stop_by = now + STOP_S - late
         self._messages.stop(max(GRACE_S - late, 0.0))
 
+    def end(self, since: float) -> None:
+        """End as a signal of that time asks: after a drain of `[server] drain_s`, or as `stop`. Safe as that."""
+        drain_s = self._config.server.drain_s
+        if drain_s or self.drain.running:
+            self.drain.begin(max(drain_s - (time.monotonic() - since), 0.0))
+        else:
+            self.stop(since)
+
     def close(self, *, process_ends: bool = False) -> None:
         """Close a server that has stopped serving (or never served); pending writes to L2 get the time left."""
         by = time.monotonic() + STOP_S if self._stop_by is None else self._stop_by
@@ -192,18 +202,16 @@ class Server:
 
     def _tick(self) -> None:
         self.service.tick()
+        self.drain.tick()
         limit, now = self._config.server.idle_stop_s, time.monotonic()
         if self.service.contexts:
             self._used_at = now
-        elif limit and not self.stopped_idle and now - self._used_at >= limit:
-            left = self.service.storage.tiers.write_rest()
-            if (left or not self.service.storage.tiers.at_rest) and now - self._used_at < limit + IDLE_DRAIN_S:
-                return
+            if self.drain.idle:
+                self.drain.cancel()
+        elif limit and not self.drain.running and now - self._used_at >= limit:
             log.info("no engine was there for %.0f s, [server] idle_stop_s: the server stops", limit)
-            if left:
-                log.warning("%d objects that only L1 held are lost: a tier did not take them in time", left)
-            self.stopped_idle = True
-            self.stop()
+            self.drain.by_itself = True
+            self.drain.begin(IDLE_DRAIN_S, idle=True)
 
     def _configure(self, config: Config) -> None:
         """Change what `kvframework.running_config` says can change now. From any thread; cannot fail."""
@@ -319,7 +327,8 @@ class Server:
             secrets=self.running.secrets,
             models=lambda: self.service.storage.records.models().keys(),
         )
-        own = [*self.service.handlers(), *self.running.handlers(), *diagnosis.handlers(), *hand_over.handlers()]
+        parts = (self.service, self.running, diagnosis, hand_over, self.drain)
+        own = [handler for part in parts for handler in part.handlers()]
         handlers = {handler.spec.name: handler for handler in own}
         for table in self._config.requests:
             provider, options = resolve_table(self._registry, table, RequestsProvider)

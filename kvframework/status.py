@@ -424,6 +424,18 @@ class Prefetch(Part, frozen=True):
     refused: Annotated[int, Counter("loads", "were too many at once", True, "prefetch_refused_total")] = 0
 
 
+class Drain(Part, frozen=True):
+    """The write of what only L1 holds before the server ends, in `left_s` seconds at most: objects written, objects and
+    bytes left, and for each tier that lacks some their number and its last error. `done` is null without a drain."""
+
+    done: bool | None = None
+    left_s: float = 0.0
+    written: int = 0
+    left: int = 0
+    left_bytes: int = 0
+    tiers: tuple[str, ...] = ()
+
+
 class Log(Part, frozen=True):
     """Lines of the server's log that wait to be written, and why."""
 
@@ -557,6 +569,7 @@ class Status(Part, frozen=True):
     l2: tuple[Tier, ...] = ()
     losses: Losses = Losses()
     prefetch: Prefetch = Prefetch()
+    drain: Drain = Drain()
     log: Log = Log()
     observe: Observe = Observe()
     events: Events = Events()

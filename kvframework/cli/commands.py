@@ -54,6 +54,7 @@ SECTIONS = {
         "config": ("kvframework.cli.config:app", "Check and show the configuration."),
         "plugins": ("kvframework.cli.plugins:app", "List, describe and check plugins."),
         "clear": ("kvframework-observe", "Drop what a running server caches. Engines compute it again."),
+        "drain": ("kvframework-observe", "Have a running server write to its tiers what only L1 holds, and end."),
         "dump": ("kvframework-observe", "Write what a bug report needs into one file."),
         "keys": ("kvframework-observe", "CURVE keys, for servers at tcp:// endpoints."),
         "tenants": ("kvframework-observe", "Tenants by name, with shares of L1."),

@@ -11,17 +11,7 @@ import msgspec
 import typer
 from rich.text import Text
 
-from kvframework.api.command import (
-    CONFIG_HELP,
-    EXIT_ERROR,
-    EXIT_FOUND,
-    AsJson,
-    ConfigFile,
-    Endpoint,
-    Overrides,
-    QuickGroup,
-    examples,
-)
+from kvframework.api import command
 from kvframework.api.console import print_document, print_error, print_rows, print_text, stdout
 from kvframework.api.toml import toml_value
 from kvframework.cli.serving import ServeOptions, with_capacity
@@ -40,13 +30,15 @@ from kvframework.registry.tables import named_tables
 from kvframework.running_config import shown_config
 from kvframework.wire import messages as m
 
-app = typer.Typer(cls=QuickGroup, help="Check and show the configuration.", no_args_is_help=True)
-_File = Annotated[Path | None, typer.Argument(help=CONFIG_HELP, show_default=False)]
+app = typer.Typer(cls=command.QuickGroup, help="Check and show the configuration.", no_args_is_help=True)
+_File = Annotated[Path | None, typer.Argument(help=command.CONFIG_HELP, show_default=False)]
 CONNECT_S = 5.0
 
 
-@app.command("check", epilog=examples("kvframework config check kvf.toml", "kvframework config check --set l1.use=x"))
-def check(file: _File = None, overrides: Overrides = None) -> None:
+@app.command(
+    "check", epilog=command.examples("kvframework config check kvf.toml", "kvframework config check --set l1.use=x")
+)
+def check(file: _File = None, overrides: command.Overrides = None) -> None:
     """Check a configuration: whether a server would start with it here and now.
 
     That is its syntax and values, its plugins and their options, key files, folders, the memory, the socket and the
@@ -65,7 +57,7 @@ def check(file: _File = None, overrides: Overrides = None) -> None:
         print_error(error)
         refused = True
     if refused:
-        raise typer.Exit(EXIT_ERROR)
+        raise typer.Exit(command.EXIT_ERROR)
     print_text(Text.assemble(("ok", "bold green"), f": {config.source}: {_summary(config)}"))
     if running is not None:
         print_text(f"{config.server.endpoint or default_endpoint()}: {running}")
@@ -90,13 +82,15 @@ def _summary(config: Config) -> str:
 
 @app.command(
     "show",
-    epilog=examples(
+    epilog=command.examples(
         "kvframework config show",
         "kvframework config show --config kvf.toml --set l1.capacity=8GiB",
         "kvframework config show > kvf.toml          a file to start from",
     ),
 )
-def show(config: ConfigFile = None, overrides: Overrides = None, as_json: AsJson = False) -> None:
+def show(
+    config: command.ConfigFile = None, overrides: command.Overrides = None, as_json: command.AsJson = False
+) -> None:
     """Show every value in force, including the plugins' options, with its origin.
 
     The output is TOML. Secrets are masked: passwords in URLs, and the options that a plugin marks as secret.
@@ -157,7 +151,7 @@ def _line(row: dict[str, Any]) -> str:
 
 @app.command(
     "apply",
-    epilog=examples(
+    epilog=command.examples(
         "kvframework config apply kvf.toml --dry-run   what differs",
         "kvframework config apply kvf.toml             all of it, or nothing",
         "kvframework config apply kvf.toml --set log.level=debug",
@@ -165,11 +159,11 @@ def _line(row: dict[str, Any]) -> str:
 )
 def apply(
     file: _File = None,
-    overrides: Overrides = None,
-    endpoint: Endpoint = None,
+    overrides: command.Overrides = None,
+    endpoint: command.Endpoint = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the difference, and change nothing.")] = False,
     timeout: Annotated[float, typer.Option(min=0.01, max=3600, help="Seconds to wait for the server.")] = 60.0,
-    as_json: AsJson = False,
+    as_json: command.AsJson = False,
 ) -> None:
     """Change the configuration of a running server, without a restart.
 
@@ -195,7 +189,7 @@ def apply(
     else:
         _show_changes(applied, dry_run=dry_run)
     if not all(each.now for each in applied.changes):
-        raise typer.Exit(EXIT_FOUND)
+        raise typer.Exit(command.EXIT_FOUND)
 
 
 def _show_changes(applied: m.ConfigApplied, *, dry_run: bool) -> None:

@@ -113,7 +113,7 @@ def run_server(options: ServeOptions) -> None:
             signals.reload_by(reload)
             with bounded(None):  # a command has a bound for its own thread, which serves from here on
                 server.serve_forever(process_ends=True)
-            if keeper is not None and server.stopped_idle:
+            if keeper is not None and server.drain.by_itself:
                 keeper.stopping()
         except StopRequested:
             log.info("stopped before it served")
@@ -155,6 +155,7 @@ def with_capacity(options: ServeOptions, keeper: Keeper | None) -> ServeOptions:
 def _started(settings: Config, signals: ServerSignals, keeper: Keeper | None, takeover: bool) -> Server:
     """Return a server that is bound."""
     # Imported only after signals can be handled: the import is most of the start.
+    from kvframework.cli.signals import DEADLINE_S
     from kvframework.config.endpoint import default_endpoint
     from kvframework.preflight import refusals, running_server
     from kvframework.registry.registry import PluginRegistry
@@ -178,7 +179,14 @@ def _started(settings: Config, signals: ServerSignals, keeper: Keeper | None, ta
     server = Server(settings, registry, holding)
     gc.freeze()
     gc.enable()
-    signals.serve(server.stop, server.abandon)
+    drain_s = settings.server.drain_s
+
+    def end(since: float) -> None:
+        if keeper is not None and drain_s:
+            keeper.extend(drain_s + DEADLINE_S)
+        server.end(since)
+
+    signals.serve(end, server.abandon, DEADLINE_S + drain_s)
     try:
         server.bind()
     except BaseException:
@@ -216,9 +224,8 @@ _ANSWER_S = 10.0
 
 
 class HandedOver:
-    """The other side of `kvframework.service.operator_requests`, of `--takeover`.
-
-    A keeper that has what the earlier server handed over; `keeper`, if any, holds it from then on."""
+    """A keeper that has what the earlier server handed over (`kvframework.service.operator_requests`); `keeper`, if
+    any, holds it from then on."""
 
     def __init__(self, descriptors: Collection[int], keeper: L1Keeper | None) -> None:
         self._descriptors = descriptors

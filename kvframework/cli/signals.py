@@ -71,11 +71,11 @@ class ServerSignals:
         self._wakeup.close()
         self._watcher.join(_LINGER_S)
 
-    def serve(self, stop: Callable[[float], None], abandon: Callable[[], None]) -> None:
+    def serve(self, stop: Callable[[float], None], abandon: Callable[[], None], within_s: float = DEADLINE_S) -> None:
         """Make signals call `stop` (in the main thread) and, for an end at once, `abandon` (in another thread). The
         argument of `stop` is the time of the signal on the monotonic clock: the main thread may have been busy since.
         """
-        self._abandon = abandon
+        self._abandon, self._deadline_s = abandon, within_s
         self._stop = stop
         if self.requested:  # a plugin has swallowed `StopRequested`
             stop(self._since)

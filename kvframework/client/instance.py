@@ -14,22 +14,13 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from kvframework import errors
 from kvframework.api.installing import warn_of_missing_kernels
 from kvframework.api.keys import CacheKey, compute_namespace
 from kvframework.api.layout import EngineView, KVLayout, LayerTensors, Layout, MemoryLayoutDesc, with_chunk
 from kvframework.api.transport import Registration, Transfer, TransferContext
 from kvframework.client.kv_client import KVClient, bare_transfer
 from kvframework.client.shards import ModelPart, ShardedLayout, Shards, shards_of
-from kvframework.errors import (
-    AlreadyRegistered,
-    BadLayout,
-    DeviceError,
-    KVFrameworkError,
-    PluginError,
-    ServerGone,
-    TransportMismatch,
-    VersionMismatch,
-)
 from kvframework.logs.limit import LogLimit
 from kvframework.supervise.state import Backoff
 from kvframework.wire import messages as m
@@ -41,7 +32,7 @@ log.addFilter(LogLimit())
 AUTO = "auto"
 _RECOVER_FIRST_S, _RECOVER_LONGEST_S = 0.1, 5.0
 # What no wait can mend: the two sides, or the tensors and their declaration, do not fit.
-_REFUSALS = (BadLayout, TransportMismatch, VersionMismatch)
+_REFUSALS = (errors.BadLayout, errors.TransportMismatch, errors.VersionMismatch)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -102,7 +93,7 @@ class Instance:
         try:
             if client.boot_id != self._asked:
                 # The server was restarted in between, perhaps before the callback was registered.
-                with contextlib.suppress(AlreadyRegistered, ServerGone), self._registering:
+                with contextlib.suppress(errors.AlreadyRegistered, errors.ServerGone), self._registering:
                     self.registered = self._register(urgent=True)
             if view is not None:
                 from kvframework.client.canary import check_by_writing
@@ -136,7 +127,7 @@ class Instance:
         client, wanted = self.client, self.identity.transport
         offered = client.hello.transports
         refused: list[str] = []
-        last: BadLayout | None = None
+        last: errors.BadLayout | None = None
         for name in offered if wanted == AUTO else (wanted,):
             if name not in offered:
                 refused.append(f"{name}: the server has {', '.join(offered)}")
@@ -144,7 +135,7 @@ class Instance:
             try:
                 options = self.identity.transport_options
                 transfer: TransferContext = client.plugins.create("transport", name, options, client, where=where)
-            except (PluginError, DeviceError) as error:
+            except (errors.PluginError, errors.DeviceError) as error:
                 refused.append(_reason(name, error))
                 continue
             try:
@@ -154,16 +145,18 @@ class Instance:
                 self.registered = self._register(urgent=False)
             except BaseException as error:
                 transfer.close()
-                if wanted != AUTO or not isinstance(error, (DeviceError, BadLayout, TransportMismatch)):
+                if wanted != AUTO or not isinstance(
+                    error, (errors.DeviceError, errors.BadLayout, errors.TransportMismatch)
+                ):
                     raise
                 log.warning("transport %s cannot be used for this engine's memory and is left out: %s", name, error)
                 refused.append(_reason(name, error))
-                last = error if isinstance(error, BadLayout) else None
+                last = error if isinstance(error, errors.BadLayout) else None
             else:
                 return
         if last is not None and len(refused) == 1:
             raise last
-        raise TransportMismatch("no transport works on both sides", where=where, available="; ".join(refused))
+        raise errors.TransportMismatch("no transport works on both sides", where=where, available="; ".join(refused))
 
     def recover(self) -> None:
         """Register again, in the background, since the server lost this instance's memory; not after a refusal that no
@@ -184,14 +177,14 @@ class Instance:
         backoff = Backoff(_RECOVER_FIRST_S, _RECOVER_LONGEST_S)
         while not self._closed.is_set():
             try:
-                with contextlib.suppress(AlreadyRegistered):
+                with contextlib.suppress(errors.AlreadyRegistered):
                     self._register_anew(urgent=False)
                 return
             except _REFUSALS as error:
                 self._refused = True
                 log.error("instance %d stays unregistered at this server: %s", self.identity.instance_id, error)
                 return
-            except KVFrameworkError as error:
+            except errors.KVFrameworkError as error:
                 log.warning("instance %d could not register again: %s", self.identity.instance_id, error)
             self._closed.wait(backoff.delay(time.monotonic()))
 
@@ -199,7 +192,7 @@ class Instance:
         """Register at a new server, in the connection's thread, which the failure of a device does not concern."""
         try:
             self._register_anew(urgent=True)
-        except DeviceError as error:
+        except errors.DeviceError as error:
             log.warning("instance %d could not register again: %s", self.identity.instance_id, error)
             self.recover()
 
@@ -222,7 +215,7 @@ class Instance:
     def _register(self, *, urgent: bool) -> Registered:
         identity, client, hello = self.identity, self.client, self.client.hello
         if self._transport not in hello.transports:
-            raise TransportMismatch(
+            raise errors.TransportMismatch(
                 f"the server no longer has transport {self._transport!r}", available=", ".join(hello.transports)
             )
         shards = self._shards(self._layout.object_desc(self._declared, hello.chunk_size), hello)
@@ -262,7 +255,7 @@ class Instance:
         )
         try:
             if (reply.namespace, reply.desc) != (payload.namespace, desc):
-                raise VersionMismatch(
+                raise errors.VersionMismatch(
                     f"the server computes another object layout: {reply.desc}",
                     available=str(desc),
                     hint="install the same kvframework release beside the engine and the server",
@@ -292,7 +285,7 @@ class Instance:
         if part is not None:
             try:
                 return shards_of(self._declared, desc, part, tp_lcm=hello.tp_lcm, pp_lcm=hello.pp_lcm)
-            except BadLayout as error:
+            except errors.BadLayout as error:
                 why = error.fact
         text = "instance %d shares objects only with engines of its own sizes, although tp_lcm is %d, pp_lcm %d: %s"
         log.warning(text, self.identity.instance_id, hello.tp_lcm, hello.pp_lcm, why)
@@ -306,14 +299,14 @@ class Instance:
         timeout = deadlines.transfer_s if self._exports else deadlines.setup_s
         try:
             self.client.request("UNREGISTER_KV_CACHE", payload, m.Empty, urgent=urgent, timeout=timeout)
-        except ServerGone:
+        except errors.ServerGone:
             pass  # and its mappings ended with it
-        except KVFrameworkError as error:
+        except errors.KVFrameworkError as error:
             doubt = ", its memory may be in use" if self._exports else ""
             log.warning("instance %d could not unregister%s: %s", self.identity.instance_id, doubt, error)
 
 
-def _reason(name: str, error: KVFrameworkError) -> str:
+def _reason(name: str, error: errors.KVFrameworkError) -> str:
     return f"{name}: {error.fact}" + (f" ({error.hint})" if error.hint else "")
 
 

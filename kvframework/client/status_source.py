@@ -64,6 +64,11 @@ class StatusSource:
         with self._connected() as (client, _):
             return client.request("CLEAR", m.Clear(l2=l2, model=model), m.Cleared, timeout=timeout)
 
+    def drain(self, within_s: float) -> bytes:
+        """Have the server drain within that time, and end; return `status.Drain`. Blocks and raises as `ask`."""
+        with self._connected() as (client, left):
+            return client.request("DRAIN", m.Drain(within_s), m.StatusReply, timeout=left()).document
+
     @contextlib.contextmanager
     def _connected(self) -> Iterator[tuple[KVClient, Callable[[], float]]]:
         """The client, and how many seconds are left for it."""

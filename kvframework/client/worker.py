@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from kvframework import errors
 from kvframework.api.futures import Future
 from kvframework.api.installing import warn_of_missing_kernels
 from kvframework.api.keys import CacheKey
@@ -31,15 +32,6 @@ from kvframework.client.hashing import RequestHashes
 from kvframework.client.instance import Instance, InstanceIdentity
 from kvframework.client.kv_client import KVClient, checked_skip, checked_tokens, checked_transfer
 from kvframework.client.scheduler import SchedulerAdapter
-from kvframework.errors import (
-    BadBlockIds,
-    BadLayout,
-    Cancelled,
-    KVFrameworkError,
-    NotRegistered,
-    RequestError,
-    ServerGone,
-)
 from kvframework.logs.limit import LogLimit
 
 if TYPE_CHECKING:
@@ -74,7 +66,7 @@ class WorkerAdapter(InstanceIdentity):
         """Declare the engine's tensors (layer name to tensors, in layer order) and register the instance, see
         `Instance`, for the errors. Blocking. After a restart of the server the instance registers again by itself."""
         if self._instance is not None:
-            raise RequestError(
+            raise errors.RequestError(
                 f"instance {self.instance_id} is already registered, perhaps with other tensors",
                 hint="close() the adapter before the old tensors are freed, then register the new ones",
             )
@@ -131,7 +123,7 @@ class WorkerAdapter(InstanceIdentity):
         instance = self._instance
         if instance is None:
             objects = (end - start) // request.chunk_tokens * len(block_ids)
-            dropped = StoreOutcome(dropped=objects, error=NotRegistered.code)
+            dropped = StoreOutcome(dropped=objects, error=errors.NotRegistered.code)
             return _keep(self._stores, request, Future.resolved(dropped))
         transfer = self._transfer(instance, request, start, end, block_ids, kv_caches, event, storing=True)
         store = partial(instance.transfer.store, transfer)
@@ -263,8 +255,8 @@ class WorkerAdapter(InstanceIdentity):
             raise self._not_registered()
         return self._instance.registered.own
 
-    def _not_registered(self) -> NotRegistered:
-        return NotRegistered(f"instance {self.instance_id} is not registered", hint="register_kv_caches")
+    def _not_registered(self) -> errors.NotRegistered:
+        return errors.NotRegistered(f"instance {self.instance_id} is not registered", hint="register_kv_caches")
 
     def _refused(self, kind: LostKind, request: RequestHashes, error: Exception) -> None:
         log.warning("%s of request %r failed: %s", kind, request.request_id, error)
@@ -311,18 +303,18 @@ class WorkerAdapter(InstanceIdentity):
     ) -> Future[O]:
         """Start a transfer and return its future. After a transport's failure the engine goes on without the cache."""
         if not self.client.reachable("PREPARE_STORE" if kind == "stores" else "PREPARE_RETRIEVE"):
-            self.client.lost(kind, ServerGone.code, transfer.nbytes)
+            self.client.lost(kind, errors.ServerGone.code, transfer.nbytes)
             if transfer.grant is not None:
                 self.client.free_soon(transfer.grant.lease)
-            return Future.resolved(failed(ServerGone("the server does not answer")))
+            return Future.resolved(failed(errors.ServerGone("the server does not answer")))
         try:
             future = start()
             if not isinstance(future, Future):
                 raise TypeError(f"the transport returned {future!r}, no future")
-        except (BadLayout, BadBlockIds):
+        except (errors.BadLayout, errors.BadBlockIds):
             raise  # the engine's tensors differ from those that it registered
         except Exception as error:
-            known = isinstance(error, KVFrameworkError)
+            known = isinstance(error, errors.KVFrameworkError)
             log.warning(
                 "%s of request %r failed: %s", kind, transfer.request_id, error, exc_info=None if known else error
             )
@@ -331,13 +323,17 @@ class WorkerAdapter(InstanceIdentity):
         return future
 
     def _look_at(
-        self, kind: LostKind, instance: Instance, nbytes: int, future: Future[StoreOutcome] | Future[LoadOutcome]
+        self,
+        kind: LostKind,
+        instance: Instance,
+        nbytes: int,
+        future: Future[StoreOutcome] | Future[LoadOutcome],
     ) -> None:
         """Count a loss, and register again if the server lost this instance's memory."""
         code = _code_of(future)
-        if code and code != Cancelled.code:
+        if code and code != errors.Cancelled.code:
             self.client.lost(kind, code, nbytes)
-        if code == NotRegistered.code:
+        if code == errors.NotRegistered.code:
             instance.recover()
 
 
@@ -351,7 +347,7 @@ def _keep(
 def _check_lengths(*lists: Sequence[object]) -> None:
     lengths = [len(each) for each in lists]
     if len({*lengths}) > 1:
-        raise RequestError(f"a batch of lists of {lengths} items", available="lists of equal length")
+        raise errors.RequestError(f"a batch of lists of {lengths} items", available="lists of equal length")
 
 
 def _code_of(future: Future[StoreOutcome] | Future[LoadOutcome]) -> str:

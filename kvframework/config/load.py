@@ -11,37 +11,24 @@ import msgspec
 
 from kvframework.api.endpoint import ObserveConfig, collector_url, parse_endpoint, parse_listen
 from kvframework.api.toml import convert, unknown_key
+from kvframework.config import schema
 from kvframework.config.layers import DEFAULT_EVICTION, Layers, read_layers
-from kvframework.config.schema import (
-    CodecName,
-    CodecsConfig,
-    Config,
-    L1Config,
-    L1Keys,
-    L2Config,
-    L2Keys,
-    LogConfig,
-    PluginTable,
-    ServerConfig,
-    TenantConfig,
-    TenantKeys,
-)
 from kvframework.config.tenants import check_tenants
 from kvframework.errors import ConfigFieldError, EndpointError
 
-_K = TypeVar("_K", L1Keys, L2Keys)
+_K = TypeVar("_K", schema.L1Keys, schema.L2Keys)
 # The tables of a file that come in arrays, and all.
 ARRAYS = ("transport", "layout", "l2", "requests", "listener")
 _TABLES = ("server", "log", "l1", "codecs", "hasher", "observe", "events", "tenants", *ARRAYS)
 
 
 class _Allow(msgspec.Struct, frozen=True):
-    allow: tuple[CodecName, ...] = ()
+    allow: tuple[schema.CodecName, ...] = ()
 
 
 def load_config(
     path: Path | None = None, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ
-) -> Config:
+) -> schema.Config:
     """Read `path`, else the file that `KVFRAMEWORK_CONFIG` names, else takes the embedded default.
 
     `overrides` are `table.key=value` texts, applied in order. Blocking. Raises `ConfigFileError`, `ConfigFieldError`
@@ -50,7 +37,7 @@ def load_config(
     return assemble(read_layers(path, overrides, environ))
 
 
-def assemble(layers: Layers) -> Config:
+def assemble(layers: Layers) -> schema.Config:
     """The configuration of the merged layers. Pure. Raises `ConfigFieldError` and `EndpointError`."""
     raw, where = layers.raw, layers.where
     for key in raw:
@@ -59,14 +46,14 @@ def assemble(layers: Layers) -> Config:
     tables = {name: _table(raw.get(name, {}), f"{where}: [{name}]") for name in _TABLES if name not in ARRAYS}
     arrays = {name: _array(raw.get(name, []), name, where) for name in ARRAYS}
     plugins = {name: tuple(_plugin(table, place) for table, place in arrays[name]) for name in ARRAYS if name != "l2"}
-    events = PluginTable("events", tables["events"], f"{where}: [events]", ()) if "events" in raw else None
+    events = schema.PluginTable("events", tables["events"], f"{where}: [events]", ()) if "events" in raw else None
     for named in (plugins["transport"], plugins["layout"], plugins["requests"]):
         _check_named_once(named)
     _check_named_once((events, *plugins["listener"]) if events else plugins["listener"])
     l1 = _l1(tables["l1"], where)
-    return Config(
+    return schema.Config(
         server=_server(tables["server"], f"{where}: [server]"),
-        log=convert(tables["log"], LogConfig, where=f"{where}: [log]"),
+        log=convert(tables["log"], schema.LogConfig, where=f"{where}: [log]"),
         l1=l1,
         transport=plugins["transport"],
         layout=plugins["layout"],
@@ -82,8 +69,8 @@ def assemble(layers: Layers) -> Config:
     )
 
 
-def _server(table: dict[str, object], where: str) -> ServerConfig:
-    server = convert(table, ServerConfig, where=where)
+def _server(table: dict[str, object], where: str) -> schema.ServerConfig:
+    server = convert(table, schema.ServerConfig, where=where)
     over_tcp = bool(server.endpoint) and parse_endpoint(server.endpoint, where=f"{where} endpoint").kind == "tcp"
     if over_tcp and server.admit_uids:
         raise EndpointError(
@@ -121,17 +108,17 @@ def _observe(table: dict[str, object], where: str) -> ObserveConfig:
     return observe
 
 
-def _l1(table: dict[str, object], where: str) -> L1Config:
-    keys, rest = _split(table, L1Keys, f"{where}: [l1]")
+def _l1(table: dict[str, object], where: str) -> schema.L1Config:
+    keys, rest = _split(table, schema.L1Keys, f"{where}: [l1]")
     eviction = _table(rest.pop("eviction", {}), f"{where}: [l1.eviction]")
-    core_keys = ("use", "eviction", *L1Keys.__struct_fields__)
+    core_keys = ("use", "eviction", *schema.L1Keys.__struct_fields__)
     memory = _plugin(rest, f"{where}: [l1]", core_keys)
-    return L1Config(memory, _plugin({"use": DEFAULT_EVICTION} | eviction, f"{where}: [l1.eviction]"), keys)
+    return schema.L1Config(memory, _plugin({"use": DEFAULT_EVICTION} | eviction, f"{where}: [l1.eviction]"), keys)
 
 
-def _l2(table: dict[str, object], where: str, l1: L1Keys) -> L2Config:
-    keys, rest = _split(table, L2Keys, where)
-    tier = _plugin(rest, where, ("use", *L2Keys.__struct_fields__))
+def _l2(table: dict[str, object], where: str, l1: schema.L1Keys) -> schema.L2Config:
+    keys, rest = _split(table, schema.L2Keys, where)
+    tier = _plugin(rest, where, ("use", *schema.L2Keys.__struct_fields__))
     if keys.write_policy == "write_back" and l1.high_watermark >= 1.0:
         raise ConfigFieldError(
             'write_policy = "write_back" needs L1 to evict before it is full',
@@ -139,7 +126,7 @@ def _l2(table: dict[str, object], where: str, l1: L1Keys) -> L2Config:
             available="[l1] high_watermark below 1.0",
             hint="write high_watermark = 0.9 and low_watermark = 0.8 into [l1]",
         )
-    return L2Config(tier, keys)
+    return schema.L2Config(tier, keys)
 
 
 def _split(table: dict[str, object], keys: type[_K], where: str) -> tuple[_K, dict[str, object]]:
@@ -155,24 +142,24 @@ def _split(table: dict[str, object], keys: type[_K], where: str) -> tuple[_K, di
     return core, {key: value for key, value in table.items() if key not in own}
 
 
-def _codecs(table: dict[str, object], where: str) -> CodecsConfig:
+def _codecs(table: dict[str, object], where: str) -> schema.CodecsConfig:
     allow = convert({"allow": table.get("allow", [])}, _Allow, where=f"{where}: [codecs]").allow
     places = {name: f"{where}: [codecs.{name}]" for name in table if name != "allow"}
-    options = (PluginTable(name, _table(table[name], place), place, ()) for name, place in places.items())
-    return CodecsConfig(allow, tuple(options), f"{where}: [codecs]")
+    options = (schema.PluginTable(name, _table(table[name], place), place, ()) for name, place in places.items())
+    return schema.CodecsConfig(allow, tuple(options), f"{where}: [codecs]")
 
 
-def _tenants(tables: dict[str, object], where: str) -> tuple[TenantConfig, ...]:
+def _tenants(tables: dict[str, object], where: str) -> tuple[schema.TenantConfig, ...]:
     places = {name: f"{where}: [tenants.{name}]" for name in tables}
     tenants = tuple(
-        TenantConfig(name, convert(_table(tables[name], place), TenantKeys, where=place), place)
+        schema.TenantConfig(name, convert(_table(tables[name], place), schema.TenantKeys, where=place), place)
         for name, place in places.items()
     )
     check_tenants(tenants)
     return tenants
 
 
-def _plugin(table: dict[str, object], where: str, core_keys: tuple[str, ...] = ("use",)) -> PluginTable:
+def _plugin(table: dict[str, object], where: str, core_keys: tuple[str, ...] = ("use",)) -> schema.PluginTable:
     use = table.get("use")
     if not isinstance(use, str) or not use:
         raise ConfigFieldError(
@@ -180,11 +167,11 @@ def _plugin(table: dict[str, object], where: str, core_keys: tuple[str, ...] = (
             where=where,
             hint='write use = "name"; `kvframework plugins list` shows the names',
         )
-    return PluginTable(use, {key: value for key, value in table.items() if key != "use"}, where, core_keys)
+    return schema.PluginTable(use, {key: value for key, value in table.items() if key != "use"}, where, core_keys)
 
 
-def _check_named_once(tables: tuple[PluginTable, ...]) -> None:
-    seen: dict[str, PluginTable] = {}
+def _check_named_once(tables: tuple[schema.PluginTable, ...]) -> None:
+    seen: dict[str, schema.PluginTable] = {}
     for table in tables:
         first = seen.setdefault(table.use, table)
         if first is not table:

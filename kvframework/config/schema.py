@@ -96,13 +96,11 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
         30.0
     )
     idle_stop_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=365 * 24 * 3600.0,
-            description="after so long without an engine the server writes the rest to its tiers and ends; 0: never",
-        ),
+        float, Meta(ge=0, le=365 * 24 * 3600.0, description="so long without an engine it drains and ends; 0: never")
     ] = 0.0
+    drain_s: Annotated[float, Meta(ge=0, le=3600.0, description="most time to write the rest of L1 after SIGTERM")] = (
+        0.0
+    )
     workers: Annotated[int, Meta(ge=1, le=256, description="threads that copy the KV of clients over TCP")] = 2
     trace_memory: Annotated[
         ByteSize,
@@ -143,11 +141,7 @@ class L1Keys(Struct, frozen=True, forbid_unknown_fields=True):
     ] = 0.9
     ghosts: Annotated[
         int,
-        Meta(
-            ge=0,
-            le=1 << 22,
-            description="objects that left L1 and why, remembered in about 256 bytes each",
-        ),
+        Meta(ge=0, le=1 << 22, description="objects that left L1 and why, remembered in about 256 bytes each"),
     ] = 65536
     keep: Annotated[
         Keep,

@@ -32,6 +32,7 @@ class Note(NamedTuple):
     remove: bool = False
     ready: bool = False
     stopping: bool = False
+    extend_s: float = 0.0
 
 
 def is_name(text: str) -> bool:
@@ -51,13 +52,14 @@ def remove_note(name: str) -> bytes:
 def parse_note(payload: bytes) -> Note:
     """The meaning of a message. Never raises: bytes without a meaning are an empty note."""
     words = dict(line.split("=", 1) for line in payload.decode("latin-1").split("\n") if "=" in line)
-    name = words.get("FDNAME", "")
+    name, extend = words.get("FDNAME", ""), words.get("EXTEND_TIMEOUT_USEC", "")
     return Note(
         name=name if is_name(name) else "",
         store=words.get("FDSTORE") == "1",
         remove=words.get("FDSTOREREMOVE") == "1",
         ready=words.get("READY") == "1",
         stopping=words.get("STOPPING") == "1",
+        extend_s=int(extend) / 1e6 if extend.isascii() and extend.isdigit() and len(extend) < 18 else 0.0,
     )
 
 
@@ -161,8 +163,13 @@ class Keeper:
         self._send(b"READY=1")
 
     def stopping(self) -> None:
-        """Tell the keeper that this process ends, as nobody needs it: so does `hold`. Raises `OSError`."""
+        """Tell the keeper that this process ends by itself: so does `hold`. Raises `OSError`."""
         self._send(b"STOPPING=1")
+
+    def extend(self, seconds: float) -> None:
+        """Tell the keeper that the end for which it has asked takes so long."""
+        with contextlib.suppress(OSError):
+            self._send(b"EXTEND_TIMEOUT_USEC=%d" % (seconds * 1e6))
 
     def close(self) -> None:
         """Close the socket, and what `kept` has not returned. Idempotent."""

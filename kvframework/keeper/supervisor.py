@@ -17,23 +17,7 @@ from contextlib import ExitStack
 from datetime import datetime, timezone
 from typing import Any, NoReturn
 
-from kvframework.keeper.sd_notify import (
-    FIRST_FD,
-    LISTEN_VARIABLES,
-    NOTIFY_VARIABLE,
-    free_unused,
-    listen_variables,
-    parse_note,
-)
-from kvframework.keeper.sockets import (
-    CONTROL_SUFFIX,
-    AlreadyHeldError,
-    KeeperSocket,
-    Received,
-    heard_signals,
-    locked,
-    reply,
-)
+from kvframework.keeper import sd_notify, sockets
 from kvframework.supervise.state import HEALTHY_S, Backoff, Life, how_ended
 
 TAKEOVER = "--takeover"
@@ -111,11 +95,11 @@ def _become(command: Sequence[str], environ: Mapping[str, str], kept: Mapping[st
             signal.signal(number, signal.SIG_DFL)
         os.setsid()
         # First beyond the numbers that they get, so that none replaces another.
-        moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_FD + len(kept)) for fd in kept.values()]
-        for place, fd in enumerate(moved, FIRST_FD):
+        moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, sd_notify.FIRST_FD + len(kept)) for fd in kept.values()]
+        for place, fd in enumerate(moved, sd_notify.FIRST_FD):
             os.dup2(fd, place, inheritable=True)
-        inherited = {name: value for name, value in environ.items() if name not in LISTEN_VARIABLES}
-        own = {NOTIFY_VARIABLE: notify_path, **listen_variables([*kept], os.getpid())}
+        inherited = {name: value for name, value in environ.items() if name not in sd_notify.LISTEN_VARIABLES}
+        own = {sd_notify.NOTIFY_VARIABLE: notify_path, **sd_notify.listen_variables([*kept], os.getpid())}
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         os.execve(command[0], [*command], inherited | own)  # noqa: S606
     except BaseException as error:  # noqa: BLE001
@@ -150,10 +134,10 @@ class FdStoreSupervisor:
         Raises `AlreadyHeldError`, and `OSError` for sockets that cannot be made."""
         with ExitStack() as stack:
             stack.callback(self._forget_all)
-            stack.enter_context(locked(self._base))
-            self._socket = KeeperSocket(self._base + CONTROL_SUFFIX)
+            stack.enter_context(sockets.locked(self._base))
+            self._socket = sockets.KeeperSocket(self._base + sockets.CONTROL_SUFFIX)
             stack.callback(self._socket.close)
-            self._signals = heard_signals((*_ENDING, *_PASSED_ON, signal.SIGCHLD))
+            self._signals = sockets.heard_signals((*_ENDING, *_PASSED_ON, signal.SIGCHLD))
             poll = select.poll()
             poll.register(self._socket, select.POLLIN)
             poll.register(self._signals, select.POLLIN)
@@ -178,7 +162,7 @@ class FdStoreSupervisor:
 
     def _start(self, now: float, *further: str) -> Server | None:
         try:
-            pid = start_server([*self._command, *further], os.environ, self._kept, self._base + CONTROL_SUFFIX)
+            pid = start_server([*self._command, *further], os.environ, self._kept, self._base + sockets.CONTROL_SUFFIX)
         except OSError as error:
             self._log.write(f"no server can be started: {error.strerror}", "error")
             if not further:
@@ -200,10 +184,10 @@ class FdStoreSupervisor:
             if request is None or received.fd is None:
                 self._obey(received)
             elif (refused := self._refused(received.fd, request)) is not None:
-                reply(received.fd, {"done": False, "text": refused})
+                sockets.reply(received.fd, {"done": False, "text": refused})
 
-    def _obey(self, received: Received) -> None:
-        pid, note, fd = received.pid, parse_note(received.payload), received.fd
+    def _obey(self, received: sockets.Received) -> None:
+        pid, note, fd = received.pid, sd_notify.parse_note(received.payload), received.fd
         server = self._servers.get(pid)
         if server is not None and note.store and note.name and fd is not None:
             if note.name in self._kept or len(self._kept) < MAX_KEPT:
@@ -224,8 +208,10 @@ class FdStoreSupervisor:
             self._log.write(f"keeps {note.name} no longer")
         if note.ready and server.ready_at is None:
             self._is_ready(server)
+        if note.extend_s and server.stopping:
+            server.kill_at = time.monotonic() + note.extend_s
         if note.stopping and server is self._main and not self._stopping:
-            self._log.write("the server ends since no engine needs it, and what is kept with it")
+            self._log.write("the server has ended itself, and what is kept ends with it")
             self._stopping = True
             server.stop(time.monotonic(), STOP_S)
 
@@ -338,7 +324,7 @@ class FdStoreSupervisor:
         """Return why a request is refused. Without a reason it has its reply, or gets it later from `_finish`."""
         asked, server = request.get("do"), self._main
         if asked == "status":
-            reply(caller, {"done": True, **self._report()})
+            sockets.reply(caller, {"done": True, **self._report()})
             return None
         if asked not in ("drop", "reload"):
             return "it knows no such request"
@@ -368,7 +354,7 @@ class FdStoreSupervisor:
         names, nbytes = ", ".join(self._kept) or "nothing", sum(row["bytes"] for row in self._rows())
         text = f"keeps {names} no longer, which another process uses: the memory is free when that ends"
         freed = 0
-        if free_unused(self._kept.values()):
+        if sd_notify.free_unused(self._kept.values()):
             freed = nbytes - sum(row["bytes"] for row in self._rows())
             text = f"freed {names}, {freed} bytes"
         self._forget_all()
@@ -383,7 +369,7 @@ class FdStoreSupervisor:
     def _finish(self, what: str, done: bool, text: str, **facts: object) -> None:
         """Reply to the caller of a `what` that is under way, if one is."""
         if self._pending is not None and self._pending[0] == what:
-            reply(self._pending[1], {"done": done, "text": text, **facts})
+            sockets.reply(self._pending[1], {"done": done, "text": text, **facts})
             self._pending = None
 
     def _report(self) -> dict[str, object]:
@@ -418,7 +404,7 @@ def main(argument: str) -> int:
     lines = Lines(options["log_form"])
     try:
         return FdStoreSupervisor(options["command"], options["base"], lines).run()
-    except AlreadyHeldError as error:
+    except sockets.AlreadyHeldError as error:
         lines.write(
             f"another `kvframework hold`, process {error}, keeps the server at this endpoint; --status asks it", "error"
         )

@@ -14,32 +14,14 @@ from typing import Any
 import msgspec
 import pluggy
 
+from kvframework import errors
 from kvframework.api import hookspecs
 from kvframework.api.installing import install_command
 from kvframework.api.plugin import API_VERSION, ENTRY_POINT_GROUP, PROJECT, Options
 from kvframework.api.toml import closest, convert
 from kvframework.bounded_calls import named_at
-from kvframework.errors import (
-    ConfigFieldError,
-    PluginBroken,
-    PluginConflict,
-    PluginError,
-    PluginNotFound,
-    PluginUnavailable,
-    PluginWrongKind,
-)
+from kvframework.registry import plugin_check
 from kvframework.registry.discovery import FIRST_PARTY, KINDS, EntryPointInfo, discover
-from kvframework.registry.plugin_check import (
-    AnyProvider,
-    adopt,
-    check_major,
-    check_release,
-    guarded,
-    hooks_of,
-    offered,
-    pick,
-    probed,
-)
 
 # The distribution of plugins that are registered as objects: who uses one can read its code.
 IN_PROCESS = "in-process"
@@ -68,7 +50,7 @@ class PluginRegistry:
         self.manager = pluggy.PluginManager(PROJECT)
         self.manager.add_hookspecs(hookspecs)
         self._offers = list(discover() if entry_points is None else entry_points)
-        self._outcomes: dict[EntryPointInfo, AnyProvider | PluginError] = {}
+        self._outcomes: dict[EntryPointInfo, plugin_check.AnyProvider | errors.PluginError] = {}
         # Those whose probe has found nothing: a server that serves asks none of them again.
         self._able: set[EntryPointInfo] = set()
 
@@ -79,25 +61,25 @@ class PluginRegistry:
         value = f"{getattr(plugin, '__name__', type(plugin).__name__)} at {id(plugin):#x}"
         title = f"{value} of {distribution}"
         if self.manager.is_registered(plugin):
-            raise PluginBroken(f"{title}: it is registered already")
-        adopt(self.manager, plugin, title)
-        outcomes: dict[EntryPointInfo, AnyProvider | PluginError] = {}
+            raise errors.PluginBroken(f"{title}: it is registered already")
+        plugin_check.adopt(self.manager, plugin, title)
+        outcomes: dict[EntryPointInfo, plugin_check.AnyProvider | errors.PluginError] = {}
         try:
-            implemented = hooks_of(self.manager, plugin)
+            implemented = plugin_check.hooks_of(self.manager, plugin)
             for kind in (kind for kind in KINDS if KINDS[kind].hook in implemented):
-                for provider in offered(self.manager, plugin, kind, title):
+                for provider in plugin_check.offered(self.manager, plugin, kind, title):
                     offer = EntryPointInfo(kind, provider.name, distribution, version, value)
                     outcomes[offer] = self._attempt(offer, plugin)
             if not outcomes:
                 hint = "mark a hook with @kvframework.api.plugin.hookimpl"
-                raise PluginBroken(f"{title}: it offers nothing", hint=hint)
-        except PluginError:
+                raise errors.PluginBroken(f"{title}: it offers nothing", hint=hint)
+        except errors.PluginError:
             self.manager.unregister(plugin)
             raise
         self._offers += outcomes
         self._outcomes |= outcomes
 
-    def resolve(self, kind: str, name: str, *, where: str = "") -> AnyProvider:
+    def resolve(self, kind: str, name: str, *, where: str = "") -> plugin_check.AnyProvider:
         """The provider of this kind and name, loaded, checked and probed. Blocking: may import. Raises
         `PluginNotFound`, `PluginConflict`, `PluginBroken`, `PluginWrongKind`, `PluginWrongApi` or `PluginUnavailable`,
         with `where` as the place that named the plugin."""
@@ -110,22 +92,27 @@ class PluginRegistry:
             with named_at(where):
                 provider = self._load(offer)
                 if offer not in self._able:
-                    reason = probed(provider, str(offer))
+                    reason = plugin_check.probed(provider, str(offer))
                     if reason is not None:
-                        raise PluginUnavailable(f"{offer} cannot run here: {reason}")
+                        raise errors.PluginUnavailable(f"{offer} cannot run here: {reason}")
                     self._able.add(offer)
-        except PluginError as error:
-            shown = hint if isinstance(error, PluginBroken | PluginWrongKind) and hint else error.hint
+        except errors.PluginError as error:
+            shown = hint if isinstance(error, errors.PluginBroken | errors.PluginWrongKind) and hint else error.hint
             raise type(error)(error.fact, where=where, available=error.available, hint=shown) from error
         return provider
 
     def options(
-        self, provider: AnyProvider, raw: Mapping[str, object], *, where: str = "", core_keys: tuple[str, ...] = ()
+        self,
+        provider: plugin_check.AnyProvider,
+        raw: Mapping[str, object],
+        *,
+        where: str = "",
+        core_keys: tuple[str, ...] = (),
     ) -> Options:
         """`raw` as the plugin's options. Raises `ConfigFieldError`, with `core_keys` too for an unknown key."""
         try:
             options: Options = convert(raw, provider.options, where=where, core_keys=core_keys)
-        except ConfigFieldError as error:
+        except errors.ConfigFieldError as error:
             error.hint = error.hint or f"`kvframework plugins info {provider.kind}.{provider.name}` lists its options"
             raise
         return options
@@ -143,7 +130,7 @@ class PluginRegistry:
         """All that is installed or registered, with `probe` imported and probed. A plugin's error is its status."""
         return [self._info(offer, probe) for offer in self._listed()]
 
-    def describe(self, kind: str, name: str) -> tuple[builtins.list[PluginInfo], AnyProvider | None]:
+    def describe(self, kind: str, name: str) -> tuple[builtins.list[PluginInfo], plugin_check.AnyProvider | None]:
         """Every offer of one plugin, probed, and its descriptor if it could be loaded, whether or not it can run here.
         Blocking: may import it. Raises `PluginNotFound` and `PluginWrongKind` if no distribution offers it."""
         offers = [offer for offer in self._listed() if (offer.kind, offer.name) == (kind, name)]
@@ -151,13 +138,13 @@ class PluginRegistry:
             self.offer(kind, name)
         infos = [self._info(offer, probe=True) for offer in offers]
         provider = self._outcomes.get(offers[0])
-        return infos, None if isinstance(provider, PluginError) else provider
+        return infos, None if isinstance(provider, errors.PluginError) else provider
 
     def offer(self, kind: str, name: str) -> EntryPointInfo:
         """The distribution's offer of this plugin. Imports nothing. Raises `PluginNotFound`, `PluginConflict`,
         `PluginWrongKind` or `PluginWrongApi`."""
         if kind not in KINDS:
-            raise PluginWrongKind(
+            raise errors.PluginWrongKind(
                 f"there is no kind of plugin called {kind!r}", available=", ".join(KINDS), hint=closest(kind, KINDS)
             )
         named = [offer for offer in self._listed() if offer.name == name]
@@ -168,11 +155,11 @@ class PluginRegistry:
         if ours:
             return ours[0]
         for offer in offers:
-            check_major(offer.api_major, str(offer))
+            plugin_check.check_major(offer.api_major, str(offer))
         available = ", ".join(self.names(kind)) or f"no plugin of the kind {kind}"
         others = sorted({offer.kind for offer in named if offer.kind})
         if others:
-            raise PluginWrongKind(
+            raise errors.PluginWrongKind(
                 f"{name!r} is no {kind}, but there is a plugin of that name of another kind: {', '.join(others)}",
                 available=available,
             )
@@ -181,31 +168,35 @@ class PluginRegistry:
         hint = closest(name, known) or f"install a distribution with the entry point {title}"
         if title in FIRST_PARTY:
             hint = install_command(distribution=FIRST_PARTY[title])
-        raise PluginNotFound(f"no installed distribution offers the {kind} {name!r}", available=available, hint=hint)
+        raise errors.PluginNotFound(
+            f"no installed distribution offers the {kind} {name!r}", available=available, hint=hint
+        )
 
     def _listed(self) -> builtins.list[EntryPointInfo]:
         """The offers, those for another API only if their distribution has none for this one."""
         served = {(offer.distribution, offer.title) for offer in self._offers if _same_major(offer)}
         return [o for o in self._offers if _same_major(o) or (o.distribution, o.title) not in served]
 
-    def _load(self, offer: EntryPointInfo) -> AnyProvider:
+    def _load(self, offer: EntryPointInfo) -> plugin_check.AnyProvider:
         if offer not in self._outcomes:
             self._outcomes[offer] = self._attempt(offer)
         outcome = self._outcomes[offer]
-        if isinstance(outcome, PluginError):
+        if isinstance(outcome, errors.PluginError):
             raise outcome.with_traceback(None)
         return outcome
 
-    def _attempt(self, offer: EntryPointInfo, plugin: object | None = None) -> AnyProvider | PluginError:
+    def _attempt(
+        self, offer: EntryPointInfo, plugin: object | None = None
+    ) -> plugin_check.AnyProvider | errors.PluginError:
         title = str(offer)
         try:
             if plugin is None:
-                check_release(offer.distribution, title)
-                with guarded(title, "the import"):
+                plugin_check.check_release(offer.distribution, title)
+                with plugin_check.guarded(title, "the import"):
                     plugin = metadata.EntryPoint(offer.title, offer.value, ENTRY_POINT_GROUP).load()
-                adopt(self.manager, plugin, title)
-            return pick(self.manager, plugin, offer)
-        except PluginError as error:
+                plugin_check.adopt(self.manager, plugin, title)
+            return plugin_check.pick(self.manager, plugin, offer)
+        except errors.PluginError as error:
             return error
 
     def _info(self, offer: EntryPointInfo, probe: bool) -> PluginInfo:
@@ -213,20 +204,20 @@ class PluginRegistry:
         try:
             self._check_static(offer)
             if probe or offer in self._outcomes:
-                reason = probed(self._load(offer), str(offer)) or ""
+                reason = plugin_check.probed(self._load(offer), str(offer)) or ""
                 status = "unavailable" if reason else status
-        except PluginError as error:
+        except errors.PluginError as error:
             status, reason = error.code.removeprefix("plugin.").replace("_", "-"), error.fact.removeprefix(f"{offer}: ")
         return PluginInfo(offer.name, offer.kind, offer.distribution, offer.version, status, reason)
 
     def _check_static(self, offer: EntryPointInfo) -> None:
         """Check an offer without importing it; raise its errors."""
-        check_major(offer.api_major, str(offer))
-        check_release(offer.distribution, str(offer))
+        plugin_check.check_major(offer.api_major, str(offer))
+        plugin_check.check_release(offer.distribution, str(offer))
         if not offer.kind:
-            raise PluginBroken(f"{offer}: an entry point is named <kind>.<name>")
+            raise errors.PluginBroken(f"{offer}: an entry point is named <kind>.<name>")
         if offer.kind not in KINDS:
-            raise PluginWrongKind(f"{offer}: there is no kind of plugin called {offer.kind!r}")
+            raise errors.PluginWrongKind(f"{offer}: there is no kind of plugin called {offer.kind!r}")
         rivals = [each for each in self._offers if each.title == offer.title and _same_major(each)]
         if len(rivals) > 1:
             raise _conflict(rivals)
@@ -236,8 +227,8 @@ def _same_major(offer: EntryPointInfo) -> bool:
     return offer.api_major == API_VERSION[0]
 
 
-def _conflict(offers: list[EntryPointInfo]) -> PluginConflict:
-    return PluginConflict(
+def _conflict(offers: list[EntryPointInfo]) -> errors.PluginConflict:
+    return errors.PluginConflict(
         f"{len(offers)} distributions offer {offers[0].title}: {', '.join(offer.origin for offer in offers)}",
         hint="uninstall all but one of them",
     )

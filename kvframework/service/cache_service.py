@@ -46,6 +46,7 @@ from kvframework.service.records import RequestLog, TenantNames, Transfers
 from kvframework.service.registration import AttachedTransport, Registrations
 from kvframework.service.server_driven import ServerDrivenTransfers
 from kvframework.service.usage_counts import ClientLosses
+from kvframework.status import Drain
 from kvframework.storage.manager import StorageManager
 from kvframework.text import counted
 from kvframework.wire import messages as m
@@ -72,6 +73,7 @@ class CacheService(CacheServices):
         layouts: Mapping[str, Layout],
         server_facts: Mapping[str, object],
         messaging_status: Callable[[], Mapping[str, object]],
+        drain_status: Callable[[], object] = Drain,
         observe_status: Callable[[], Mapping[str, object]] = dict,
         request_durations: Callable[[], Mapping[str, object]],
         tenants: Sequence[TenantConfig] = (),
@@ -114,6 +116,7 @@ class CacheService(CacheServices):
         self._started = time.monotonic()
         self._started_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._messaging_status, self._observe_status = messaging_status, observe_status
+        self._drain_status = drain_status
         self._request_durations = request_durations
         self._report = CounterReport(time.monotonic())
         self._parts = (
@@ -161,6 +164,7 @@ class CacheService(CacheServices):
             "price": self.lookups.pricing.status(),
             "use": self.lookups.use.status(),
             "requests": self._request_durations(),
+            "drain": self._drain_status(),
             "transports": {
                 name: each.server.status() if each.server else {} for name, each in self._transports.items()
             },

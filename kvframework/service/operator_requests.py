@@ -1,4 +1,4 @@
-"""What an operator asks of a server: DUMP and HAND_OVER, for the server's own user on this node alone.
+"""What an operator asks of a server: DUMP, DRAIN and HAND_OVER, for the server's own user on this node alone.
 
 The dump is built in a worker thread, so it also shows what the serving thread and the storage threads do meanwhile.
 HAND_OVER gives L1 to a next server of this node, and this one ends: `kvframework.cli.serving` is the other side.
@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
+from kvframework.api.keys import PackedKey
+from kvframework.api.plugin import ByteSize
 from kvframework.api.requests import ClientInfo, Handler
 from kvframework.errors import RequestError
 from kvframework.logs.process_log import recent_lines
@@ -25,7 +29,9 @@ from kvframework.masking import Redaction
 from kvframework.service.contexts import check_own_user
 from kvframework.service.recent_requests import FinishedRequests
 from kvframework.service.records import MAX_TEXT
-from kvframework.text import plain
+from kvframework.status import Drain as DrainStatus
+from kvframework.storage.manager import StorageManager
+from kvframework.text import one_line, plain
 from kvframework.wire import messages as m
 from kvframework.wire.protocol import REQUESTS
 
@@ -75,15 +81,98 @@ def stacks() -> dict[str, str]:
     }
 
 
+# Between two looks at the queues; how long an answer waits for the end, and the end for the last answers.
+_STEP_S, _ANSWER_S, _LAST_S = 0.05, 0.2, 0.1
+
+
+class Drain:
+    """Writes to the tiers what only L1 holds, the most recently used objects first, until all is written or a time has
+    come, and then calls `stop`: for DRAIN, for a signal, and, `idle`, for want of engines, when STOREs go on. `tick` is
+    called again and again. `by_itself`: no signal asked for the end. All but `tick` from any thread."""
+
+    def __init__(self, storage: StorageManager, stop: Callable[[], None]) -> None:
+        self._storage, self.stop = storage, stop
+        self._writers = [writer for writer in storage.tiers.writers if not writer.store.read_only]
+        self._until, self.idle, self.by_itself = math.inf, False, False
+        self._thread: threading.Thread | None = None
+        self._done = threading.Event()
+        self._sizes: dict[PackedKey, int] = {}
+        self._total = 0
+
+    def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
+        return [Handler(REQUESTS["DRAIN"], self._drain, pooled=True)]
+
+    @property
+    def running(self) -> bool:
+        return self._until < math.inf
+
+    def begin(self, within_s: float, *, idle: bool = False) -> None:
+        """Drain within so many seconds; one that is under way gets no more time. Also from a signal's handler."""
+        self.idle = idle and (self.idle or not self.running)
+        self._storage.table.closed = not self.idle
+        self._until = min(self._until, time.monotonic() + within_s)
+
+    def cancel(self) -> None:
+        """Go on without a drain: an engine has come, or a next server has L1."""
+        self._until, self.idle, self.by_itself, self._thread = math.inf, False, False, None
+        self._storage.table.closed = False
+        for writer in self._writers:
+            writer.order_rest(None)
+
+    def tick(self) -> None:
+        if self.running and self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvf-drain", daemon=True)
+            self._thread.start()
+
+    def status(self) -> DrainStatus:
+        if not self.running:
+            return DrainStatus()
+        lacking = [(writer.store, writer.left()) for writer in self._writers]
+        # Without a tier that is all of L1.
+        left = set[PackedKey]().union(*(keys for _, keys in lacking)) if lacking else self._sizes.keys()
+        return DrainStatus(
+            done=self._done.is_set(),
+            left_s=round(max(self._until - time.monotonic(), 0.0), 1),
+            written=max(self._total - len(left), 0),
+            left=len(left),
+            left_bytes=sum(self._sizes.get(key, 0) for key in left),
+            tiers=tuple(one_line(f"{of.name}: {len(keys)}. {of.last_error}") for of, keys in lacking if keys),
+        )
+
+    def _drain(self, client: ClientInfo, payload: m.Drain, _buffers: object) -> m.StatusReply:
+        check_own_user(client, "drain this server")
+        self.by_itself = True
+        self.begin(payload.within_s)
+        self._done.wait(_ANSWER_S)
+        return m.StatusReply(msgspec.json.encode(self.status()))
+
+    def _run(self) -> None:
+        objects = sorted(self._storage.table.objects(), key=lambda stored: stored.used, reverse=True)
+        self._sizes = {stored.key: stored.length for stored in objects}
+        for writer in self._writers:
+            writer.order_rest(self._sizes)
+        self._total = self.status().left
+        while sum(writer.write_rest() for writer in self._writers) and time.monotonic() < self._until < math.inf:
+            time.sleep(_STEP_S)
+        if self.running:
+            self._done.set()
+            end = self.status()
+            what = "drained: %d objects are written, %d (%s) are left %s"
+            level = logging.WARNING if end.left else logging.INFO
+            log.log(level, what, end.written, end.left, ByteSize(end.left_bytes), "; ".join(end.tiers))
+            time.sleep(_LAST_S)
+            self.stop()
+
+
 _SEND_S = 2.0
 
 
 @dataclass(eq=False)
 class HandOver:
-    """`descriptors()` lends arena and journal; `stop()` begins the server's end. `done`: a next server has them."""
+    """`descriptors()` lends arena and journal; `drain` knows how to stop. `done`: a next server has them."""
 
     descriptors: Callable[[], Sequence[int]]
-    stop: Callable[[], None]
+    drain: Drain
     done: bool = False
 
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
@@ -102,5 +191,6 @@ class HandOver:
             raise RequestError(f"L1 cannot be handed over: {reason}", where=os.path.basename(payload.path)) from None
         self.done = True
         log.info("process %d takes over: this server ends", client.pid)
-        self.stop()
+        self.drain.cancel()
+        self.drain.stop()
         return m.Empty()

@@ -11,19 +11,12 @@ from typing import TypeVar
 
 import msgspec
 
+from kvframework import errors
 from kvframework.api.futures import Future, Promise
 from kvframework.api.keys import LAYER_ORDER_BYTES
 from kvframework.api.layout import CANONICAL, KVLayout, Layout
 from kvframework.api.requests import ClientInfo, Handler, Message
 from kvframework.api.transport import ServerTransport
-from kvframework.errors import (
-    AlreadyRegistered,
-    BadLayout,
-    MessageTooLarge,
-    NamespaceMismatch,
-    RequestError,
-    TransportMismatch,
-)
 from kvframework.service.contexts import Contexts, RegisteredContext, own_context
 from kvframework.service.keys import MAX_TEXT, MAX_WORLD_SIZE
 from kvframework.storage.namespaces import NamespaceRecord, NamespaceRecords
@@ -119,35 +112,35 @@ class Registrations:
     ) -> m.Registered | Future[Message]:
         transport = self.transports.get(payload.transport)
         if transport is None:
-            raise TransportMismatch(
+            raise errors.TransportMismatch(
                 f"transport {payload.transport!r} is not configured",
                 available=", ".join(self.transports),
                 hint="add a [[transport]] table to the server's TOML",
             )
         plugin = self.layouts.get(payload.layout.format)
         if plugin is None:
-            raise BadLayout(
+            raise errors.BadLayout(
                 f"layout {payload.layout.format!r} is not configured",
                 available=", ".join(self.layouts),
                 hint="add a [[layout]] table to the server's TOML",
             )
         if (transport.server is None) == bool(payload.handles):
-            raise TransportMismatch(
+            raise errors.TransportMismatch(
                 f"{len(payload.handles)} memory handles for transport {transport.name!r}",
                 available="none: it is engine-driven" if transport.server is None else "at least one",
             )
         if transport.server is not None and not client.local:
             # Memory is exported to processes of the same user and node; a client without a liveness socket is neither.
-            raise TransportMismatch(
+            raise errors.TransportMismatch(
                 f"transport {transport.name!r} needs a client on this node",
                 available="ipc://, or cpu_gather over tcp://",
             )
         if any(len(handle) > MAX_HANDLE_FRAME_BYTES for handle in payload.handles):
-            raise MessageTooLarge(
+            raise errors.MessageTooLarge(
                 "a memory handle is too long", where="handles", available=f"{MAX_HANDLE_FRAME_BYTES} bytes each"
             )
         if len(msgspec.msgpack.encode(payload.layout)) > MAX_LAYOUT_BYTES:
-            raise MessageTooLarge(
+            raise errors.MessageTooLarge(
                 "the layout's names are too long", where="layout", available=f"{MAX_LAYOUT_BYTES} bytes"
             )
         _check_identity(payload.model_name, payload.world_size, payload.rank)
@@ -164,7 +157,7 @@ class Registrations:
         _check_identity(payload.model_name, payload.world_size, 0)
         engine_driven = next((t for t in self.transports.values() if t.server is None), None)
         if engine_driven is None:
-            raise TransportMismatch(
+            raise errors.TransportMismatch(
                 "this registration needs an engine-driven transport",
                 available=", ".join(self.transports),
                 hint='add [[transport]] use = "cpu_gather" to the server\'s TOML',
@@ -194,17 +187,17 @@ class Registrations:
         mine = sum(1 for context in self.contexts.values() if context.session_id == client.session_id)
         if mine >= MAX_INSTANCES or len(self.contexts) >= MAX_INSTANCES_IN_ALL:
             fact = f"{len(self.contexts)} instances are registered, {mine} of them by this client"
-            raise AlreadyRegistered(fact, available="one per rank, usually")
+            raise errors.AlreadyRegistered(fact, available="one per rank, usually")
         known = self.contexts.get(payload.instance_id)
         if known is not None:
             if known.memory is None or known.memory.failure() is None:
-                raise AlreadyRegistered(
+                raise errors.AlreadyRegistered(
                     f"instance {payload.instance_id} is registered by process {known.pid}",
                     hint="unregister it first; every worker process needs a separate instance id",
                 )
             self._end(known)
         if len(namespace) != 16:
-            raise NamespaceMismatch(f"the namespace has {len(namespace)} bytes", available="16 bytes")
+            raise errors.NamespaceMismatch(f"the namespace has {len(namespace)} bytes", available="16 bytes")
         return RegisteredContext(
             instance_id=payload.instance_id,
             session_id=client.session_id,
@@ -260,7 +253,7 @@ class Registrations:
                 continue
             for rank in _shared_ranks(context, other):
                 if not same_layers(context.layout_of(rank), other.layout_of(rank)):
-                    raise NamespaceMismatch(
+                    raise errors.NamespaceMismatch(
                         "its layers are in another order, or in other layer groups",
                         where=f"layers of instance {context.instance_id}",
                         available=f"the order of instance {other.instance_id} (process {other.pid})",
@@ -277,17 +270,17 @@ class Registrations:
             or len(set(held)) < len(held)
             or not 0 <= min(held) <= max(held) < context.world_size
         ):
-            raise NamespaceMismatch(
+            raise errors.NamespaceMismatch(
                 f"ranks {list(held)}", available=f"different ones below {context.world_size}, rank {context.rank} first"
             )
         desc = context.get_layout_desc(self.chunk_size)
         count = context.rank_groups
         if not count or desc.groups != desc.groups[:count] * len(held):
-            raise BadLayout(
+            raise errors.BadLayout(
                 f"{len(desc.groups)} layer groups", where="layout.groups", available=f"equal ones of {len(held)} ranks"
             )
         if any(group.form != CANONICAL for group in desc.groups):
-            raise BadLayout("shards of opaque objects", where="layout.groups", available=f"form {CANONICAL}")
+            raise errors.BadLayout("shards of opaque objects", where="layout.groups", available=f"form {CANONICAL}")
 
     def _end(self, context: RegisteredContext) -> None:
         del self.contexts[context.instance_id]
@@ -325,17 +318,19 @@ def _answer_after(done: Future[None] | None, answer: R) -> R | Future[Message]:
 
 def _check_identity(model_name: str, world_size: int, rank: int) -> None:
     if not model_name:
-        raise MessageTooLarge("model_name has 0 characters", available=f"1 to {MAX_TEXT}")
+        raise errors.MessageTooLarge("model_name has 0 characters", available=f"1 to {MAX_TEXT}")
     _check_shown("model_name", model_name)
     if not 1 <= world_size <= MAX_WORLD_SIZE:
-        raise NamespaceMismatch(f"world size {world_size}", available=f"1 to {MAX_WORLD_SIZE}")
+        raise errors.NamespaceMismatch(f"world size {world_size}", available=f"1 to {MAX_WORLD_SIZE}")
     if not 0 <= rank < world_size:
-        raise NamespaceMismatch(f"rank {rank}", available=f"0 to {world_size - 1}")
+        raise errors.NamespaceMismatch(f"rank {rank}", available=f"0 to {world_size - 1}")
 
 
 def _check_shown(name: str, text: str) -> None:
     """Check a text that is shown in logs and on terminals. Raises `MessageTooLarge` and `RequestError`."""
     if len(text) > MAX_TEXT:
-        raise MessageTooLarge(f"{name} has {len(text)} characters", available=f"at most {MAX_TEXT}")
+        raise errors.MessageTooLarge(f"{name} has {len(text)} characters", available=f"at most {MAX_TEXT}")
     if not text.isprintable():
-        raise RequestError(f"{name} has characters that cannot be shown", available="printable ones, on one line")
+        raise errors.RequestError(
+            f"{name} has characters that cannot be shown", available="printable ones, on one line"
+        )

@@ -116,7 +116,7 @@ class ServerDrivenTransfers:
             (ObjectKey(context.namespace, _CANARY_SALT, 0, group, secrets.token_bytes(32)).pack(), each.nbytes)
             for group, each in enumerate(desc.groups)
         ]
-        result = self._table.reserve(scratch, owner=INTERNAL_OWNER, request_id="", lease_s=None)
+        result = self._table.reserve(scratch, owner=INTERNAL_OWNER, lease_s=None, use="retrieve")
         if result.lease is None or result.dropped:
             if result.lease is not None:
                 self._table.abort(result.lease.id, owner=INTERNAL_OWNER)

@@ -154,11 +154,7 @@ class Use:
         self._requests.count()
         accounts = self._storage.table.accounts.items()
         models = ((self._model_of(key[1]) or OTHER, account) for key, account in accounts if account.lookups)
-        return {
-            "unknown_namespace": self._unknown,
-            "by_model": _rows(models, _LOOKUPS),
-            "misses": dict(self._misses),
-        }
+        return {"unknown_namespace": self._unknown, "by_model": _rows(models, _LOOKUPS), "misses": dict(self._misses)}
 
     def status(self) -> dict[str, object]:
         self._requests.count()

@@ -45,6 +45,11 @@ class StorageManager:
         for tier in tiers:
             if len(tier.shares[0]) == len(table.tenants.names):
                 tier.store.shares = Shares(table.tenants.of, *tier.shares)
+        watching = [writer for writer in self.tiers.writers if writer.watches_removals]
+        if watching and len(table):  # of an earlier server, and sent to no tier
+            sent = {key for key, _ in table.verification.known}
+            for writer in watching:
+                writer.committed([stored.key for stored in table.objects() if stored.key not in sent])
         if threads:
             self.tiers.start()
             self.table.verification.start()

@@ -407,7 +407,7 @@ class Verification:
 
     def __init__(self, l1: Table, known: Sequence[tuple[PackedKey, int]], layout_of: Callable[[bytes], bytes]) -> None:
         self._l1 = l1
-        self._known = known
+        self.known = known
         self._layout_of = layout_of
         self._stop = threading.Event()
         self.verified = self.damaged = 0
@@ -422,12 +422,12 @@ class Verification:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        for first in range(0, len(self._known), VERIFY_AT_ONCE):
+        for first in range(0, len(self.known), VERIFY_AT_ONCE):
             began = time.monotonic()
-            self._check(dict(self._known[first : first + VERIFY_AT_ONCE]))
+            self._check(dict(self.known[first : first + VERIFY_AT_ONCE]))
             if self._stop.wait(time.monotonic() - began):
                 return
-        if self._known:
+        if self.known:
             log.info("%d recovered objects are verified, %d were damaged", self.verified, self.damaged)
 
     def _check(self, checksums: dict[PackedKey, int]) -> None:

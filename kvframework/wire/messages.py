@@ -454,6 +454,13 @@ class ApplyConfig(Message, frozen=True):
     dry_run: bool = False
 
 
+class Drain(Message, frozen=True):
+    """Has the server write what only L1 holds to its tiers within that time, and end. The answer comes at once, and is
+    `status.Drain` as JSON: ask again until it is `done`. Processes of the server's own user on its node only."""
+
+    within_s: Annotated[float, msgspec.Meta(ge=0, le=3600.0)]
+
+
 class HandOver(Message, frozen=True):
     """Ends the server for a next one, which listens at the Unix socket `path`: there it gets the arena and the journal
     of L1, as descriptors, before the answer. Processes of the server's own user on its node only."""

@@ -47,6 +47,7 @@ _SPECS = (
     RequestSpec("CLEAR", m.Clear, m.Cleared, deadline_s=60.0),
     RequestSpec("REPORT_STATUS", m.Empty, m.StatusReply),
     RequestSpec("APPLY_CONFIG", m.ApplyConfig, m.ConfigApplied, deadline_s=60.0),
+    RequestSpec("DRAIN", m.Drain, m.StatusReply, deadline_s=10.0),
     RequestSpec("HAND_OVER", m.HandOver, m.Empty, deadline_s=10.0),
     RequestSpec("DUMP", m.Empty, m.DumpReply, deadline_s=10.0),
     RequestSpec("RECENT", m.Recent, m.RecentReply),

@@ -16,21 +16,10 @@ from msgspec import structs
 from kvf_dev.testing.accelerator import AcceleratorError, Event, Stream
 from kvf_devices import Allocation, Exported
 from kvf_devices.endpoints import DeviceTransfer
+from kvframework.api import transport
 from kvframework.api.copy_plans import CopyBatch
 from kvframework.api.futures import Future, Promise
 from kvframework.api.requests import ClientInfo
-from kvframework.api.transport import (
-    CopyJob,
-    EngineLink,
-    LoadOutcome,
-    ServerContext,
-    ServerTransport,
-    StoreOutcome,
-    Transfer,
-    TransferContext,
-    TransportProvider,
-    hookimpl,
-)
 from kvframework.errors import DeviceError, DeviceLost
 from tests.devices.faulty import FaultyCopier, FaultyEngine, provider
 
@@ -293,36 +282,36 @@ class HoldsTheThread(PlantedEngine):
 
 
 class IgnoresSkip(DeviceTransfer):
-    def load(self, transfer: Transfer, skip_tokens: int) -> Future[LoadOutcome]:
+    def load(self, transfer: transport.Transfer, skip_tokens: int) -> Future[transport.LoadOutcome]:
         return super().load(transfer, 0)
 
 
 class WaitsForTheCopy(DeviceTransfer):
-    def store(self, transfer: Transfer) -> Future[StoreOutcome]:
+    def store(self, transfer: transport.Transfer) -> Future[transport.StoreOutcome]:
         future = super().store(transfer)
         threading.Event().wait(0.1)
         return future
 
 
-class AnswersCancelAtOnce(ServerTransport):
+class AnswersCancelAtOnce(transport.ServerTransport):
     """A cancelled copy is answered while it goes on."""
 
     def __init__(self, options: SimOptions, arena_fd: int) -> None:
         self._real = sound_server(options, arena_fd)
 
-    def open(self, client: ClientInfo, layout: Any, desc: Any, handles: Sequence[bytes]) -> ServerContext:
+    def open(self, client: ClientInfo, layout: Any, desc: Any, handles: Sequence[bytes]) -> transport.ServerContext:
         return _Hasty(self._real.open(client, layout, desc, handles))
 
     def close(self) -> None:
         self._real.close()
 
 
-class _Hasty(ServerContext):
-    def __init__(self, real: ServerContext) -> None:
+class _Hasty(transport.ServerContext):
+    def __init__(self, real: transport.ServerContext) -> None:
         self._real = real
 
-    def copy(self, job: CopyJob) -> Future[bool]:
-        unstoppable = CopyJob(
+    def copy(self, job: transport.CopyJob) -> Future[bool]:
+        unstoppable = transport.CopyJob(
             is_store=job.is_store,
             arena=job.arena,
             ranges=job.ranges,
@@ -345,17 +334,17 @@ class _Hasty(ServerContext):
         self._real.close()
 
 
-def sound_server(options: SimOptions, arena_fd: int) -> ServerTransport:
+def sound_server(options: SimOptions, arena_fd: int) -> transport.ServerTransport:
     made = provider("sound").create_server
     return made(options, arena_fd)
 
 
 def _by_hand(
     name: str,
-    transfer: Callable[[EngineLink, SimEngine], TransferContext] = DeviceTransfer,
-    server: Callable[[SimOptions, int], ServerTransport] | None = None,
-) -> TransportProvider[SimOptions]:
-    return TransportProvider(
+    transfer: Callable[[transport.EngineLink, SimEngine], transport.TransferContext] = DeviceTransfer,
+    server: Callable[[SimOptions, int], transport.ServerTransport] | None = None,
+) -> transport.TransportProvider[SimOptions]:
+    return transport.TransportProvider(
         name=name,
         summary="has a bug",
         options=SimOptions,
@@ -370,8 +359,8 @@ def _name(bug: type) -> str:
     return "_".join(re.findall(r"[A-Z][a-z]*|\d+", bug.__name__)).lower()
 
 
-@hookimpl
-def kvf_transports() -> list[TransportProvider[SimOptions]]:
+@transport.hookimpl
+def kvf_transports() -> list[transport.TransportProvider[SimOptions]]:
     return [
         *(provider(_name(bug), copier=bug) for bug in PlantedCopier.__subclasses__()),
         *(provider(_name(bug), engine=bug) for bug in PlantedEngine.__subclasses__()),

@@ -52,8 +52,8 @@ def codes() -> list[Code]:
         is_core = place[0] == "kvframework"
         package = ".".join(place[:2]) if is_core else next((part for part in place if part[:2] == "kv"), place[1])
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                made.setdefault(node.func.id, set()).add(package)
+            if isinstance(node, ast.Call):
+                made.setdefault(ast.unparse(node.func).removeprefix("errors."), set()).add(package)
     return [
         Code(code, node.name, *_told(node), sorted(made.get(node.name, ())), node.name in bases, file == CORE)
         for file, node in classes

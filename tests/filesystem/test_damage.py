@@ -11,18 +11,7 @@ import pytest
 from kvf_filesystem.form import LARGE, file_bytes, pack_head
 from kvframework.api.tier import Outcome
 from kvframework.errors import TierError
-from tests.filesystem.folder import (
-    contains,
-    delete,
-    file_of,
-    fresh_key,
-    get,
-    open_tier,
-    put,
-    soon,
-    temporary_files,
-    used,
-)
+from tests.filesystem import folder
 from tests.support.received import outcomes_of
 
 FOUND, MISSING, STORED = Outcome.FOUND, Outcome.MISSING, Outcome.STORED
@@ -77,84 +66,88 @@ DAMAGES: list[Callable[[Path], None]] = [
 def test_a_damaged_file_is_told_deleted_and_replaced(
     tmp_path: Path, damage: Callable[[Path], None], nbytes: int
 ) -> None:
-    tier, before, key, after = open_tier(tmp_path), fresh_key(), fresh_key(), fresh_key()
+    tier, before, key, after = folder.open_tier(tmp_path), folder.fresh_key(), folder.fresh_key(), folder.fresh_key()
     keys, values = [before, key, after], [os.urandom(100), os.urandom(nbytes), os.urandom(100)]
     parts = [[memoryview(value)] for value in values]
-    for again in (lambda: delete(tier, key), lambda: None):
-        assert tier.put(keys, parts, deadline=soon()) == [STORED] * 3
-        damage(file_of(tmp_path, key))
-        assert contains(tier, key) in (FOUND, DAMAGED)
+    for again in (lambda: folder.delete(tier, key), lambda: None):
+        assert tier.put(keys, parts, deadline=folder.soon()) == [STORED] * 3
+        damage(folder.file_of(tmp_path, key))
+        assert folder.contains(tier, key) in (FOUND, DAMAGED)
         buffers = [bytearray(len(value)) for value in values]
-        outcomes = outcomes_of(tier.get_into(keys, [[memoryview(each)] for each in buffers], deadline=soon()))
+        outcomes = outcomes_of(tier.get_into(keys, [[memoryview(each)] for each in buffers], deadline=folder.soon()))
         assert outcomes == [FOUND, DAMAGED, FOUND]
         assert (buffers[0], buffers[2]) == (values[0], values[2])
         assert again() in (DELETED, None)
         if again() is MISSING:
-            assert contains(tier, key) is MISSING
-    assert put(tier, key, values[1]) is STORED
-    assert get(tier, key, nbytes) == (FOUND, values[1])
-    assert len(list(tier.scan(deadline=soon()))) == 3
-    assert used(tier) == 200 + nbytes
+            assert folder.contains(tier, key) is MISSING
+    assert folder.put(tier, key, values[1]) is STORED
+    assert folder.get(tier, key, nbytes) == (FOUND, values[1])
+    assert len(list(tier.scan(deadline=folder.soon()))) == 3
+    assert folder.used(tier) == 200 + nbytes
 
 
 def test_a_flipped_bit_is_for_the_cores_checksum(tmp_path: Path) -> None:
-    tier, key = open_tier(tmp_path), fresh_key()
-    assert put(tier, key, b"a" * 100) is STORED
-    path = file_of(tmp_path, key)
+    tier, key = folder.open_tier(tmp_path), folder.fresh_key()
+    assert folder.put(tier, key, b"a" * 100) is STORED
+    path = folder.file_of(tmp_path, key)
     path.write_bytes(path.read_bytes().replace(b"aaa", b"aca", 1))
-    assert get(tier, key, 100) == (FOUND, b"aca" + b"a" * 97)
+    assert folder.get(tier, key, 100) == (FOUND, b"aca" + b"a" * 97)
 
 
 def test_a_link_is_not_followed_and_its_target_is_left_alone(tmp_path: Path) -> None:
-    tier, key, target = open_tier(tmp_path / "kv"), fresh_key(), tmp_path / "precious"
-    assert put(tier, key, b"value") is STORED
-    target.write_bytes(file_of(tmp_path / "kv", key).read_bytes())
-    file_of(tmp_path / "kv", key).unlink()
-    file_of(tmp_path / "kv", key).symlink_to(target)
+    tier, key, target = folder.open_tier(tmp_path / "kv"), folder.fresh_key(), tmp_path / "precious"
+    assert folder.put(tier, key, b"value") is STORED
+    target.write_bytes(folder.file_of(tmp_path / "kv", key).read_bytes())
+    folder.file_of(tmp_path / "kv", key).unlink()
+    folder.file_of(tmp_path / "kv", key).symlink_to(target)
     kept = target.read_bytes()
-    assert get(tier, key, 5)[0] is DAMAGED
-    tier.touch([key], deadline=soon())
-    assert put(tier, key, b"other") is STORED
-    assert not file_of(tmp_path / "kv", key).is_symlink()
-    file_of(tmp_path / "kv", key).unlink()
-    file_of(tmp_path / "kv", key).symlink_to(target)
-    assert delete(tier, key) is DELETED
+    assert folder.get(tier, key, 5)[0] is DAMAGED
+    tier.touch([key], deadline=folder.soon())
+    assert folder.put(tier, key, b"other") is STORED
+    assert not folder.file_of(tmp_path / "kv", key).is_symlink()
+    folder.file_of(tmp_path / "kv", key).unlink()
+    folder.file_of(tmp_path / "kv", key).symlink_to(target)
+    assert folder.delete(tier, key) is DELETED
     assert target.read_bytes() == kept
 
 
 def test_a_folder_with_something_in_it_is_not_deleted(tmp_path: Path) -> None:
-    tier, key = open_tier(tmp_path), fresh_key()
-    file_of(tmp_path, key).mkdir(parents=True)
-    (file_of(tmp_path, key) / "mine").write_text("mine")
-    assert get(tier, key, 5)[0] is DAMAGED
-    assert delete(tier, key) is FAILED
-    assert put(tier, key, b"value") is FAILED
-    assert (file_of(tmp_path, key) / "mine").read_text() == "mine"
-    assert temporary_files(tmp_path) == []
-    assert used(tier) == 0
+    tier, key = folder.open_tier(tmp_path), folder.fresh_key()
+    folder.file_of(tmp_path, key).mkdir(parents=True)
+    (folder.file_of(tmp_path, key) / "mine").write_text("mine")
+    assert folder.get(tier, key, 5)[0] is DAMAGED
+    assert folder.delete(tier, key) is FAILED
+    assert folder.put(tier, key, b"value") is FAILED
+    assert (folder.file_of(tmp_path, key) / "mine").read_text() == "mine"
+    assert folder.temporary_files(tmp_path) == []
+    assert folder.used(tier) == 0
 
 
 def test_files_and_folders_deleted_underneath_are_missing(tmp_path: Path) -> None:
-    tier, one, two = open_tier(tmp_path), fresh_key(), fresh_key()
+    tier, one, two = folder.open_tier(tmp_path), folder.fresh_key(), folder.fresh_key()
     for key in (one, two):
-        assert put(tier, key, b"value") is STORED
-    file_of(tmp_path, one).unlink()
-    file_of(tmp_path, two).unlink()
-    file_of(tmp_path, two).parent.rmdir()
+        assert folder.put(tier, key, b"value") is STORED
+    folder.file_of(tmp_path, one).unlink()
+    folder.file_of(tmp_path, two).unlink()
+    folder.file_of(tmp_path, two).parent.rmdir()
     for key in (one, two):
-        assert contains(tier, key) is MISSING
-        assert get(tier, key, 5)[0] is MISSING
-        assert delete(tier, key) is MISSING
-    assert used(tier) == 10  # it cannot know
-    assert list(tier.scan(deadline=soon())) == []
-    assert used(tier) == 0  # now it does
-    assert put(tier, two, b"value") is STORED
+        assert folder.contains(tier, key) is MISSING
+        assert folder.get(tier, key, 5)[0] is MISSING
+        assert folder.delete(tier, key) is MISSING
+    assert folder.used(tier) == 10  # it cannot know
+    assert list(tier.scan(deadline=folder.soon())) == []
+    assert folder.used(tier) == 0  # now it does
+    assert folder.put(tier, two, b"value") is STORED
 
 
 def test_a_file_in_place_of_a_fan_out_folder_fails_the_call_with_a_hint(tmp_path: Path) -> None:
-    tier, key = open_tier(tmp_path), fresh_key()
-    file_of(tmp_path, key).parent.write_text("mine")
-    for call in (lambda: contains(tier, key), lambda: get(tier, key, 5), lambda: put(tier, key, b"value")):
+    tier, key = folder.open_tier(tmp_path), folder.fresh_key()
+    folder.file_of(tmp_path, key).parent.write_text("mine")
+    for call in (
+        lambda: folder.contains(tier, key),
+        lambda: folder.get(tier, key, 5),
+        lambda: folder.put(tier, key, b"value"),
+    ):
         with pytest.raises(TierError, match="Not a directory") as raised:
             call()
         assert "remove it" in raised.value.hint

@@ -13,21 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvf_redis import resp
 from kvf_redis.commands import Command, Count
 from kvf_redis.node import MAX_BYTES, MAX_COMMANDS, fly
-from kvf_redis.resp import (
-    Place,
-    ProtocolSurprise,
-    Redirect,
-    Refused,
-    Reply,
-    Wire,
-    command,
-    holds,
-    parse_line,
-    parse_redirect,
-    set_command,
-)
 from kvframework.api.plugin import Buffer
 from kvframework.api.tier import Outcome, Tier
 from kvframework.errors import TierError
@@ -90,8 +78,8 @@ class Stutter:
         return step
 
 
-def wire_over(sock: Stutter, *, vectored: bool = True) -> Wire:
-    return Wire(sock, lambda: None, vectored=vectored)  # type: ignore[arg-type]
+def wire_over(sock: Stutter, *, vectored: bool = True) -> resp.Wire:
+    return resp.Wire(sock, lambda: None, vectored=vectored)  # type: ignore[arg-type]
 
 
 steps = st.lists(st.integers(1, 40_000), min_size=1, max_size=8)
@@ -146,8 +134,8 @@ def test_all_buffers_are_sent_in_order_however_much_is_taken(pieces: list[bytes]
 @given(st.binary(max_size=80))
 def test_a_line_is_a_reply_or_a_surprise(line: bytes) -> None:
     try:
-        reply = parse_line(line)
-    except ProtocolSurprise:
+        reply = resp.parse_line(line)
+    except resp.ProtocolSurprise:
         return
     assert line[:1].decode() == reply.kind
 
@@ -156,24 +144,24 @@ def test_a_line_is_a_reply_or_a_surprise(line: bytes) -> None:
     "line", [b"", b":", b":1_0", b": 1", b":+1", b":1" + b"0" * 30, b"$-2", b"$", b"*-2", b"*", b"_", b"$\xb2"]
 )
 def test_lines_that_only_look_right_are_surprises(line: bytes) -> None:
-    with pytest.raises(ProtocolSurprise):
-        parse_line(line)
+    with pytest.raises(resp.ProtocolSurprise):
+        resp.parse_line(line)
 
 
 def test_commands_have_the_bytes_that_redis_reads() -> None:
-    assert command(b"GET", b"a\r\nb") == b"*2\r\n$3\r\nGET\r\n$4\r\na\r\nb\r\n"
-    assert b"abc".join(set_command(b"k", 3, 0)) == command(b"SET", b"k", b"abc")
-    assert b"abc".join(set_command(b"k", 3, 60)) == command(b"SET", b"k", b"abc", b"EX", b"60")
+    assert resp.command(b"GET", b"a\r\nb") == b"*2\r\n$3\r\nGET\r\n$4\r\na\r\nb\r\n"
+    assert b"abc".join(resp.set_command(b"k", 3, 0)) == resp.command(b"SET", b"k", b"abc")
+    assert b"abc".join(resp.set_command(b"k", 3, 60)) == resp.command(b"SET", b"k", b"abc", b"EX", b"60")
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("MOVED 3999 127.0.0.1:6381", Redirect(False, 3999, Place("127.0.0.1", 6381))),
-        ("ASK 0 redis-3.internal:7000", Redirect(True, 0, Place("redis-3.internal", 7000))),
-        ("MOVED 16383 ::1:6381", Redirect(False, 16383, Place("::1", 6381))),
-        ("MOVED 1 :6381", Redirect(False, 1, Place("", 6381))),
-        ("MOVED 1 ?:6381", Redirect(False, 1, Place("", 6381))),
+        ("MOVED 3999 127.0.0.1:6381", resp.Redirect(False, 3999, resp.Place("127.0.0.1", 6381))),
+        ("ASK 0 redis-3.internal:7000", resp.Redirect(True, 0, resp.Place("redis-3.internal", 7000))),
+        ("MOVED 16383 ::1:6381", resp.Redirect(False, 16383, resp.Place("::1", 6381))),
+        ("MOVED 1 :6381", resp.Redirect(False, 1, resp.Place("", 6381))),
+        ("MOVED 1 ?:6381", resp.Redirect(False, 1, resp.Place("", 6381))),
         ("MOVED 16384 host:1", None),
         ("MOVED 1 host:65536", None),
         ("MOVED 1 host", None),
@@ -182,22 +170,22 @@ def test_commands_have_the_bytes_that_redis_reads() -> None:
         ("TRYAGAIN Multiple keys request during rehashing of slot", None),
     ],
 )
-def test_redirections_are_read(text: str, expected: Redirect | None) -> None:
-    assert parse_redirect(text) == expected
+def test_redirections_are_read(text: str, expected: resp.Redirect | None) -> None:
+    assert resp.parse_redirect(text) == expected
 
 
 @given(texts)
 def test_any_error_is_a_redirection_or_none(text: str) -> None:
-    found = parse_redirect(text)
+    found = resp.parse_redirect(text)
     assert found is None or text.startswith(("MOVED ", "ASK "))
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("host:1", Place("host", 1)),
-        ("[::1]:6379", Place("::1", 6379)),
-        ("127.0.0.1:65535", Place("127.0.0.1", 65535)),
+        ("host:1", resp.Place("host", 1)),
+        ("[::1]:6379", resp.Place("::1", 6379)),
+        ("127.0.0.1:65535", resp.Place("127.0.0.1", 65535)),
         ("host", None),
         ("host:0", None),
         ("host:65536", None),
@@ -208,19 +196,19 @@ def test_any_error_is_a_redirection_or_none(text: str) -> None:
         ("", None),
     ],
 )
-def test_addresses_are_read_and_written(text: str, expected: Place | None) -> None:
-    assert Place.parse(text) == expected
+def test_addresses_are_read_and_written(text: str, expected: resp.Place | None) -> None:
+    assert resp.Place.parse(text) == expected
     assert expected is None or str(expected) == text
 
 
 def test_errors_about_one_key_are_told_from_the_others() -> None:
-    assert holds(Reply(":", 1), ":")
-    assert not holds(Reply("-", text="WRONGTYPE Operation against a key"), "$")
-    assert not holds(Reply("-", text="OOM command not allowed"), "+")
-    with pytest.raises(Refused):
-        holds(Reply("-", text="LOADING Redis is loading"), "$")
-    with pytest.raises(ProtocolSurprise):
-        holds(Reply("+", text="OK"), "$")
+    assert resp.holds(resp.Reply(":", 1), ":")
+    assert not resp.holds(resp.Reply("-", text="WRONGTYPE Operation against a key"), "$")
+    assert not resp.holds(resp.Reply("-", text="OOM command not allowed"), "+")
+    with pytest.raises(resp.Refused):
+        resp.holds(resp.Reply("-", text="LOADING Redis is loading"), "$")
+    with pytest.raises(resp.ProtocolSurprise):
+        resp.holds(resp.Reply("+", text="OK"), "$")
 
 
 class Counting:
@@ -247,14 +235,14 @@ class Weight(Command):
         assert len(self.wire.under_way) == 1 or sum(each.cost for each in self.wire.under_way) <= MAX_BYTES
         return [b"x"]
 
-    def receive(self, wire: Wire, deadline: float) -> None:
+    def receive(self, wire: resp.Wire, deadline: float) -> None:
         assert self.wire.under_way.pop(0) is self
         self.answered = True
 
     def _buffers(self) -> list[Buffer]:
         raise NotImplementedError
 
-    def _take(self, reply: Reply, wire: Wire, deadline: float) -> None:
+    def _take(self, reply: resp.Reply, wire: resp.Wire, deadline: float) -> None:
         raise NotImplementedError
 
 

@@ -14,18 +14,8 @@ from kvf_sglang.cache import KV
 from kvf_sglang.pools import device_form_of
 from kvf_sglang.waiting import HIT_HOLDS_S, MISS_HOLDS_S, MOST_REQUESTS, MOST_WAITING, Offloads, RecentLookups
 from kvframework.errors import BadLayout
+from tests.sglang import pools
 from tests.sglang.caches import MAMBA, Engine
-from tests.sglang.pools import (
-    PAGE,
-    MambaPool,
-    MambaPoolHost,
-    MHATokenToKVPool,
-    MHATokenToKVPoolHost,
-    MLATokenToKVPool,
-    content,
-    keys,
-    turned,
-)
 from tests.support.lazy import torch
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
@@ -45,55 +35,55 @@ class Linked(Engine):
 
 
 def test_objects_of_device_pools_are_those_of_host_pools(server: ServerProcess) -> None:
-    names, more = keys(4), keys(4, seed="more")
-    with Linked(server.endpoint, MHATokenToKVPool(), MambaPool()) as linked:
+    names, more = pools.keys(4), pools.keys(4, seed="more")
+    with Linked(server.endpoint, pools.MHATokenToKVPool(), pools.MambaPool()) as linked:
         for page, key in enumerate(names, start=1):
             linked.pool.fill(page, key)
         assert linked.cache.store(KV, names, linked.pool.indices([1, 2, 3, 4])) == [True] * 4
         assert linked.store_state(names[2], 3) == [True]
-        with Engine(server.endpoint, MHATokenToKVPoolHost(), MambaPoolHost(beside=False)) as hosted:
+        with Engine(server.endpoint, pools.MHATokenToKVPoolHost(), pools.MambaPoolHost(beside=False)) as hosted:
             assert hosted.cache.find(names, [MAMBA]) == (3, {KV: 4, "mamba": 3}, [3])
             assert hosted.load(names) == [True] * 4
             assert hosted.cache.load("mamba", [names[2]], [0]) == [True]
             for index, part in enumerate(hosted.pools["mamba"].parts(0)):
-                assert torch.equal(part, content(part, names[2], index))
+                assert torch.equal(part, pools.content(part, names[2], index))
             assert hosted.store(more) == [True] * 4
             assert hosted.store_state(more[3], 7) == [True]
         assert linked.cache.find(more, [MAMBA], 10.0).restorable == [4]
         assert linked.cache.load(KV, more, linked.pool.indices([5, 6, 9, 8])) == [True] * 4
         for page, key in zip([5, 6, 9, 8], more, strict=True):
-            assert torch.equal(linked.pool.page(page), content(linked.pool.page(page), key))
+            assert torch.equal(linked.pool.page(page), pools.content(linked.pool.page(page), key))
         assert not linked.pool.page(7).any()
         assert linked.cache.load("mamba", [more[3]], [1]) == [True]
         for index, part in enumerate(linked.pools["mamba"].parts(1)):
-            assert torch.equal(part, content(part, more[3], index))
+            assert torch.equal(part, pools.content(part, more[3], index))
         assert not linked.pools["mamba"].mamba_cache.temporal[:, 2].any()
 
 
-def turned_states() -> MambaPool:
-    pool = MambaPool()
-    pool.mamba_cache.conv = [turned(slots_first=False)]
+def turned_states() -> pools.MambaPool:
+    pool = pools.MambaPool()
+    pool.mamba_cache.conv = [pools.turned(slots_first=False)]
     return pool
 
 
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (type("UnifiedMHAPool", (MHATokenToKVPool,), {}), "its kind"),
-        (type("MHATokenToKVPool", (MHATokenToKVPool,), {"kv_cache_layout": "hnd"}), "layout is 'hnd'"),
-        (type("MLATokenToKVPool", (MLATokenToKVPool,), {"page_size": 16}), "pages have 16 tokens"),
-        (type("MambaPool", (MambaPool,), {"_slot_siblings": (SimpleNamespace(),)}), "parts beside"),
+        (type("UnifiedMHAPool", (pools.MHATokenToKVPool,), {}), "its kind"),
+        (type("MHATokenToKVPool", (pools.MHATokenToKVPool,), {"kv_cache_layout": "hnd"}), "layout is 'hnd'"),
+        (type("MLATokenToKVPool", (pools.MLATokenToKVPool,), {"page_size": 16}), "pages have 16 tokens"),
+        (type("MambaPool", (pools.MambaPool,), {"_slot_siblings": (SimpleNamespace(),)}), "parts beside"),
         (turned_states, "do not lie"),
     ],
 )
 def test_a_device_pool_that_is_not_known_to_convert_is_refused(make: Callable[[], Any], why: str) -> None:
     with pytest.raises(BadLayout, match=why):
-        device_form_of(make(), PAGE)
+        device_form_of(make(), pools.PAGE)
 
 
 def test_a_latent_pool_has_one_plane() -> None:
-    form = device_form_of(MLATokenToKVPool(), PAGE)
-    assert (form.per_head, form.slots, len(form.tensors)) == (False, PAGE, 3)
+    form = device_form_of(pools.MLATokenToKVPool(), pools.PAGE)
+    assert (form.per_head, form.slots, len(form.tensors)) == (False, pools.PAGE, 3)
 
 
 def test_offloads_end_in_their_order() -> None:

@@ -14,17 +14,7 @@ from typing import Any
 import pytest
 
 from kvframework.client import ModelFacts
-from tests.sglang import fake_sglang
-from tests.sglang.pools import (
-    PAGE,
-    MambaPool,
-    MambaPoolHost,
-    MHATokenToKVPool,
-    MHATokenToKVPoolHost,
-    Policy,
-    content,
-    keys,
-)
+from tests.sglang import fake_sglang, pools
 from tests.support.lazy import torch
 from tests.support.server_process import ServerProcess, server_fixture
 from tests.support.waiting import wait_until
@@ -43,7 +33,7 @@ server = server_fixture(scope="module")
 class Transfer:
     def __init__(self, name: str, names: list[str] | None = None, indices: Any = None) -> None:
         self.name, self.keys, self.host_indices = name, names, indices
-        self.hit_policy = Policy("trailing_pages")
+        self.hit_policy = pools.Policy("trailing_pages")
 
 
 def storage(
@@ -62,12 +52,12 @@ def storage(
 
 
 def every_call(backend: Any) -> list[object]:
-    pool, names = MHATokenToKVPoolHost(), keys(2)
-    indices = torch.arange(2 * PAGE)
+    pool, names = pools.MHATokenToKVPoolHost(), pools.keys(2)
+    indices = torch.arange(2 * pools.PAGE)
     transfers = [Transfer("mamba", names[:1], torch.arange(1)), Transfer("kv", None)]
     backend.register_mem_pool_host(pool)
     backend.register_mem_host_pool_v2(pool, "kv")
-    backend.register_mem_host_pool_v2(MambaPoolHost(), "mamba")
+    backend.register_mem_host_pool_v2(pools.MambaPoolHost(), "mamba")
     exists = backend.batch_exists_v2(names, transfers)
     answers = [
         exists.kv_hit_pages,
@@ -148,7 +138,7 @@ def test_an_error_inside_is_a_miss_and_logged_once(
     monkeypatch.setattr(cache.tally, "take", broken)
     try:
         assert every_call(backend) == MISSES
-        assert backend.batch_exists(keys(1)) == 0
+        assert backend.batch_exists(pools.keys(1)) == 0
         assert sum("batch_exists failed" in line for line in caplog.messages) == 1
         assert backend.errors["batch_exists: OSError"] == 2
     finally:
@@ -157,10 +147,10 @@ def test_an_error_inside_is_a_miss_and_logged_once(
 
 def test_pages_that_are_no_hashes_are_a_miss(monkeypatch: pytest.MonkeyPatch, server: ServerProcess) -> None:
     backend = storage(monkeypatch, {"kvframework.endpoint": server.endpoint})
-    backend.register_mem_pool_host(MHATokenToKVPoolHost())
+    backend.register_mem_pool_host(pools.MHATokenToKVPoolHost())
     wait_until(lambda: backend.cache._of("kv"), what="the registration")
     assert backend.batch_exists(["__placeholder__"]) == 0
-    assert backend.batch_get_v1(["__placeholder__"], torch.arange(PAGE)) == [False]
+    assert backend.batch_get_v1(["__placeholder__"], torch.arange(pools.PAGE)) == [False]
     assert backend.errors == {"batch_exists: ValueError": 1, "batch_get_v1: ValueError": 1}
     backend.close()
 
@@ -170,26 +160,26 @@ def test_what_is_stored_is_found_and_loaded(monkeypatch: pytest.MonkeyPatch, ser
     extra |= {f"kvframework.{name}_deadline_s": 10.0 for name in ("lookup", "load", "store")}
     backend = storage(monkeypatch, extra)
     assert extra["interface_v1"] == 1
-    pool, states, names = MHATokenToKVPoolHost(), MambaPoolHost(), keys(3)
+    pool, states, names = pools.MHATokenToKVPoolHost(), pools.MambaPoolHost(), pools.keys(3)
     backend.register_mem_pool_host(pool)
     backend.register_mem_host_pool_v2(states, "mamba")
     wait_until(lambda: backend.cache._of("kv") and backend.cache._of("mamba"), what="the registration")
     for page, key in enumerate(names):
-        pool.page(page).copy_(content(pool.page(page), key))
+        pool.page(page).copy_(pools.content(pool.page(page), key))
     for number, part in enumerate(states.parts(4)):
-        part.copy_(content(part, names[1], number))
+        part.copy_(pools.content(part, names[1], number))
     state = Transfer("mamba", names[1:2], torch.tensor([4]))
     assert backend.batch_set_v2([state]) == {"mamba": [True]}
-    assert backend.batch_set_v1(names, torch.arange(3 * PAGE)) == [True] * 3
+    assert backend.batch_set_v1(names, torch.arange(3 * pools.PAGE)) == [True] * 3
     found = backend.batch_exists_v2(names, [Transfer("mamba", ["__placeholder__"])])
     assert (found.kv_hit_pages, found.restorable_prefix_pages) == (2, [2])
     # Found by SGLang's own names, whose hashes are not those of their texts.
     assert [found.extra_pool_hit_pages[name] for name in fake_sglang.PoolName] == [3, 2]
     pool.kv_buffer.zero_()
-    assert backend.batch_get_v1(names[:2], torch.arange(5 * PAGE, 7 * PAGE)) == [True] * 2
-    assert all(torch.equal(pool.page(5 + page), content(pool.page(5), names[page])) for page in (0, 1))
+    assert backend.batch_get_v1(names[:2], torch.arange(5 * pools.PAGE, 7 * pools.PAGE)) == [True] * 2
+    assert all(torch.equal(pool.page(5 + page), pools.content(pool.page(5), names[page])) for page in (0, 1))
     assert backend.batch_get_v2([Transfer("mamba", names[1:2], torch.tensor([0]))]) == {"mamba": [True]}
-    assert all(torch.equal(part, content(part, names[1], number)) for number, part in enumerate(states.parts(0)))
+    assert all(torch.equal(part, pools.content(part, names[1], number)) for number, part in enumerate(states.parts(0)))
     stats = backend.get_stats()
     assert (stats.backup_pgs, stats.prefetch_pgs) == ([1, 3], [2, 1])
     assert len(stats.backup_bandwidth) == 2
@@ -199,28 +189,28 @@ def test_what_is_stored_is_found_and_loaded(monkeypatch: pytest.MonkeyPatch, ser
 
 def test_an_update_of_the_weights_ends_it(monkeypatch: pytest.MonkeyPatch, server: ServerProcess) -> None:
     backend = storage(monkeypatch, {"kvframework.endpoint": server.endpoint})
-    backend.register_mem_pool_host(MHATokenToKVPoolHost())
+    backend.register_mem_pool_host(pools.MHATokenToKVPoolHost())
     wait_until(lambda: backend.cache._of("kv"), what="the registration")
     module = sys.modules["sglang.srt.model_executor.model_runner_components.weight_updater"]
     updater = module.WeightUpdater()
     assert updater.update_weights_from_disk("new") == "new"
     assert updater.updated == ["new"]
-    assert backend.batch_set_v1(keys(1), torch.arange(PAGE)) == [False]
+    assert backend.batch_set_v1(pools.keys(1), torch.arange(pools.PAGE)) == [False]
     backend.close()
     # Detached and attached again: the files are no longer what the engine computes with.
     again = sys.modules["kvf_sglang.storage"].KvFrameworkStorage(
         fake_sglang.StorageConfig({"kvframework.endpoint": server.endpoint}), {}
     )
-    again.register_mem_pool_host(MHATokenToKVPoolHost())
+    again.register_mem_pool_host(pools.MHATokenToKVPoolHost())
     wait_until(lambda: again.cache._attachments.get("kv"), what="the registration")
-    assert again.batch_set_v1(keys(1), torch.arange(PAGE)) == [False]
+    assert again.batch_set_v1(pools.keys(1), torch.arange(pools.PAGE)) == [False]
     again.close()
 
 
 class Moved:
     def __init__(self, name: str, names: list[str], indices: list[int] | None = None) -> None:
         self.name, self.keys = name, names
-        self.hit_policy = Policy("all_pages" if name == "kv" else "trailing_pages")
+        self.hit_policy = pools.Policy("all_pages" if name == "kv" else "trailing_pages")
         self.device_indices = torch.tensor(indices or [])
 
 
@@ -244,14 +234,14 @@ def linker(
     fake_sglang.install(monkeypatch, version)
     module = importlib.import_module("kvf_sglang.linker")
     monkeypatch.setattr(module, "model_facts", facts)
-    given = parameters(MHATokenToKVPool(), MambaPool(), **more)
+    given = parameters(pools.MHATokenToKVPool(), pools.MambaPool(), **more)
     named = [SimpleNamespace(name=each) for each in components]
     return module.KvFrameworkLinker(None, given, components=named, extra_config=extra, forward_stream=None)
 
 
 def every_linker_call(made: Any) -> list[object]:
-    names = keys(2)
-    transfers = [Moved("kv", names, list(range(2 * PAGE))), Moved("mamba", names[1:], [0])]
+    names = pools.keys(2)
+    transfers = [Moved("kv", names, list(range(2 * pools.PAGE))), Moved("mamba", names[1:], [0])]
     answers = [
         made.lookup("r", transfers),
         made.load("r", transfers),
@@ -320,11 +310,11 @@ def test_what_is_offloaded_is_found_and_loaded(monkeypatch: pytest.MonkeyPatch, 
     made = linker(monkeypatch, {"kvframework.endpoint": server.endpoint, "kvframework.deadline_scale": 20.0, **extra})
     monkeypatch.setattr("kvf_sglang.linker.LOOKUP_S", 10.0)
     wait_until(lambda: made.cache.attached("kv") and made.cache.attached("mamba"), what="the registration")
-    names, (kv, mamba) = keys(3), made.pools.values()
+    names, (kv, mamba) = pools.keys(3), made.pools.values()
     for page, key in enumerate(names, start=1):
         kv.fill(page, key)
     for index, part in enumerate(mamba.parts(2)):
-        part.copy_(content(part, names[1], index))
+        part.copy_(pools.content(part, names[1], index))
     assert made.offload([Moved("kv", names, kv.indices([1, 2, 3])), Moved("mamba", names[1:2], [2])])
     wait_until(lambda: made.num_completed_offloads() == 1, what="the store")
     assert made.pop_completed_offload() is True
@@ -333,9 +323,9 @@ def test_what_is_offloaded_is_found_and_loaded(monkeypatch: pytest.MonkeyPatch, 
     wanted = [Moved("kv", names[:2], kv.indices([7, 5])), Moved("mamba", names[1:2], [4])]
     assert made.load("r", wanted)
     assert all(
-        torch.equal(kv.page(page), content(kv.page(page), key)) for page, key in zip([7, 5], names, strict=False)
+        torch.equal(kv.page(page), pools.content(kv.page(page), key)) for page, key in zip([7, 5], names, strict=False)
     )
-    assert all(torch.equal(part, content(part, names[1], at)) for at, part in enumerate(mamba.parts(4)))
+    assert all(torch.equal(part, pools.content(part, names[1], at)) for at, part in enumerate(mamba.parts(4)))
     # One part that is missing refuses all of it.
     assert not made.load("r", [Moved("kv", names[:1], kv.indices([8])), Moved("mamba", names[:1], [5])])
     assert not made.errors

@@ -21,20 +21,11 @@ from typing import Any, Literal
 import msgspec
 import zmq
 
+from kvframework import errors
 from kvframework.api.endpoint import Endpoint, parse_endpoint
 from kvframework.api.futures import Future
 from kvframework.api.requests import Buffer, Message, RequestSpec
 from kvframework.config.endpoint import FULL_SUFFIX, check_private_directory, trusted_server_uid
-from kvframework.errors import (
-    DeadlineExceeded,
-    KVFrameworkError,
-    OutOfResources,
-    ProtocolError,
-    ServerFull,
-    ServerGone,
-    UnknownRequest,
-    VersionMismatch,
-)
 from kvframework.messaging import frames_io
 from kvframework.messaging.client.link import Answer, Link, OnLate, Request
 from kvframework.messaging.client.liveness import LivenessLink, Reports, Watch
@@ -190,7 +181,7 @@ class Connection:
         try:
             spec = self._spec(name)
             link = self._bulk_link() if bulk else self._usable(urgent, silence_s)
-        except KVFrameworkError as error:
+        except errors.KVFrameworkError as error:
             return Future.failed(error.with_traceback(None))
         return link.begin(spec, payload, buffers, timeout=timeout, turn=turn, on_late=on_late)
 
@@ -198,14 +189,14 @@ class Connection:
         """Send one of `ONE_WAY_REQUESTS` to a server of 0.3 or later. False if it was not sent. Never blocks."""
         try:
             return self._usable(urgent=True).post(self._spec(name), payload)
-        except ServerGone:
+        except errors.ServerGone:
             return False
 
     def reachable(self, silence_s: float) -> bool:
         """Whether `begin` would send: "up", or silent for less than this number of seconds. Never blocks."""
         try:
             self._usable(urgent=False, silence_s=silence_s)
-        except ServerGone:
+        except errors.ServerGone:
             return False
         return True
 
@@ -220,7 +211,7 @@ class Connection:
         if not isinstance(future, Request):  # it never left this process
             return Future.resolved(Answer(CancelReply(found=False)))
         if os.getpid() != self._pid:
-            return Future.failed(ServerGone("the connection belongs to the parent process"))
+            return Future.failed(errors.ServerGone("the connection belongs to the parent process"))
         return future.cancelled()
 
     def close(self) -> None:
@@ -262,11 +253,11 @@ class Connection:
                     undo.pop_all()
                 self._bulk = bulk
             except Exception as error:
-                failure = error if isinstance(error, KVFrameworkError) else as_out_of_resources(error)
+                failure = error if isinstance(error, errors.KVFrameworkError) else as_out_of_resources(error)
                 if failure is None:
                     raise
                 # These errors would refuse a new session too.
-                if not isinstance(failure, (ServerGone, ServerFull, OutOfResources)):
+                if not isinstance(failure, (errors.ServerGone, errors.ServerFull, errors.OutOfResources)):
                     control.close()  # the session refuses another socket: only a new session can help
                 raise failure from None
             return self._bulk
@@ -275,13 +266,13 @@ class Connection:
         link, state = self._link, self.state
         allowed = state == "up" or (urgent and os.getpid() == self._pid)
         if link is None or not (allowed or (state == "suspect" and link.watch.silent_s(time.monotonic()) < silence_s)):
-            raise ServerGone(f"the connection is {state}", where=self.endpoint)
+            raise errors.ServerGone(f"the connection is {state}", where=self.endpoint)
         return link
 
     def _spec(self, name: str) -> RequestSpec:
         spec = self.table.get(name)
         if spec is None:
-            raise UnknownRequest(f"there is no request {name!r}")
+            raise errors.UnknownRequest(f"there is no request {name!r}")
         return spec
 
     def _supervise(self) -> None:
@@ -330,8 +321,8 @@ class Connection:
             logger.info("connected to the server at %s, boot %s", self.endpoint, reply.boot_id.hex()[:8])
             self._notify()
             link.ended.wait()
-        except KVFrameworkError as error:
-            if not isinstance(error, (ServerGone, DeadlineExceeded)):
+        except errors.KVFrameworkError as error:
+            if not isinstance(error, (errors.ServerGone, errors.DeadlineExceeded)):
                 link.say_goodbye(error)
             raise
         finally:
@@ -362,16 +353,18 @@ class Connection:
         error, now = as_out_of_resources(error) or error, time.monotonic()
         if not self._closing.is_set() and (str(error) != str(self.last_error) or now >= self._log_again_at):
             self._log_again_at = now + LOG_AGAIN_S
-            if isinstance(error, ServerGone):
+            if isinstance(error, errors.ServerGone):
                 logger.info("no server at %s: %s", self.endpoint, error.fact)
-            elif isinstance(error, OutOfResources):
+            elif isinstance(error, errors.OutOfResources):
                 logger.warning("no connection to %s for now: %s", self.endpoint, error)
-            elif isinstance(error, KVFrameworkError):
+            elif isinstance(error, errors.KVFrameworkError):
                 logger.error("the server at %s cannot be used: %s", self.endpoint, error)
             else:
                 logger.error("connecting to %s failed", self.endpoint, exc_info=error)
         self.last_error = error
-        return _UNREACHABLE_PAUSE_S if isinstance(error, (ServerGone, OutOfResources)) else _REFUSED_PAUSE_S
+        return (
+            _UNREACHABLE_PAUSE_S if isinstance(error, (errors.ServerGone, errors.OutOfResources)) else _REFUSED_PAUSE_S
+        )
 
     def _dial(self, hello: Hello, closing: Callable[[], bool], io_thread: int) -> tuple[frames_io.Socket, HelloReply]:
         """One attempt to reach the server, blocking: return a connected DEALER, which the caller owns, and HELLO's
@@ -379,7 +372,7 @@ class Connection:
         listener, without an answer in time, or on `closing()`; `EndpointError` for an ipc:// endpoint in a directory
         that others may write to; else the server's refusal."""
         address = _probe(self.endpoint, self.deadlines.hello_s)
-        unanswered = ServerGone("no answer to HELLO", where=self.endpoint, hint=_hint(address, self.keys))
+        unanswered = errors.ServerGone("no answer to HELLO", where=self.endpoint, hint=_hint(address, self.keys))
         assert self._context is not None
         with contextlib.ExitStack() as undo:
             dealer = self._context.socket(zmq.DEALER)
@@ -410,7 +403,7 @@ class Connection:
                 # The server hung up before HELLO was sent, as it does with clients that have no keys.
                 raise unanswered from None
             except zmq.ZMQError as error:
-                raise ServerGone(f"cannot connect: {error}", where=self.endpoint) from None
+                raise errors.ServerGone(f"cannot connect: {error}", where=self.endpoint) from None
             finally:
                 dealer.disable_monitor()
                 hung_up.close(0)
@@ -438,15 +431,15 @@ def _accepted(dealer: frames_io.Socket, envelope: Envelope, hello: Hello) -> Hel
         raise error_from(decode(envelope.payload, ErrorPayload, where="HELLO"))
     try:
         if (envelope.request_id, envelope.type) != (_HELLO_ID, "HELLO"):
-            raise ProtocolError(f"the server answered HELLO with {envelope.type!r}")
+            raise errors.ProtocolError(f"the server answered HELLO with {envelope.type!r}")
         reply = decode(envelope.payload, HelloReply, where="HELLO")
         if not hello.min_version <= reply.version <= hello.max_version:
-            raise VersionMismatch(
+            raise errors.VersionMismatch(
                 f"the server chose protocol version {reply.version}",
                 available=f"{hello.min_version} to {hello.max_version}",
                 hint="install the same kvframework release beside the engine and the server",
             )
-    except ProtocolError as error:
+    except errors.ProtocolError as error:
         with contextlib.suppress(zmq.ZMQError):
             frames_io.send(dealer, join(_GOODBYE_ID, "GOODBYE", Goodbye(error.code, error.fact)))
         dealer.close(_GOODBYE_MS)
@@ -468,7 +461,7 @@ def _probe(endpoint: str, timeout: float) -> Endpoint | None:
     local = address.kind == "ipc"
     place: Any = address.path
     if local and os.path.exists(place + FULL_SUFFIX) and not os.path.exists(place):
-        raise ServerFull("the server accepts no client at the moment: its descriptors run low", where=endpoint)
+        raise errors.ServerFull("the server accepts no client at the moment: its descriptors run low", where=endpoint)
     try:
         if not local:
             family, _, _, _, place = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
@@ -479,5 +472,5 @@ def _probe(endpoint: str, timeout: float) -> Endpoint | None:
             # A user who may write there could replace the socket by that of another server.
             check_private_directory(Path(place).parent, owner=trusted_server_uid())
     except OSError as error:
-        raise ServerGone(f"no server listens: {error.strerror or error}", where=endpoint) from None
+        raise errors.ServerGone(f"no server listens: {error.strerror or error}", where=endpoint) from None
     return None if local else address

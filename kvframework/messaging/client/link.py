@@ -24,16 +24,9 @@ from typing import Any, NamedTuple
 import zmq
 from msgspec.structs import replace
 
+from kvframework import errors
 from kvframework.api.futures import Future, Promise
 from kvframework.api.requests import Buffer, Message, RequestSpec
-from kvframework.errors import (
-    DeadlineExceeded,
-    HelloRequired,
-    InvalidPayload,
-    KVFrameworkError,
-    ProtocolError,
-    ServerGone,
-)
 from kvframework.logs.limit import LogLimit
 from kvframework.messaging import frames_io
 from kvframework.messaging.client.liveness import LivenessLink, Reports, Watch
@@ -97,14 +90,14 @@ class Request(Promise[Answer]):
         if envelope.type == ERROR_TYPE:
             raise error_from(decode(envelope.payload, ErrorPayload, where=self.spec.name))
         if envelope.type != self.spec.name:
-            raise ProtocolError(f"the server answered with {envelope.type!r}", where=self.spec.name)
+            raise errors.ProtocolError(f"the server answered with {envelope.type!r}", where=self.spec.name)
         response = decode(envelope.payload, self.spec.response, where=f"response of {self.spec.name}")
         return Answer(response, envelope.buffers)
 
-    def resolve(self, outcome: Answer | KVFrameworkError) -> None:
+    def resolve(self, outcome: Answer | errors.KVFrameworkError) -> None:
         """Resolve it, in the calling thread. A callback that fails is logged."""
         try:
-            if isinstance(outcome, KVFrameworkError):
+            if isinstance(outcome, errors.KVFrameworkError):
                 self.set_exception(outcome)
             else:
                 self.set_result(outcome)
@@ -112,7 +105,7 @@ class Request(Promise[Answer]):
             logger.exception("a callback of a %s future failed", self.spec.name)
 
     def expire(self) -> None:
-        self.resolve(DeadlineExceeded(f"no answer within {self.timeout:.4g} s", where=self.spec.name, hint=HINT))
+        self.resolve(errors.DeadlineExceeded(f"no answer within {self.timeout:.4g} s", where=self.spec.name, hint=HINT))
 
 
 class Pending:
@@ -199,7 +192,7 @@ class Link:
     reports: Reports = field(default_factory=Reports)
 
     def __post_init__(self, dealer: frames_io.Socket) -> None:
-        self.reason: KVFrameworkError | None = None
+        self.reason: errors.KVFrameworkError | None = None
         self.ended = threading.Event()
         # Until when the server may have released pins by an END_SESSION of this session, of the monotonic clock.
         self.released_at = -math.inf
@@ -261,7 +254,7 @@ class Link:
         """See `Connection.begin`. Does not wait while the server takes longer, nor in callbacks of futures."""
         try:
             item = self._request(spec, payload, buffers, timeout, on_late)
-        except KVFrameworkError as error:
+        except errors.KVFrameworkError as error:
             return Future.failed(error.with_traceback(None))
         if turn > 0 and self._prompt and not self.watch.suspect and not self.runs_here():
             self._wait_here(item, min(item.deadline, self._clock() + turn))
@@ -294,14 +287,14 @@ class Link:
             self._leave(entered)
         return True
 
-    def say_goodbye(self, why: KVFrameworkError | None = None) -> None:
+    def say_goodbye(self, why: errors.KVFrameworkError | None = None) -> None:
         """Report losses to the server, the end if it would not notice, and `why` it cannot be used. Waits a moment."""
         ping = self.reports.ping()
-        with contextlib.suppress(KVFrameworkError):
+        with contextlib.suppress(errors.KVFrameworkError):
             if ping != Ping():
                 self.begin(_PING, ping, timeout=_GOODBYE_S).result(2 * _GOODBYE_S)
                 self.reports.answered(ping)
-        with contextlib.suppress(KVFrameworkError):
+        with contextlib.suppress(errors.KVFrameworkError):
             if self.liveness is None or why is not None:
                 goodbye = Goodbye(why.code, why.fact) if why is not None else Goodbye()
                 self.begin(_GOODBYE, goodbye, timeout=_GOODBYE_S).result(2 * _GOODBYE_S)
@@ -312,8 +305,8 @@ class Link:
         if not self.runs_here():
             self._thread.join()
 
-    def gone(self) -> KVFrameworkError:
-        return ServerGone(self.reason.fact if self.reason else "the connection was closed")
+    def gone(self) -> errors.KVFrameworkError:
+        return errors.ServerGone(self.reason.fact if self.reason else "the connection was closed")
 
     # in the thread of a waiting caller
 
@@ -383,10 +376,10 @@ class Link:
         request_id = next(self._ids)
         try:
             frames = frames_io.outgoing(join(request_id, spec.name, payload, buffers))
-        except KVFrameworkError:
+        except errors.KVFrameworkError:
             raise
         except (TypeError, ValueError, OverflowError) as error:
-            raise InvalidPayload(str(error), where=spec.name) from error
+            raise errors.InvalidPayload(str(error), where=spec.name) from error
         return Request(self, request_id, frames, spec, timeout, on_late)
 
     def _enter(self) -> bool:
@@ -401,7 +394,7 @@ class Link:
             self._within.discard(threading.get_ident())
 
     def _interrupted(self, error: BaseException) -> None:
-        self._stop(ServerGone(f"{type(error).__name__} interrupted a message"))
+        self._stop(errors.ServerGone(f"{type(error).__name__} interrupted a message"))
 
     def _send_outbox(self) -> None:
         """Send what `begin` has left, oldest first. Raises `zmq.ZMQError` once the link has ended."""
@@ -449,7 +442,7 @@ class Link:
         for frames in messages:
             try:
                 envelope = split(frames)
-            except ProtocolError as error:
+            except errors.ProtocolError as error:
                 logger.error("dropped a message of the server: %s", error)
                 continue
             item = self._pending.take(envelope.request_id)
@@ -461,10 +454,10 @@ class Link:
     def _on_answer(self, item: Request, envelope: Envelope) -> None:
         try:
             item.resolve(item.answer(envelope))
-        except KVFrameworkError as error:
+        except errors.KVFrameworkError as error:
             # Its traceback refers to the caller's frames: a cycle would keep the arena mapped until it is collected.
             error.with_traceback(None)
-            if isinstance(error, HelloRequired):
+            if isinstance(error, errors.HelloRequired):
                 self._stop(error)  # before the caller, who may retry at once, gets the error
             item.resolve(error)
         finally:
@@ -477,7 +470,7 @@ class Link:
             answer = item.answer(envelope)
             assert item.on_late is not None
             item.on_late(answer.payload)
-        except KVFrameworkError:
+        except errors.KVFrameworkError:
             return  # it grants nothing
         except Exception:
             logger.exception("what a late answer to %s granted could not be released", item.spec.name)
@@ -485,18 +478,18 @@ class Link:
     def _on_pong(self, ping: Ping, reply: Future[Answer]) -> None:
         """Any answer shows that the server's loop is alive."""
         error = reply.exception()
-        if isinstance(error, (ServerGone, HelloRequired)):
+        if isinstance(error, (errors.ServerGone, errors.HelloRequired)):
             return  # the link ends
         if error is None:
             self.reports.answered(ping)
         self.watch.answered(self._clock())
 
-    def _full(self, item: Request) -> KVFrameworkError:
+    def _full(self, item: Request) -> errors.KVFrameworkError:
         now = self._clock()
         self.watch.doubt(now, now)
-        return ServerGone("the server accepts no more messages", where=item.spec.name)
+        return errors.ServerGone("the server accepts no more messages", where=item.spec.name)
 
-    def _stop(self, reason: KVFrameworkError | None = None) -> None:
+    def _stop(self, reason: errors.KVFrameworkError | None = None) -> None:
         self.reason = self.reason or reason
         with self._lock:
             self._closed = True
@@ -511,7 +504,7 @@ class Link:
                 self._round(idle, leading)
         except Exception as error:
             logger.exception("the connection's I/O thread failed")
-            self.reason = ServerGone(f"the connection failed: {error}")
+            self.reason = errors.ServerGone(f"the connection failed: {error}")
         finally:
             self._end()
 
@@ -539,7 +532,7 @@ class Link:
         self._send_outbox()
         if self.liveness is not None and self.liveness.fd in ready:
             self._receive()  # messages that the server sent before its end
-            self._stop(ServerGone("the server has ended"))
+            self._stop(errors.ServerGone("the server has ended"))
             return
         now = self._clock()
         if now >= wake_at:
@@ -554,7 +547,7 @@ class Link:
         silence = self.watch.unanswered_s(now)
         if silence:
             if self.liveness is None and silence >= self.gone_s:
-                self._stop(ServerGone(f"the server has answered no PING for {silence:.0f} s"))
+                self._stop(errors.ServerGone(f"the server has answered no PING for {silence:.0f} s"))
                 return
             self.watch.doubt(now - silence, now)
         if now < self.watch.next_at:
@@ -571,7 +564,7 @@ class Link:
             self.reports.free(free)
             self._pending.take(item.request_id)
             if silence:
-                self._stop(ServerGone("the connection is broken"))
+                self._stop(errors.ServerGone("the connection is broken"))
 
     def _end(self) -> None:
         self._stop()

@@ -13,18 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvframework import errors
 from kvframework.api.futures import Future, Promise
 from kvframework.api.requests import ClientInfo, Handler, HandlerResult, Message, Reply
-from kvframework.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    HandlerFailed,
-    KVFrameworkError,
-    MalformedFrames,
-    MessageTooLarge,
-    ProtocolError,
-    UnknownRequest,
-)
 from kvframework.messaging.polling import Deadlines
 from kvframework.messaging.server.sessions import ClientSession
 from kvframework.messaging.server.sockets import Routers
@@ -135,18 +126,24 @@ class InFlight:
         """Start or queue a request that arrived at `received`. Raises `ProtocolError` for one that is not accepted."""
         handler = self._handlers.get(envelope.type)
         if handler is None:
-            raise UnknownRequest(f"there is no request {envelope.type!r}", hint="configure the plugin that serves it")
+            raise errors.UnknownRequest(
+                f"there is no request {envelope.type!r}", hint="configure the plugin that serves it"
+            )
         spec, buffers = handler.spec, envelope.buffers
         if (session.session_id, envelope.request_id) in self._calls:
-            raise MalformedFrames(f"request id {envelope.request_id} is in flight already", where=spec.name)
+            raise errors.MalformedFrames(f"request id {envelope.request_id} is in flight already", where=spec.name)
         if len(buffers) > spec.buffers:
-            raise MalformedFrames(f"{len(buffers)} buffers", where=spec.name, available=f"at most {spec.buffers}")
+            raise errors.MalformedFrames(
+                f"{len(buffers)} buffers", where=spec.name, available=f"at most {spec.buffers}"
+            )
         if session.in_flight >= MAX_IN_FLIGHT:
-            raise ProtocolError(f"{MAX_IN_FLIGHT} requests are in flight", hint="wait for answers before sending more")
+            raise errors.ProtocolError(
+                f"{MAX_IN_FLIGHT} requests are in flight", hint="wait for answers before sending more"
+            )
         payload = decode(envelope.payload, spec.payload, where=spec.name)
         call = Call(session, identity, envelope.request_id, handler, payload, buffers, received)
         if call.nbytes and session.bytes_in_flight + call.nbytes > MAX_BYTES_IN_FLIGHT:
-            raise MessageTooLarge(
+            raise errors.MessageTooLarge(
                 f"{session.bytes_in_flight} bytes of this client are in flight, {call.nbytes} more arrived",
                 where=spec.name,
                 available=f"at most {MAX_BYTES_IN_FLIGHT}",
@@ -174,7 +171,7 @@ class InFlight:
             call = self._calls[key]
             spec = call.handler.spec
             withdrawn = call.withdraw()
-            self._answer(call, DeadlineExceeded(f"no result within {spec.deadline_s} s", where=spec.name))
+            self._answer(call, errors.DeadlineExceeded(f"no result within {spec.deadline_s} s", where=spec.name))
             if withdrawn:
                 self._finish(call)
         self._run_queues()
@@ -189,7 +186,7 @@ class InFlight:
             self._cancel(call)
         self._run_queues()
 
-    def answer_all(self, error: KVFrameworkError) -> None:
+    def answer_all(self, error: errors.KVFrameworkError) -> None:
         """Answer every call in flight with `error` when the server stops. Cancels none."""
         for call in self._calls.values():
             if not call.answered:
@@ -277,7 +274,7 @@ class InFlight:
         call.cancelled = True
         if call.withdraw():
             if not call.answered:
-                self._answer(call, Cancelled("the request was cancelled", where=call.handler.spec.name))
+                self._answer(call, errors.Cancelled("the request was cancelled", where=call.handler.spec.name))
             self._finish(call)
         elif call.future is not None:
             future, call.future = call.future, None  # asked once
@@ -292,7 +289,7 @@ class InFlight:
         error = outcome if isinstance(outcome, BaseException) else self._send(call, outcome)
         name = call.handler.spec.name
         if error is not None:
-            if isinstance(error, HandlerFailed) or not isinstance(error, KVFrameworkError):
+            if isinstance(error, errors.HandlerFailed) or not isinstance(error, errors.KVFrameworkError):
                 logger.error("the handler of %s failed", name, exc_info=error)
             self.routers.send_error(call.identity, call.request_id, error)
         self.took(name, call.received)
@@ -302,7 +299,7 @@ class InFlight:
         payload, buffers = (result.payload, result.buffers) if isinstance(result, Reply) else (result, ())
         if not isinstance(payload, spec.response):
             what = f"the handler returned {type(payload).__name__}, not {spec.response.__name__}"
-            return HandlerFailed(what, where=spec.name)
+            return errors.HandlerFailed(what, where=spec.name)
         try:
             self.routers.send(call.identity, call.request_id, spec.name, payload, buffers)
         except Exception as error:  # noqa: BLE001 - any error of encoding; the caller logs and answers it

@@ -20,17 +20,9 @@ from typing import Any
 import msgspec
 import zmq
 
+from kvframework import errors
 from kvframework.api.counter import Histogram
 from kvframework.api.requests import Buffer, Handler
-from kvframework.errors import (
-    EndpointError,
-    HelloRequired,
-    InvalidPayload,
-    MalformedFrames,
-    ProtocolError,
-    ServerFull,
-    ShuttingDown,
-)
 from kvframework.messaging.curve import ServerKeys, ZapHandler
 from kvframework.messaging.frames_io import Socket, readable
 from kvframework.messaging.polling import Wakeup
@@ -146,7 +138,7 @@ class MessageServer:
             self._open()
         except (OSError, zmq.ZMQError) as error:
             self._resources.close()
-            raise EndpointError(f"cannot listen: {error}", where=" and ".join(self._endpoints)) from error
+            raise errors.EndpointError(f"cannot listen: {error}", where=" and ".join(self._endpoints)) from error
 
     def serve_forever(self) -> None:
         """Serve until `stop()`, then end every session and close everything. Blocks: the caller becomes the serving
@@ -285,7 +277,7 @@ class MessageServer:
             self._receive(router)
         while self._calls.in_flight and self._clock() < until:
             self._guarded_round(until)
-        self._calls.answer_all(ShuttingDown("the server stopped before the request was done"))
+        self._calls.answer_all(errors.ShuttingDown("the server stopped before the request was done"))
         sessions, until = self._table.sessions(), self._clock() + SESSIONS_END_S
         while sessions and self._clock() < until:
             self._end(sessions.pop())
@@ -300,7 +292,7 @@ class MessageServer:
         identity = bytes(frames[0])
         try:
             envelope = split(frames[1:])
-        except ProtocolError as error:
+        except errors.ProtocolError as error:
             self.counters["malformed"] += 1
             self.refusals.request(self._table.by_identity(identity), "malformed message", error)
             if len(frames) > 1 and len(frames[1]) == REQUEST_ID_BYTES:
@@ -312,16 +304,16 @@ class MessageServer:
         try:
             self._on_request(identity, envelope, received)
         except Exception as error:
-            if isinstance(error, (HelloRequired, ShuttingDown)):
+            if isinstance(error, (errors.HelloRequired, errors.ShuttingDown)):
                 pass  # its session has just ended, and it connects again
-            elif not isinstance(error, (ProtocolError, ServerFull)):
+            elif not isinstance(error, (errors.ProtocolError, errors.ServerFull)):
                 logger.exception("%s failed", envelope.type)
             elif envelope.type == "HELLO":
                 self.counters["hello_refused"] += 1
                 self.refusals.hello(envelope, error)
             else:
                 self.refusals.request(self._table.by_identity(identity), envelope.type, error)
-            has_left = isinstance(error, HelloRequired) and identity in self._left
+            has_left = isinstance(error, errors.HelloRequired) and identity in self._left
             self._routers.send_error(identity, envelope.request_id, error, counted=not has_left)
             self._took(envelope.type, received)
 
@@ -330,14 +322,18 @@ class MessageServer:
         if session is not None:
             self._table.touch(session)
         if self._stopping:
-            raise ShuttingDown("the server is stopping")
+            raise errors.ShuttingDown("the server is stopping")
         if envelope.request_id == NO_ANSWER and envelope.type not in ONE_WAY_REQUESTS:
-            raise MalformedFrames("a request id that asks for no answer", where=envelope.type, available="another id")
+            raise errors.MalformedFrames(
+                "a request id that asks for no answer", where=envelope.type, available="another id"
+            )
         if envelope.type == "HELLO":
             self._hello(identity, session, envelope)
             self._took("HELLO", received)
         elif session is None:
-            raise HelloRequired(f"{envelope.type!r} arrived before HELLO or after the session's end", hint="say HELLO")
+            raise errors.HelloRequired(
+                f"{envelope.type!r} arrived before HELLO or after the session's end", hint="say HELLO"
+            )
         elif envelope.type == "GOODBYE":
             self._goodbye(identity, session, envelope)
             self._took("GOODBYE", received)
@@ -352,7 +348,7 @@ class MessageServer:
 
     def _hello(self, identity: bytes, known: ClientSession | None, envelope: Envelope) -> None:
         if envelope.buffers:
-            raise MalformedFrames(f"{len(envelope.buffers)} buffers", where="HELLO", available="none")
+            raise errors.MalformedFrames(f"{len(envelope.buffers)} buffers", where="HELLO", available="none")
         hello = decode(envelope.payload, Hello, where="HELLO")
         version = negotiate(hello, self.served.hasher_fingerprint)
         lost = self._table.by_token(hello.replaces)
@@ -392,7 +388,7 @@ class MessageServer:
         self._routers.send(identity, envelope.request_id, "GOODBYE", Empty())
         try:
             goodbye = decode(envelope.payload, Goodbye, where="GOODBYE")
-        except InvalidPayload as error:
+        except errors.InvalidPayload as error:
             goodbye = Goodbye(error.code, error.fact)
         if goodbye.reason:
             self.counters["server_refused"] += 1

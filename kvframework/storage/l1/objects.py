@@ -90,6 +90,8 @@ class ObjectTable(Places):
         self._writing: dict[PackedKey, WriteLease] = {}
         self._leases = LeaseBook()
         self.shares = PinShares()
+        # Whether no STORE gets a place any more: the server drains.
+        self.closed = False
         # The session that a STORE counts for, until it has said that it needs room.
         self._needing = 0
 
@@ -572,6 +574,8 @@ class ObjectTable(Places):
     ) -> None:
         writing, of, length = self._writing, -1, 0
         end = self._admitted(items, here, lease) if lease.tenant in self.tenants.refusing else len(items)
+        if self.closed and lease.use == "store":
+            end = 0
         for index, (key, nbytes) in enumerate(items):
             if here[index] is not None:
                 result.present += 1

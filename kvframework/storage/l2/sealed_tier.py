@@ -21,21 +21,10 @@ from kvframework.api.keys import PackedKey
 from kvframework.api.tier import Outcome, Tier, TierEntry, TierUsage
 from kvframework.errors import TierError
 from kvframework.pricing import TierSpeed
+from kvframework.storage import namespaces
 from kvframework.storage.l1.entries import StoredObject
 from kvframework.storage.l1.leases import PromptPart
 from kvframework.storage.l2.tier_calls import Absences, Breaker, TierCalls
-from kvframework.storage.namespaces import (
-    HEADER_BYTES,
-    RECORD_BYTES,
-    UNKNOWN_LAYOUT,
-    NamespaceRecord,
-    checksum_in,
-    decode_record,
-    is_record_key,
-    record_key,
-    seal,
-    unseal,
-)
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +145,7 @@ class L2Store(TierCalls):
         breaker: Breaker | None = None,
         codec: str = NO_CODEC,
         codecs: CodecTable | None = None,
-        layout_of: Callable[[bytes], bytes] = lambda _namespace: UNKNOWN_LAYOUT,
+        layout_of: Callable[[bytes], bytes] = lambda _namespace: namespaces.UNKNOWN_LAYOUT,
         dtype_of: Callable[[PackedKey], str] = lambda _key: "",
         watermarks: Watermarks = Watermarks(),
         clock: Callable[[], float] = time.monotonic,
@@ -211,10 +200,14 @@ class L2Store(TierCalls):
         """Return the namespaces of the values in a tier that can list them, else none. Blocks for a listing."""
         return self._listed(lambda found: {each.key[:16] for each in found}) if self.lists else set()
 
-    def record(self, namespace: bytes) -> NamespaceRecord | None:
+    def record(self, namespace: bytes) -> namespaces.NamespaceRecord | None:
         """Return the namespace's record, None if the tier has none that is good."""
-        value = bytearray(RECORD_BYTES)
-        return decode_record(bytes(value)) if self.get([record_key(namespace)], [memoryview(value)])[0] else None
+        value = bytearray(namespaces.RECORD_BYTES)
+        return (
+            namespaces.decode_record(bytes(value))
+            if self.get([namespaces.record_key(namespace)], [memoryview(value)])[0]
+            else None
+        )
 
     def lacked(self, keys: Sequence[PackedKey]) -> list[bool]:
         """Return which of `keys` the tier lacked a moment ago, as `Absences` remembers it. Never calls the tier."""
@@ -240,7 +233,7 @@ class L2Store(TierCalls):
         """Fill each range from the tier; True where its bytes are verified as those that were stored. Values are
         received straight into the ranges. Packed bytes are copied out once and unpacked into their place. A value that
         is damaged, foreign or of another format is deleted and counted."""
-        headers = [bytearray(HEADER_BYTES) for _ in keys]
+        headers = [bytearray(namespaces.HEADER_BYTES) for _ in keys]
         parts = [[memoryview(header), view] for header, view in zip(headers, ranges, strict=True)]
 
         def receive(deadline: float) -> list[int | Outcome]:
@@ -266,10 +259,10 @@ class L2Store(TierCalls):
         for key, value in zip(keys, values, strict=True):
             name, packed = self._codecs.pack(self._codec, value, self._dtype_of(key))
             layout = self._layout_of(key[:16])
-            header = seal(key, packed, object_bytes=value.nbytes, codec=name, layout=layout)
+            header = namespaces.seal(key, packed, object_bytes=value.nbytes, codec=name, layout=layout)
             parts.append([memoryview(header), *packed])
             if name == NO_CODEC:
-                plain[key] = checksum_in(header)
+                plain[key] = namespaces.checksum_in(header)
         self.on_sealed(plain)
         self._make_space(keys, parts)
         try:
@@ -356,7 +349,7 @@ class L2Store(TierCalls):
                 self._discard(key, "it was not stored by this framework")
             return False
         try:
-            name, packed = unseal(header, key, place, received=outcome, layout=self._layout_of(key[:16]))
+            name, packed = namespaces.unseal(header, key, place, received=outcome, layout=self._layout_of(key[:16]))
             if name == NO_CODEC:
                 return True
             codec = self._codecs.get(name)
@@ -435,7 +428,7 @@ class L2Store(TierCalls):
         return self.call("scan", lambda at: read(self._tier.scan(deadline=at)), timeout_s=SCAN_S)
 
     def _stands_for(self, key: PackedKey, nbytes: int) -> int:
-        return nbytes if self.scale == 1 or is_record_key(key) else nbytes * self.scale
+        return nbytes if self.scale == 1 or namespaces.is_record_key(key) else nbytes * self.scale
 
     def _ask_usage(self) -> TierUsage:
         self._usage = self.call("usage", lambda at: self._tier.usage(deadline=at))

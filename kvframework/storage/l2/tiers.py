@@ -220,10 +220,6 @@ class Tiers:
             "prefetch": {"in_flight": self._prefetcher.in_flight, "refused": self._prefetcher.refused},
         }
 
-    def write_rest(self) -> int:
-        """Queue what only L1 holds for each tier; return how many objects are left. Does not wait."""
-        return sum(writer.write_rest() for writer in self.writers)
-
     def drain(self, timeout_s: float) -> None:
         """Wait for pending writes, up to `timeout_s`."""
         deadline = time.monotonic() + timeout_s

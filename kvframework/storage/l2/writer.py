@@ -11,9 +11,10 @@ import math
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 from kvframework.api.keys import PackedKey
 from kvframework.config.schema import WritePolicyName
@@ -76,7 +77,7 @@ class WritePolicy:
         self._open.difference_update(keys)
 
     @property
-    def unwritten(self) -> Iterable[PackedKey]:
+    def unwritten(self) -> Collection[PackedKey]:
         """The objects of L1 that this policy has not written yet."""
         return self._open if self.watches_l1 else ()
 
@@ -128,6 +129,12 @@ class WriteQueue:
         # For keys of batches that failed as a whole: the size of their next batch, and how often each failed alone.
         self._most: dict[PackedKey, int] = {}
         self._attempts: Counter[PackedKey] = Counter()
+        # Objects that were given up since a drain began, None without one.
+        self.given_up: set[PackedKey] | None = None
+
+    @property
+    def keys(self) -> set[PackedKey]:
+        return {*self._waiting, *self._sending, *self._refused}
 
     @property
     def pending(self) -> int:
@@ -228,6 +235,8 @@ class WriteQueue:
         for key in keys:
             self._settle(key)
             self._count(write_given_up=1)
+            if self.given_up is not None:
+                self.given_up.add(key)
 
     def give_up_batch(self, batch: Batch) -> None:
         """Give up a batch that met a bug, and would meet it again."""
@@ -307,6 +316,8 @@ class TierWriter:
         self._clock = clock
         self.watches_removals = self._policy.watches_l1 and not store.read_only
         self.watches_uses = self.watches_removals or store.wants_touches
+        # While the server drains: the objects of L1, the most recently used first.
+        self._rest: Iterator[PackedKey] | None = None
         # Time of the last put of each namespace's record, or of its beginning.
         self._record_put: dict[bytes, float] = {}
         self._touches: dict[PackedKey, None] = {}
@@ -344,7 +355,8 @@ class TierWriter:
     def used(self, keys: Sequence[PackedKey]) -> None:
         """Objects of L1 that were looked up, read, stored again, or loaded from this tier."""
         with self.changed:
-            self._offer(self._policy.used(keys))
+            if self._rest is None:
+                self._offer(self._policy.used(keys))
             if self.store.wants_touches and len(self._touches) < MAX_TOUCHES:
                 self._touches.update(dict.fromkeys(keys))
 
@@ -359,15 +371,25 @@ class TierWriter:
         with self.changed:
             self._queue.removed(key)
 
-    def write_rest(self) -> int:
-        """Queue what L1 holds and the tier does not, as far as there is space; return how many objects are left."""
-        if self.store.read_only or self.closing:
-            return 0
+    def order_rest(self, order: Iterable[PackedKey] | None) -> None:
+        """Begin a drain: `write_rest` takes the objects of L1 in this order. None ends it."""
         with self.changed:
-            rest = list(self._policy.unwritten)
-            self._queue.offer(rest[: self._queue.space])
-            self.changed.notify_all()
-            return len(rest)
+            self._rest, self._queue.given_up = (None, None) if order is None else (iter(order), set())
+
+    def write_rest(self) -> bool:
+        """Queue what L1 holds and the tier does not, as far as there is space; return whether anything is left."""
+        with self.changed:
+            rest, space = self._policy.unwritten, self._queue.space
+            if rest and not self.closing:
+                first = list(islice((key for key in self._rest or () if key in rest), space))
+                self._queue.offer(first or list(rest)[:space])
+                self.changed.notify_all()
+            return bool(rest or self.pending)
+
+    def left(self) -> set[PackedKey]:
+        """Return the objects that the tier has not got yet, or that it refused during a drain."""
+        with self.changed:
+            return {*self._policy.unwritten, *self._queue.keys, *(self._queue.given_up or ())}
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until nothing is pending; return False after `timeout_s`."""

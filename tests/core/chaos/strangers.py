@@ -23,7 +23,7 @@ _ANSWER_S = 5.0
 _MODEL = "stranger"  # a separate namespace: any client that may connect may also store
 _PROMPTS = 8
 # Requests that affect other clients if their payload happens to be valid.
-_NOT_SENT = {"CLEAR"}
+_NOT_SENT = {"CLEAR", "DRAIN"}
 
 
 def frames(endpoint: str, chance: random.Random) -> None:

@@ -10,15 +10,7 @@ from kvf_hashers import Sha256
 from kvframework.api.keys import ObjectKey, compute_namespace, salt_digest
 from kvframework.api.layout import GroupDesc, KVLayout, LayerGroup, MemoryLayoutDesc
 from kvframework.service.registration import layer_order
-from kvframework.storage.namespaces import (
-    FORMAT_VERSION,
-    NamespaceRecord,
-    NamespaceRecords,
-    RankOrder,
-    layout_fingerprint,
-    record_key,
-    seal,
-)
+from kvframework.storage import namespaces
 from kvframework.wire.messages import RegisterNonGpuContextPayload
 from kvframework.wire.protocol import non_gpu_namespace
 from tests.core.golden.samples import explicit
@@ -32,7 +24,7 @@ LAYERS = (("layers.0", "layers.2"), ("layers.1", "layers.10"))
 ORDER = layer_order(
     KVLayout("paged", tuple(LayerGroup(len(names), 16, 1, 8, "int8", layer_names=names) for names in LAYERS))
 )
-RECORD = NamespaceRecord("org/model ü", 2, DESC, orders=(RankOrder(1, ORDER),))
+RECORD = namespaces.NamespaceRecord("org/model ü", 2, DESC, orders=(namespaces.RankOrder(1, ORDER),))
 OBJECT = bytes(range(64)) * 4
 # Zstandard may pack otherwise tomorrow, but has to unpack this.
 ZSTD = bytes.fromhex(
@@ -50,11 +42,11 @@ NON_GPU = RegisterNonGpuContextPayload(1, "org/model", 2, 16, 4, 128, "bfloat16"
 
 
 def envelopes() -> dict[str, Any]:
-    layout = layout_fingerprint(DESC)
+    layout = namespaces.layout_fingerprint(DESC)
     values = [("as it is", "none", OBJECT, layout), ("packed", "zstd", ZSTD, layout), ("empty", "none", b"", bytes(16))]
     values.append(("in planes", "planes", PLANES, layout))
     return {
-        "format": FORMAT_VERSION,
+        "format": namespaces.FORMAT_VERSION,
         "values": [
             {
                 "what": what,
@@ -63,7 +55,7 @@ def envelopes() -> dict[str, Any]:
                 "codec": codec,
                 "object": _hex(OBJECT if packed else b""),
                 "header": _hex(
-                    seal(
+                    namespaces.seal(
                         KEY.pack(), [packed], object_bytes=len(OBJECT) if packed else 0, codec=codec, layout=fingerprint
                     )
                 ),
@@ -75,7 +67,7 @@ def envelopes() -> dict[str, Any]:
 
 
 def namespace_records() -> dict[str, Any]:
-    known = NamespaceRecords()
+    known = namespaces.NamespaceRecords()
     known.add(NAMESPACE, RECORD)
     found = known.encoded(NAMESPACE)
     assert found is not None
@@ -96,8 +88,8 @@ def names() -> dict[str, Any]:
             "value": {name: explicit(part) for name, part in KEY._asdict().items()},
             "key": _hex(KEY.pack()),
         },
-        "key of a namespace's record": _hex(record_key(NAMESPACE)),
-        "layout fingerprint": {"value": explicit(DESC), "fingerprint": _hex(layout_fingerprint(DESC))},
+        "key of a namespace's record": _hex(namespaces.record_key(NAMESPACE)),
+        "layout fingerprint": {"value": explicit(DESC), "fingerprint": _hex(namespaces.layout_fingerprint(DESC))},
         "salt": {
             "value": "a tenant ü",
             "digest": _hex(salt_digest("a tenant ü")),

@@ -43,7 +43,7 @@ def waits(see):
             select.select(sockets, [], [], {TIMEOUT})
         return ended
     return seen
-supervisor.KeeperSocket, os.waitid, os.waitpid = KeeperSocket, waits(os.waitid), waits(os.waitpid)
+places.KeeperSocket, os.waitid, os.waitpid = KeeperSocket, waits(os.waitid), waits(os.waitpid)
 {HOLD}
 """
 

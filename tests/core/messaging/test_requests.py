@@ -8,20 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
+from kvframework import errors
 from kvframework.api.futures import Future
 from kvframework.api.requests import Reply
-from kvframework.errors import (
-    BadRange,
-    Cancelled,
-    DeadlineExceeded,
-    HandlerFailed,
-    InvalidPayload,
-    MalformedFrames,
-    MessageTooLarge,
-    ServerGone,
-    ShuttingDown,
-    UnknownRequest,
-)
 from kvframework.messaging.server import loop as server
 from kvframework.status import COUNTERS
 from kvframework.wire.frames import MAX_PAYLOAD_BYTES
@@ -49,13 +38,13 @@ def test_what_cannot_be_sent_fails_at_once_and_harms_nothing(lab: Lab) -> None:
     with connected(lab.endpoint) as connection:
         strided = memoryview(bytearray(200_000))[::2]
         for future, error in [
-            (connection.begin("test.BUFFERS", Text(), [b"x" * 70_000, strided], timeout=60), InvalidPayload),
-            (connection.begin("test.NOTHING", Text(), timeout=60), UnknownRequest),
-            (connection.begin("test.ECHO", Text("x" * MAX_PAYLOAD_BYTES), timeout=60), MessageTooLarge),
-            (connection.begin("test.ECHO", Text("\ud800"), timeout=60), InvalidPayload),
+            (connection.begin("test.BUFFERS", Text(), [b"x" * 70_000, strided], timeout=60), errors.InvalidPayload),
+            (connection.begin("test.NOTHING", Text(), timeout=60), errors.UnknownRequest),
+            (connection.begin("test.ECHO", Text("x" * MAX_PAYLOAD_BYTES), timeout=60), errors.MessageTooLarge),
+            (connection.begin("test.ECHO", Text("\ud800"), timeout=60), errors.InvalidPayload),
         ]:
             assert isinstance(future.exception(), error)
-        with pytest.raises(MalformedFrames):
+        with pytest.raises(errors.MalformedFrames):
             connection.begin("test.BUFFERS", Text(), [b""] * 5, timeout=60).result(20)
         assert ask(connection, "ECHO", "on").result(20).payload.text == "on"
 
@@ -109,20 +98,24 @@ def recurses() -> object:
 @pytest.mark.parametrize(
     ("fails", "error", "match"),
     [
-        (lambda: raises(ZeroDivisionError("a secret")), HandlerFailed, "ZeroDivisionError in the handler"),
-        (lambda: Future.failed(ZeroDivisionError("a secret")), HandlerFailed, "ZeroDivisionError in the handler"),
+        (lambda: raises(ZeroDivisionError("a secret")), errors.HandlerFailed, "ZeroDivisionError in the handler"),
         (
-            lambda: raises(BadRange("bad", where="here", hint="a better one")),
-            BadRange,
+            lambda: Future.failed(ZeroDivisionError("a secret")),
+            errors.HandlerFailed,
+            "ZeroDivisionError in the handler",
+        ),
+        (
+            lambda: raises(errors.BadRange("bad", where="here", hint="a better one")),
+            errors.BadRange,
             r"here: bad\s+hint: a better one",
         ),
-        (lambda: raises(SystemExit(3)), HandlerFailed, "SystemExit"),
-        (recurses, HandlerFailed, "RecursionError"),
-        (lambda: None, HandlerFailed, "NoneType, not Text"),
-        (lambda: Pong(b"not a Text"), HandlerFailed, "Pong, not Text"),
-        (lambda: Text("\ud800"), HandlerFailed, "UnicodeEncodeError"),
-        (lambda: Text("x" * MAX_PAYLOAD_BYTES), MessageTooLarge, "payload"),
-        (lambda: Reply(Text(), [memoryview(bytearray(200_000))[::2]]), InvalidPayload, "contiguous"),
+        (lambda: raises(SystemExit(3)), errors.HandlerFailed, "SystemExit"),
+        (recurses, errors.HandlerFailed, "RecursionError"),
+        (lambda: None, errors.HandlerFailed, "NoneType, not Text"),
+        (lambda: Pong(b"not a Text"), errors.HandlerFailed, "Pong, not Text"),
+        (lambda: Text("\ud800"), errors.HandlerFailed, "UnicodeEncodeError"),
+        (lambda: Text("x" * MAX_PAYLOAD_BYTES), errors.MessageTooLarge, "payload"),
+        (lambda: Reply(Text(), [memoryview(bytearray(200_000))[::2]]), errors.InvalidPayload, "contiguous"),
     ],
 )
 def test_a_handler_that_fails_is_a_typed_error_long_before_any_deadline(
@@ -142,7 +135,7 @@ def test_the_clients_deadline_makes_the_connection_suspect_until_a_ping_is_answe
 ) -> None:
     caplog.set_level("INFO")
     with connected(lab.endpoint) as connection:
-        with pytest.raises(DeadlineExceeded):
+        with pytest.raises(errors.DeadlineExceeded):
             ask(connection, "DEFERRED", "a", timeout=0.1).result(20)
         assert connection.wait_up(20)
         lab.work.resolve("a")
@@ -166,7 +159,7 @@ def test_a_client_that_leaves_is_no_trouble(lab: Lab) -> None:
 @pytest.mark.parametrize("name", ["SHORT", "POOLED_SHORT"])
 def test_the_servers_deadline_answers_at_once_and_the_late_result_is_dropped(lab: Lab, name: str) -> None:
     with connected(lab.endpoint) as connection:
-        with pytest.raises(DeadlineExceeded, match=r"0\.2 s"):
+        with pytest.raises(errors.DeadlineExceeded, match=r"0\.2 s"):
             ask(connection, name, "a").result(20)
         assert lab.server.counters["late"] == 0
         lab.work.gate.set()
@@ -180,7 +173,7 @@ def test_an_overdue_call_that_has_not_begun_never_does(lab: Lab) -> None:
     with connected(lab.endpoint) as connection:
         futures = [ask(connection, "POOLED_SHORT", str(n)) for n in range(5)]
         for future in futures:
-            with pytest.raises(DeadlineExceeded):
+            with pytest.raises(errors.DeadlineExceeded):
                 future.result(20)
         begun = list(lab.work.begun)
         assert len(begun) <= 2, "there are two workers"
@@ -196,7 +189,7 @@ def test_cancel_is_answered_only_after_the_future_resolves_even_behind_its_deadl
         future = ask(connection, name, "a")
         wait_until(lambda: "a" in lab.work.open)
         if name == "SHORT":
-            with pytest.raises(DeadlineExceeded):
+            with pytest.raises(errors.DeadlineExceeded):
                 future.result(20)
         answer = connection.cancel(future)
         wait_until(lambda: lab.work.cancelled == ["a"])
@@ -205,7 +198,7 @@ def test_cancel_is_answered_only_after_the_future_resolves_even_behind_its_deadl
         assert future.query() == (name == "SHORT")
         lab.work.resolve("a")
         assert answer.result(20).payload == CancelReply(found=True)
-        assert isinstance(future.exception(), DeadlineExceeded if name == "SHORT" else Cancelled)
+        assert isinstance(future.exception(), errors.DeadlineExceeded if name == "SHORT" else errors.Cancelled)
         assert connection.cancel(future).result(20).payload == CancelReply(found=False)
 
 
@@ -216,7 +209,7 @@ def test_a_futures_own_cancel(lab: Lab) -> None:
         future.cancel()
         wait_until(lambda: lab.work.cancelled == ["a"])
         lab.work.resolve("a")
-        with pytest.raises(Cancelled, match="stopped"):
+        with pytest.raises(errors.Cancelled, match="stopped"):
             future.result(20)
 
 
@@ -225,7 +218,7 @@ def test_cancelling_what_waits_its_turn(lab: Lab) -> None:
         first, second, third = (ask(connection, "ORDERED", text) for text in ("defer", "never", "third"))
         wait_until(lambda: "defer" in lab.work.open)
         assert connection.cancel(second).result(20).payload == CancelReply(found=True)
-        assert isinstance(second.exception(), Cancelled)
+        assert isinstance(second.exception(), errors.Cancelled)
         lab.work.resolve("defer")
         assert first.result(20).payload.text == "defer"
         assert third.result(20).payload.text == "third"
@@ -248,12 +241,12 @@ def test_stop_lets_calls_in_flight_finish_and_refuses_new_ones(lab: Lab, monkeyp
         kept, lost = ask(connection, "DEFERRED", "kept"), ask(connection, "DEFERRED", "lost")
         wait_until(lambda: len(lab.work.open) == 2)
         lab.server.stop(60.0)
-        with pytest.raises(ShuttingDown):
+        with pytest.raises(errors.ShuttingDown):
             ask(connection, "ECHO").result(20)
         lab.work.resolve("kept")
         assert kept.result(20).payload.text == "kept"
         monkeypatch.setattr(lab.server, "_clock", lambda: time.monotonic() + 60.0)  # its grace has passed
-        with pytest.raises((ShuttingDown, ServerGone)):
+        with pytest.raises((errors.ShuttingDown, errors.ServerGone)):
             lost.result(20)
         wait_until(lambda: connection.state == "down")
         wait_until(lambda: len(lab.work.ended) == 1)

@@ -13,15 +13,8 @@ from typing import Any
 
 import pytest
 
+from kvframework import errors
 from kvframework.api.installing import install_command
-from kvframework.errors import (
-    ConfigFieldError,
-    PluginBroken,
-    PluginConflict,
-    PluginNotFound,
-    PluginUnavailable,
-    PluginWrongKind,
-)
 from kvframework.registry.discovery import EntryPointInfo, discover
 from kvframework.registry.registry import PluginInfo, PluginRegistry
 from tests.core.registry.fake_distributions import HOOKS, codec_module, info, install, marking
@@ -77,19 +70,19 @@ def test_first_party_plugins_are_offered_like_anybodys() -> None:
 
 def test_an_absent_plugin_says_what_is_there_and_what_was_probably_meant() -> None:
     registry = PluginRegistry()
-    with pytest.raises(PluginNotFound) as caught:
+    with pytest.raises(errors.PluginNotFound) as caught:
         registry.resolve("tier", "rediss", where="kvf.toml: [[l2]] #1")
     assert caught.value.where == "kvf.toml: [[l2]] #1"
     assert caught.value.available == ", ".join(registry.names("tier"))
     assert caught.value.hint == "did you mean 'redis'?"
-    with pytest.raises(PluginNotFound, match=r"entry point codec\.lz4"):
+    with pytest.raises(errors.PluginNotFound, match=r"entry point codec\.lz4"):
         registry.resolve("codec", "lz4")
 
 
 def test_a_name_of_another_kind_is_pointed_at() -> None:
-    with pytest.raises(PluginWrongKind, match="of another kind: eviction"):
+    with pytest.raises(errors.PluginWrongKind, match="of another kind: eviction"):
         PluginRegistry().resolve("hasher", "lru")
-    with pytest.raises(PluginWrongKind, match="no kind of plugin called 'store'"):
+    with pytest.raises(errors.PluginWrongKind, match="no kind of plugin called 'store'"):
         PluginRegistry().resolve("store", "redis")
 
 
@@ -99,7 +92,7 @@ def test_two_offers_of_one_name_are_an_error_only_for_who_names_it(site: Path) -
         install(site, name, {"codec.squeeze": f"{name}_codec", f"codec.{name}": f"{name}_codec"}, modules)
     registry = PluginRegistry()
     assert registry.resolve("codec", "acme").name == "acme"
-    with pytest.raises(PluginConflict, match=r"acme 1\.0, bolt 1\.0"):
+    with pytest.raises(errors.PluginConflict, match=r"acme 1\.0, bolt 1\.0"):
         registry.resolve("codec", "squeeze")
     statuses = {(line.distribution, line.status) for line in registry.list() if line.name == "squeeze"}
     assert statuses == {("acme", "conflict"), ("bolt", "conflict")}
@@ -119,7 +112,7 @@ def test_a_probe_says_why_a_plugin_cannot_run(site: Path) -> None:
     assert info(registry, "codec", "heavy").status == "available"
     line = info(registry, "codec", "heavy", probe=True)
     assert (line.status, line.reason) == ("unavailable", "acme-lib is missing: pip install acme-kvf[lib]")
-    with pytest.raises(PluginUnavailable, match=r"pip install acme-kvf\[lib\]"):
+    with pytest.raises(errors.PluginUnavailable, match=r"pip install acme-kvf\[lib\]"):
         registry.resolve("codec", "heavy")
 
 
@@ -170,7 +163,7 @@ def test_resolving_one_plugin_calls_no_hook_of_another(site: Path) -> None:
     install(site, "acme", {"codec.bad": "acme_bad"}, {"acme_bad": f"{HOOKS}@hookimpl\ndef kvf_codecs(): raise OSError"})
     install(site, "bolt", {"codec.fine": "bolt_fine"}, {"bolt_fine": codec_module("fine")})
     registry = PluginRegistry()
-    with pytest.raises(PluginBroken):
+    with pytest.raises(errors.PluginBroken):
         registry.resolve("codec", "bad")
     calls: list[str] = []
 
@@ -186,18 +179,18 @@ def test_resolving_one_plugin_calls_no_hook_of_another(site: Path) -> None:
 def test_options_that_are_wrong_point_at_the_list_of_them() -> None:
     registry = PluginRegistry()
     provider = registry.resolve("tier", "filesystem")
-    with pytest.raises(ConfigFieldError, match="missing required field `path`") as caught:
+    with pytest.raises(errors.ConfigFieldError, match="missing required field `path`") as caught:
         registry.options(provider, {}, where="[[l2]] #1")
     assert caught.value.hint == "`kvframework plugins info tier.filesystem` lists its options"
-    with pytest.raises(ConfigFieldError) as caught:
+    with pytest.raises(errors.ConfigFieldError) as caught:
         registry.options(provider, {"pth": "/tmp"}, where="[[l2]] #1")
     assert caught.value.hint == "did you mean 'path'?"
 
 
 def test_a_plugin_of_ours_that_is_not_installed_is_an_error_with_the_line_that_installs_it() -> None:
-    with pytest.raises(PluginNotFound) as refused:
+    with pytest.raises(errors.PluginNotFound) as refused:
         PluginRegistry([]).describe("tier", "redis")
     assert refused.value.hint == install_command(distribution="kvframework-redis")
-    with pytest.raises(PluginNotFound) as misspelt:
+    with pytest.raises(errors.PluginNotFound) as misspelt:
         PluginRegistry([]).describe("tier", "rediss")
     assert "redis" in misspelt.value.hint

@@ -5,23 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+from kvframework.api import transport
 from kvframework.api.futures import Future, Promise
 from kvframework.api.layout import KVLayout, MemoryLayoutDesc
 from kvframework.api.plugin import NoOptions
 from kvframework.api.requests import ClientInfo
-from kvframework.api.transport import (
-    CopyJob,
-    EngineLink,
-    ServerContext,
-    ServerTransport,
-    TransferContext,
-    TransportProvider,
-    hookimpl,
-)
 from kvframework.errors import RequestError
 
 
-class GatedTransport(ServerTransport):
+class GatedTransport(transport.ServerTransport):
     """`gate` lets one fragment through per release; `fail` makes the next one fail; `copies` counts."""
 
     def __init__(self) -> None:
@@ -32,7 +24,7 @@ class GatedTransport(ServerTransport):
 
     def open(
         self, client: ClientInfo, layout: KVLayout, desc: MemoryLayoutDesc, handles: Sequence[bytes]
-    ) -> ServerContext:
+    ) -> transport.ServerContext:
         if len(handles) != 1:
             raise RequestError(f"{len(handles)} handles", available="one path")
         return _FileContext(self, handles[0].decode(), desc.groups[0].nbytes)
@@ -41,14 +33,14 @@ class GatedTransport(ServerTransport):
         self.gate.release(1000)
 
 
-class _FileContext(ServerContext):
+class _FileContext(transport.ServerContext):
     def __init__(self, owner: GatedTransport, path: str, object_bytes: int) -> None:
         self._owner = owner
         self._path = path
         self._object_bytes = object_bytes
         self._threads: list[threading.Thread] = []
 
-    def copy(self, job: CopyJob) -> Future[bool]:
+    def copy(self, job: transport.CopyJob) -> Future[bool]:
         future: Promise[bool] = Promise()
         thread = threading.Thread(target=self._work, args=(job, future))
         self._threads.append(thread)
@@ -59,13 +51,13 @@ class _FileContext(ServerContext):
         """Copies in flight see their cancel flag at the next fragment."""
         self._threads.clear()
 
-    def _work(self, job: CopyJob, future: Promise[bool]) -> None:
+    def _work(self, job: transport.CopyJob, future: Promise[bool]) -> None:
         try:
             future.set_result(self._fragments(job))
         except RuntimeError as error:
             future.set_exception(error)
 
-    def _fragments(self, job: CopyJob) -> bool:
+    def _fragments(self, job: transport.CopyJob) -> bool:
         per_chunk = job.blocks[0].per_object
         block_bytes = self._object_bytes // per_chunk
         with open(self._path, "r+b") as memory:
@@ -88,7 +80,7 @@ class _FileContext(ServerContext):
         return True
 
 
-def _no_engine_side(_options: NoOptions, _link: EngineLink) -> TransferContext:
+def _no_engine_side(_options: NoOptions, _link: transport.EngineLink) -> transport.TransferContext:
     raise NotImplementedError("the tests speak the wire themselves")
 
 
@@ -98,10 +90,10 @@ class GatedPlugin:
     def __init__(self) -> None:
         self.transport = GatedTransport()
 
-    @hookimpl
-    def kvf_transports(self) -> list[TransportProvider[NoOptions]]:
+    @transport.hookimpl
+    def kvf_transports(self) -> list[transport.TransportProvider[NoOptions]]:
         return [
-            TransportProvider(
+            transport.TransportProvider(
                 name="gated",
                 summary="copies through a file, fragment by fragment",
                 create=_no_engine_side,

@@ -10,15 +10,8 @@ import pytest
 from kvframework.api.keys import ObjectKey
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.api.tier import Loan, NodeIdentity, Outcome, PackedKey
+from kvframework.storage import namespaces
 from kvframework.storage.manager import PeerExport
-from kvframework.storage.namespaces import (
-    HEADER_BYTES,
-    RECORD_BYTES,
-    NamespaceRecord,
-    decode_record,
-    record_key,
-    unseal,
-)
 from tests.core.storage.memory import content
 from tests.core.storage.node import SIZE, MakeNode, Node
 from tests.core.storage.tier import MemoryTier
@@ -54,8 +47,8 @@ def received(loan: Loan, key: PackedKey, layout: bytes) -> bytes:
     """What a reader takes a loan for, which checks it."""
     header, value = loan.parts()
     place = memoryview(bytearray(value))
-    assert loan.nbytes == HEADER_BYTES + place.nbytes
-    name, packed = unseal(bytes(header), key, place, received=loan.nbytes, layout=layout)
+    assert loan.nbytes == namespaces.HEADER_BYTES + place.nbytes
+    name, packed = namespaces.unseal(bytes(header), key, place, received=loan.nbytes, layout=layout)
     assert name == "none"
     return bytes(packed)
 
@@ -89,19 +82,19 @@ def test_what_is_being_written_is_not_lent(node: Node, keys: list[PackedKey]) ->
 
 def test_the_record_of_a_namespace_is_lent(node: Node) -> None:
     lender = PeerExport(node.manager, IDENTITY)
-    key = record_key(b"n" * 16)
+    key = namespaces.record_key(b"n" * 16)
     assert list(lender.holds([key])) == [False]
     assert lender.lend(key) is None
     desc = MemoryLayoutDesc(16, (GroupDesc((1, 1, 16, 4), "uint8"),))
-    node.manager.records.add(b"n" * 16, NamespaceRecord("llama", 1, desc))
+    node.manager.records.add(b"n" * 16, namespaces.NamespaceRecord("llama", 1, desc))
     assert list(lender.holds([key])) == [True]
     assert lender.models() == {"llama": {b"n" * 16}}
     loan = lender.lend(key)
     assert loan is not None
     value = received(loan, key, node.manager.records.layout_of(b"n" * 16))
     loan.close()
-    assert len(value) == RECORD_BYTES
-    record = decode_record(value)
+    assert len(value) == namespaces.RECORD_BYTES
+    record = namespaces.decode_record(value)
     assert record.model_name == "llama"
 
 

@@ -11,15 +11,7 @@ import pytest
 from kvframework.client import CurveKeys, KVClient
 from kvframework.config.load import load_config
 from kvframework.errors import CurveKeyError, ServerGone
-from kvframework.messaging.curve import (
-    SECRET_VARIABLE,
-    SERVER_VARIABLE,
-    AdmittedClients,
-    keys_for,
-    read_public,
-    read_secret,
-    write_curve_pair,
-)
+from kvframework.messaging import curve
 from kvframework.server import Server
 from kvframework.wire import messages as m
 from tests.core.cli.command import run, run_process
@@ -106,16 +98,16 @@ def test_clients_are_added_and_removed_while_the_server_runs(server: RemoteServe
 
 def test_the_environment_names_the_keys(server: RemoteServer, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = server.keys.of("client")
-    monkeypatch.setenv(SERVER_VARIABLE, str(keys.server_public))
-    monkeypatch.setenv(SECRET_VARIABLE, str(keys.client_secret))
+    monkeypatch.setenv(curve.SERVER_VARIABLE, str(keys.server_public))
+    monkeypatch.setenv(curve.SECRET_VARIABLE, str(keys.client_secret))
     with KVClient(server.tcp) as client:
         assert client.wait_up(20)
     with KVClient(server.process.endpoint) as client:
         assert client.wait_up(20), "keys are for tcp:// only"
     shown = run("status", "--endpoint", server.tcp)
     assert shown.returncode == 0, shown.stderr
-    monkeypatch.delenv(SECRET_VARIABLE)
-    with pytest.raises(CurveKeyError, match=SECRET_VARIABLE):
+    monkeypatch.delenv(curve.SECRET_VARIABLE)
+    with pytest.raises(CurveKeyError, match=curve.SECRET_VARIABLE):
         KVClient(server.tcp)
 
 
@@ -163,17 +155,17 @@ def test_keys_new_makes_what_server_and_client_need(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for secret in ("server.secret", "client.secret"):
         assert (directory / secret).stat().st_mode & 0o777 == 0o600
-        assert read_secret(directory / secret)
-        assert read_secret(directory / secret).decode() not in done.stdout
+        assert curve.read_secret(directory / secret)
+        assert curve.read_secret(directory / secret).decode() not in done.stdout
     assert f'secret_key = "{directory}/server.secret"' in done.stdout
-    assert AdmittedClients(directory / "clients")
+    assert curve.AdmittedClients(directory / "clients")
     before = (directory / "server.secret").read_bytes()
     again = run("keys", "new", str(directory))
     assert again.returncode == 2
     assert "the file exists" in again.stderr
     assert (directory / "server.secret").read_bytes() == before
     assert run("keys", "add", str(directory), "gpu-7").returncode == 0
-    assert read_public(directory / "clients" / "gpu-7.public")
+    assert curve.read_public(directory / "clients" / "gpu-7.public")
     assert run("keys", "add", str(directory), "gpu-7").returncode == 2
     for name in ("../x", "server", "", "a/b"):
         assert run("keys", "add", str(directory), name).returncode == 2
@@ -181,32 +173,32 @@ def test_keys_new_makes_what_server_and_client_need(tmp_path: Path) -> None:
 
 
 def test_key_files_that_cannot_be_meant(tmp_path: Path) -> None:
-    write_curve_pair(tmp_path / "a.secret", tmp_path / "a.public")
+    curve.write_curve_pair(tmp_path / "a.secret", tmp_path / "a.public")
     with pytest.raises(CurveKeyError, match="a curve-secret file"):
-        read_public(tmp_path / "a.secret")
+        curve.read_public(tmp_path / "a.secret")
     os.chmod(tmp_path / "a.public", 0o600)
     with pytest.raises(CurveKeyError, match="a curve-public file"):
-        read_secret(tmp_path / "a.public")
+        curve.read_secret(tmp_path / "a.public")
     for mode in (0o640, 0o604, 0o660):
         os.chmod(tmp_path / "a.secret", mode)
         with pytest.raises(CurveKeyError, match="others may use") as caught:
-            read_secret(tmp_path / "a.secret")
+            curve.read_secret(tmp_path / "a.secret")
         assert "chmod 600" in caught.value.hint
     bad = tmp_path / "bad"
     for content in (b"", b"curve-public", b"curve-public short", b"curve-public " + b"\xff" * 40, b"x" * 10_000):
         bad.write_bytes(content)
         with pytest.raises(CurveKeyError, match="no CURVE key"):
-            read_public(bad)
+            curve.read_public(bad)
     with pytest.raises(CurveKeyError, match="cannot be read"):
-        read_public(tmp_path / "none")
+        curve.read_public(tmp_path / "none")
     with pytest.raises(CurveKeyError):
-        read_public(tmp_path)
+        curve.read_public(tmp_path)
     with pytest.raises(CurveKeyError, match="cannot be read"):
-        AdmittedClients(tmp_path / "none")
+        curve.AdmittedClients(tmp_path / "none")
 
 
 def test_no_secret_is_ever_shown(tmp_path: Path) -> None:
     keys = Keys(tmp_path / "keys")
     loaded = keys.of("client").load()
     assert loaded.secret.decode() not in repr(loaded)
-    assert keys_for("ipc:///x", keys.of("client")) is None
+    assert curve.keys_for("ipc:///x", keys.of("client")) is None

@@ -116,6 +116,9 @@ def _head(document: Status) -> Iterator[str]:
         yield f"L1 began empty: {found.why_cold}"
     if l1.quarantined_bytes:
         yield f"L1 quarantine {ByteSize(l1.quarantined_bytes)}: of writers that were late and still live"
+    if (drain := document.drain).done is not None:
+        amount = f"{counted(drain.written, 'objects')} written, {drain.left} ({ByteSize(drain.left_bytes)}) left"
+        yield f"drains, and ends within {drain.left_s:.0f} s: {amount}"
     if lookups.asked_tokens:
         share = lookups.hit_tokens / lookups.asked_tokens
         yield f"{counted(lookups.lookups, 'lookups')}, hit {share:.0%} of {lookups.asked_tokens} tokens"

@@ -1,0 +1,147 @@
+"""A server writes what only L1 holds to its tiers before it ends: for want of engines, by SIGTERM, by DRAIN."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvframework.wire import messages as m
+from tests.core.cli.command import COMMAND, environment, run
+from tests.support.held_server import HeldServer
+from tests.support.redis_server import RedisServer
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
+from tests.support.wire_client import key_for
+
+pytest.importorskip("kvf_filesystem")
+CHUNKS = 40
+TOKENS = list(range(256 * CHUNKS))
+EVICTS = ("l1.high_watermark=0.9", "l1.low_watermark=0.8")
+
+
+def drain(server: ServerProcess, *options: str) -> tuple[int, dict[str, Any]]:
+    done = run("drain", "--json", "--endpoint", server.endpoint, *options)
+    return done.returncode, json.loads(done.stdout)
+
+
+def ended(server: ServerProcess) -> int:
+    process, server.process = server.process, None
+    assert process is not None
+    return int(process.wait(120))
+
+
+@contextmanager
+def filled(kind: type[ServerProcess], tier: str, *settings: str, policy: str = "write_back") -> Iterator[ServerProcess]:
+    """`tier` is a URL of Redis, or a folder."""
+    use = [f"l2.0.url={tier}", "l2.0.timeout_s=1"] if ":" in tier else [f"l2.0.path={tier}", "l2.0.capacity=64MiB"]
+    name = "redis" if ":" in tier else "filesystem"
+    with kind(f"l2.0.use={name}", *use, f"l2.0.write_policy={policy}", *EVICTS, *settings) as server:
+        with server.client() as client:
+            client.store(key_for(client.register(), TOKENS), b"x")
+            assert not client.status()["l2"][0]["stored"]
+        yield server
+
+
+@pytest.mark.parametrize("policy", ["write_back", "write_through_selective"])
+@pytest.mark.parametrize("tier", ["filesystem", pytest.param("redis", marks=pytest.mark.redis)])
+@pytest.mark.parametrize("way", ["idle", "SIGTERM", "DRAIN"])
+def test_what_only_l1_held_is_in_the_tier_after_the_end(
+    way: str, tier: str, policy: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    place = request.getfixturevalue("redis").url if tier == "redis" else str(tmp_path)
+    end = {"idle": "server.idle_stop_s=3", "SIGTERM": "server.drain_s=60", "DRAIN": "server.drain_s=0"}[way]
+    # A queue that is smaller than what is left.
+    with filled(ServerProcess, place, "l2.0.write_queue=8", end, policy=policy) as server:
+        if way == "DRAIN":
+            status, shown = drain(server)
+            assert (status, shown["left"], shown["written"]) == (0, 0, CHUNKS)
+        elif way == "SIGTERM":
+            server.process.terminate()
+        assert ended(server) == 0
+        assert f"drained: {CHUNKS} objects are written, 0 (0 B) are left" in server.log
+        server.set("server.idle_stop_s=0")
+        server.start()
+        with server.client() as client:
+            assert client.hit(key_for(client.register(), TOKENS)) == len(TOKENS)
+
+
+@pytest.mark.redis
+def test_until_the_time_of_the_shorter_drain_loads_are_answered_and_stores_find_no_room(redis: RedisServer) -> None:
+    with filled(ServerProcess, redis.url) as server:
+        redis.sigstop()
+        command = [*COMMAND, "drain", "--timeout", "10m", "--endpoint", server.endpoint]
+        first = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment())
+        with server.client() as client:
+            registered = client.register()
+            wait_until(lambda: client.status()["drain"]["left"] == CHUNKS, what="the drain")
+            assert client.hit(key_for(registered, TOKENS)) == len(TOKENS)
+            plan = client.call("PREPARE_STORE", m.Prepare(key_for(registered, range(5, 5 + 512)), 1))
+            assert (plan.lease, plan.outcome.dropped) == ("", 2)
+        status, shown = drain(server, "--timeout", "3s")
+        assert (status, shown["left"], shown["written"]) == (1, CHUNKS, 0)
+        assert shown["left_bytes"] > 0
+        assert shown["tiers"][0].startswith(f"redis: {CHUNKS}. [storage.tier]")
+        said, _ = first.communicate(timeout=60)
+        assert (first.returncode, ended(server)) == (1, 0)
+        assert f"left: {CHUNKS} objects" in said.decode()
+        assert shown["tiers"][0] in said.decode()
+
+
+@pytest.mark.redis
+def test_a_keeper_waits_for_a_drain_that_a_signal_begins(redis: RedisServer) -> None:
+    with filled(HeldServer, redis.url, "server.drain_s=10") as server:
+        redis.sigstop()
+        began = time.monotonic()
+        server.process.terminate()
+        assert ended(server) == 0
+        assert time.monotonic() - began > 10
+        assert f"drained: 0 objects are written, {CHUNKS} (" in server.log
+
+
+@pytest.mark.redis
+def test_a_signal_ends_a_drain_at_once(redis: RedisServer) -> None:
+    with filled(ServerProcess, redis.url) as server:
+        redis.sigstop()
+        with subprocess.Popen([*COMMAND, "drain", "--endpoint", server.endpoint], env=environment()) as asking:
+            wait_until(lambda: server.status()["drain"]["done"] is False, what="the drain")
+            server.process.terminate()
+            assert (ended(server), asking.wait(60)) == (0, 1)
+        assert f"drained: 0 objects are written, {CHUNKS} (" in server.log
+
+
+def test_a_keeper_ends_with_a_server_that_drained_also_what_an_earlier_one_held(tmp_path: Path) -> None:
+    with filled(HeldServer, str(tmp_path)) as server:
+        server.kill9()
+        server.start()
+        assert drain(server)[1]["written"] == CHUNKS
+        assert ended(server) == 0
+
+
+def test_a_full_tier_is_named_and_without_one_all_is_left(tmp_path: Path) -> None:
+    with filled(ServerProcess, str(tmp_path), "l2.0.capacity=1KiB") as server:
+        status, shown = drain(server, "--timeout", "20s")
+        assert (status, shown["left"], ended(server)) == (1, CHUNKS, 0)
+        assert shown["tiers"][0].startswith(f"filesystem: {CHUNKS}. ")
+    with ServerProcess() as server:
+        with server.client() as client:
+            client.store(key_for(client.register(), TOKENS), b"x")
+        status, shown = drain(server)
+        assert (status, shown["left"], shown["tiers"], ended(server)) == (1, CHUNKS, [], 0)
+
+
+@pytest.mark.parametrize("time", ["-1s", "2h", "soon", "", "nan"])
+def test_a_wrong_time_is_refused(time: str) -> None:
+    done = run("drain", "--timeout", time)
+    assert (done.returncode, "is no time" in done.stderr) == (2, True)
+
+
+def test_without_a_server_it_says_so(tmp_path: Path) -> None:
+    done = run("drain", "--endpoint", f"ipc://{tmp_path}/none.sock")
+    assert (done.returncode, "no server answers" in done.stderr) == (2, True)
