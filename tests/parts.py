@@ -43,7 +43,6 @@ PARTS: dict[str, tuple[str, ...]] = {
         "core/security/test_what_is_shown.py",
         "core/security/test_what_one_client_may_take.py",
         "core/server/test_hand_over.py",
-        "core/server/test_l2.py",
         "core/shards/test_changes.py",
         "core/survival",
         "core/tiers",

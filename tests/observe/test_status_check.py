@@ -10,29 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.errors import KVFrameworkError
-from kvframework.wire import messages as m
 from tests.core.cli import hanging_tier
 from tests.core.cli.command import run
 from tests.core.registry.fake_distributions import install
 from tests.support.redis_server import RedisServer
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
-from tests.support.wire_client import WireClient, key_for
+from tests.support.wire_client import key_for
 
 # A server whose serving thread hangs as soon as the file named by KVF_TEST_HANG is there; all its other threads live.
-HANGING = """
-import os, sys, time
-from kvframework.cli.main import main
-from kvframework.service.cache_service import CacheService
-tick = CacheService.tick
-def hang(self):
-    while os.path.exists(os.environ["KVF_TEST_HANG"]):
-        time.sleep(0.05)
-    tick(self)
-CacheService.tick = hang
-main()
-"""
 
 
 def check(server: ServerProcess, timeout: float = 10.0) -> subprocess.CompletedProcess[str]:
@@ -89,16 +75,6 @@ def test_a_tier_whose_writes_hang_is_named_until_they_go_on(tmp_path: Path, monk
         assert (tier["overdue_call"], tier["overdue_s"]) == ("", 0.0)
 
 
-def test_a_client_that_is_refused_is_named() -> None:
-    with ServerProcess() as server, WireClient(server.endpoint, hello=False) as client:
-        with pytest.raises(KVFrameworkError):
-            client.call("HELLO", m.Hello("from the\nfuture", 4711, min_version=98, max_version=99))
-        done = check(server)
-        assert done.returncode == 1
-        assert "process 4711" in done.stdout
-        assert len(done.stdout.splitlines()) == 1
-
-
 def test_nobody_serves() -> None:
     done = run("status", "--check", "--endpoint", "ipc:///tmp/kvf-nobody/s.sock", "--timeout", "0.3")
     assert (done.returncode, done.stdout) == (2, "")
@@ -114,18 +90,6 @@ def test_a_server_that_is_stopped_does_not_answer() -> None:
         server.sigcont()
         done = check(server)
         assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")
-
-
-def test_it_is_the_serving_loop_that_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hang, script = tmp_path / "hang", tmp_path / "hanging.py"
-    script.write_text(HANGING)
-    monkeypatch.setenv("KVF_TEST_HANG", str(hang))
-    with ServerProcess(program=(str(script),)) as server:
-        assert check(server).returncode == 0
-        hang.touch()
-        wait_until(lambda: check(server, timeout=0.5).returncode == 2, 60, "the loop to hang")
-        hang.unlink()
-        assert check(server).returncode == 0
 
 
 def test_it_stands_alone() -> None:

@@ -7,13 +7,10 @@ import weakref
 
 import pytest
 
-from kvf_cpu_gather import kvf_transports as hook
 from kvf_layouts.dynamic_cache import DynamicCacheLayout
-from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.api.transport import Registration
 from kvframework.client.kv_client import checked_transfer
 from kvframework.errors import BadLayout
-from tests.core.defaults.arena_link import ArenaLink
 from tests.core.defaults.gather_engine import (
     BLOCK,
     BLOCKS,
@@ -202,13 +199,3 @@ def test_block_ids_may_be_any_sequence_of_integers(kind):
     ids = range(4) if kind is range else make([0, 1, 2, 3])
     assert engine.store([ids]).result()
     assert engine.link.object_bytes(digest(1)) == engine.tokens([2, 3]).numpy().tobytes()
-
-
-def test_the_hook_offers_an_engine_driven_transport():
-    (provider,) = hook()
-    assert (provider.name, provider.create_server, provider.is_gpu) == ("cpu_gather", None, False)
-    assert provider.probe() is None
-    link = ArenaLink(MemoryLayoutDesc(CHUNK, (GroupDesc((2, 1, CHUNK, 4), "float32"),)))
-    transport = provider.create(provider.options(), link)
-    assert transport.memory_handles({}) == ()
-    transport.close()

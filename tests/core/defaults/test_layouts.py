@@ -19,26 +19,8 @@ pytestmark = pytest.mark.torch
 
 
 BLOCK, HEADS, DIM = 4, 3, 5
-SINGLE = [
-    ("plane", "block", "token", "head", "dim"),
-    ("block", "plane", "token", "head", "dim"),
-    ("plane", "block", "head", "token", "dim"),
-    ("block", "head", "plane", "token", "dim"),
-    ("plane", "token", "head", "dim"),
-]
+AXES = ("plane", "block", "token", "head", "dim")
 PAIR = [("block", "token", "head", "dim"), ("block", "head", "token", "dim"), ("token", "head", "dim")]
-
-
-def from_canonical(content, axes):
-    """A tensor with `axes` that holds `content` [plane?, block, token, head, dim]; contiguous, as an engine's."""
-    names = ["block", "token", "head", "dim"] if content.dim() == 4 else ["plane", "block", "token", "head", "dim"]
-    if "block" not in axes:
-        content = content.flatten(names.index("block"), names.index("token"))
-        names.remove("block")
-    if "head" not in axes:
-        content = content.squeeze(names.index("head"))
-        names.remove("head")
-    return content.permute([names.index(axis) for axis in axes]).contiguous()
 
 
 def canonical(layout, declared, kv_caches):
@@ -50,31 +32,6 @@ def canonical(layout, declared, kv_caches):
 def content(layers=2, blocks=6, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(layers, 2, blocks, BLOCK, HEADS, DIM, generator=generator)
-
-
-@pytest.mark.parametrize("axes", SINGLE, ids="-".join)
-def test_one_tensor_per_layer_is_seen_as_its_content(axes):
-    expected = content()
-    kv_caches = {f"l{i}": from_canonical(layer, axes) for i, layer in enumerate(expected)}
-    layout = PagedLayout(axes)
-    declared = layout.describe(kv_caches, block_size=BLOCK)
-    assert declared.num_blocks == 6
-    (group,) = declared.groups
-    assert (group.num_layers, group.planes, group.heads, group.head_dim) == (2, 2, HEADS, DIM)
-    assert group.axes == axes
-    assert group.strides == kv_caches["l0"].stride()
-    assert group.layer_names == ("l0", "l1")
-    assert group.dtype == "float32"
-    assert torch.equal(canonical(layout, declared, kv_caches)[0], expected.transpose(0, 1))
-
-
-def test_mla_has_one_plane_and_one_head():
-    latent = torch.randn(7, BLOCK, DIM)
-    layout = PagedLayout(("block", "token", "dim"))
-    declared = layout.describe({"a": latent}, block_size=BLOCK)
-    (group,) = declared.groups
-    assert (group.planes, group.heads, group.head_dim) == (1, 1, DIM)
-    assert torch.equal(canonical(layout, declared, {"a": latent})[0].flatten(), latent.flatten())
 
 
 def test_dynamic_cache_sees_whole_blocks_of_its_pairs():
@@ -139,10 +96,10 @@ def test_unequal_keys_and_values_of_a_dynamic_cache_form_two_groups():
 SIZES = (BLOCK, HEADS, DIM)
 REFUSED = {
     "no axes": ((), [(2, 6, *SIZES)], "not declared"),
-    "too few axes": (SINGLE[0], [(6, *SIZES)], "4 axes"),
-    "block size": (SINGLE[0], [(2, 6, 8, HEADS, DIM)], "'token'"),
-    "planes": (SINGLE[0], [(3, 6, *SIZES)], "'plane'"),
-    "a pair though there is a plane axis": (SINGLE[0], [(2, 6, *SIZES)] * 2, "pair"),
+    "too few axes": (AXES, [(6, *SIZES)], "4 axes"),
+    "block size": (AXES, [(2, 6, 8, HEADS, DIM)], "'token'"),
+    "planes": (AXES, [(3, 6, *SIZES)], "'plane'"),
+    "a pair though there is a plane axis": (AXES, [(2, 6, *SIZES)] * 2, "pair"),
     "three tensors": (PAIR[0], [(6, *SIZES)] * 3, "3 tensors"),
     "blocks of K and V": (PAIR[0], [(6, *SIZES), (5, *SIZES)], "number of blocks"),
 }
@@ -167,7 +124,7 @@ def test_axes_that_contradict_themselves_are_refused(axes):
 def test_layers_with_different_block_counts_are_refused():
     kv_caches = {"a": torch.zeros(2, 6, BLOCK, HEADS, DIM), "b": torch.zeros(2, 7, BLOCK, HEADS, DIM)}
     with pytest.raises(BadLayout, match="number of blocks is 7"):
-        PagedLayout(SINGLE[0]).describe(kv_caches, block_size=BLOCK)
+        PagedLayout(AXES).describe(kv_caches, block_size=BLOCK)
 
 
 def test_states_of_a_dynamic_cache_are_groups_behind_its_pairs():
@@ -222,7 +179,7 @@ def test_dynamic_cache_refuses_what_it_cannot_hold(keys, values, fact):
 
 
 def test_no_layers_and_unknown_dtypes_are_refused():
-    for layout in (PagedLayout(SINGLE[0]), DynamicCacheLayout()):
+    for layout in (PagedLayout(AXES), DynamicCacheLayout()):
         with pytest.raises(BadLayout, match="no layers"):
             layout.describe({}, block_size=BLOCK)
     with pytest.raises(BadDtype):

@@ -311,11 +311,5 @@ def test_the_server_has_not_loaded_torch(server: ServerProcess) -> None:
         assert "libtorch" not in maps.read()
 
 
-def test_an_unmapped_client_still_gets_answers(server: ServerProcess) -> None:
-    with server.client(liveness=False) as remote:
-        assert remote.call("PING", m.Empty())
-        assert remote.arena is None
-
-
 def test_two_instances_that_differ_in_mla_alone_share_nothing(client: WireClient) -> None:
     assert client.register(1).namespace != client.register(2, use_mla=True).namespace
