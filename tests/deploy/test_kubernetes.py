@@ -133,7 +133,7 @@ def test_engines_of_other_charts_mount_what_the_daemonset_serves() -> None:
         assert all(shared in text for text in texts), shared
 
 
-@pytest.mark.parametrize("index", range(12))
+@pytest.mark.parametrize("index", range(13))
 def test_bad_values_are_refused(index: int) -> None:
     yaml, jsonschema = pytest.importorskip("yaml"), pytest.importorskip("jsonschema")
     schema = jsonschema.Draft7Validator(json.loads((CHART / "values.schema.json").read_text()))

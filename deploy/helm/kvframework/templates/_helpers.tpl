@@ -47,8 +47,12 @@ ipc:///run/kvframework/{{ if eq .Values.mode "sidecar" }}node/{{ end }}server.so
 {{- $sidecar := eq .Values.mode "sidecar" -}}
 {{- $server := dict "endpoint" (include "kvframework.endpoint" .) -}}
 {{- if not $sidecar }}{{ $_ := set $server "admit_uids" .Values.admitUids }}{{ end -}}
+{{- $drain := dict -}}
+{{- range .Values.tiers -}}
+{{- if ne .use "peers" }}{{ $_ := set $drain "drain_s" (sub $.Values.terminationGracePeriodSeconds 15) }}{{ end -}}
+{{- end -}}
 [server]
-{{- include "kvframework.table" (merge $server .Values.options.server) }}
+{{- include "kvframework.table" (merge $server .Values.options.server $drain) }}
 {{- if $sidecar }}
 
 [observe]
