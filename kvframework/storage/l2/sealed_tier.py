@@ -169,7 +169,7 @@ class L2Store(TierCalls):
         self.scale = scale
         # These are called in a storage thread. Receives the key of each value that is unusable.
         self.on_damaged: Callable[[PackedKey], None] = lambda _key: None
-        # Receives the checksums of objects that it sends as they are.
+        # Receives the checksums of objects that it has stored as they are.
         self.on_sealed: Callable[[Mapping[PackedKey, int]], None] = lambda _checksums: None
         # Receives objects that the tier was asked about, and whether it has each.
         self.on_seen: Callable[[Sequence[PackedKey], Sequence[bool]], None] | None = None
@@ -263,7 +263,6 @@ class L2Store(TierCalls):
             parts.append([memoryview(header), *packed])
             if name == NO_CODEC:
                 plain[key] = namespaces.checksum_in(header)
-        self.on_sealed(plain)
         self._make_space(keys, parts)
         try:
             outcomes = self._each("put", keys, partial(self._tier.put, keys, parts))
@@ -272,6 +271,7 @@ class L2Store(TierCalls):
             with self._lock:
                 self._absences.written(keys)
         stored = [outcome is Outcome.STORED for outcome in outcomes]
+        self.on_sealed({key: plain[key] for key, ok in zip(keys, stored, strict=True) if ok and key in plain})
         sizes = [self._stands_for(key, value.nbytes) for key, value, ok in zip(keys, values, stored, strict=True) if ok]
         self.count(stored=len(sizes), bytes_written=sum(sizes))
         if len(sizes) < len(keys) or self._problems:
