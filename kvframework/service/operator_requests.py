@@ -17,6 +17,8 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 
 import msgspec
 
@@ -82,7 +84,7 @@ def stacks() -> dict[str, str]:
 
 
 # Between two looks at the queues; how long an answer waits for the end, and the end for the last answers.
-_STEP_S, _ANSWER_S, _LAST_S = 0.05, 0.2, 0.1
+_STEP_S, _ANSWER_S, _LAST_S = 0.05, 0.5, 0.1
 
 
 class Drain:
@@ -129,14 +131,15 @@ class Drain:
             return DrainStatus()
         lacking = [(writer.store, writer.left()) for writer in self._writers]
         # Without a tier that is all of L1.
-        left = set[PackedKey]().union(*(keys for _, keys in lacking)) if lacking else self._sizes.keys()
+        left = reduce(or_, (keys for _, keys in lacking)) if lacking else self._sizes.keys()
+        why = "{}: {} left, last error: {}".format
         return DrainStatus(
             done=self._done.is_set(),
             left_s=round(max(self._until - time.monotonic(), 0.0), 1),
             written=max(self._total - len(left), 0),
             left=len(left),
             left_bytes=sum(self._sizes.get(key, 0) for key in left),
-            tiers=tuple(one_line(f"{of.name}: {len(keys)}. {of.last_error}") for of, keys in lacking if keys),
+            tiers=tuple(one_line(why(of.name, len(keys), of.last_error or "none")) for of, keys in lacking if keys),
         )
 
     def _drain(self, client: ClientInfo, payload: m.Drain, _buffers: object) -> m.StatusReply:

@@ -87,7 +87,7 @@ def test_until_the_time_of_the_shorter_drain_loads_are_answered_and_stores_find_
         status, shown = drain(server, "--timeout", "3s")
         assert (status, shown["left"], shown["written"]) == (1, CHUNKS, 0)
         assert shown["left_bytes"] > 0
-        assert shown["tiers"][0].startswith(f"redis: {CHUNKS}. [storage.tier]")
+        assert shown["tiers"][0].startswith(f"redis: {CHUNKS} left, last error: [storage.tier]")
         said, _ = first.communicate(timeout=60)
         assert (first.returncode, ended(server)) == (1, 0)
         assert f"left: {CHUNKS} objects" in said.decode()
@@ -128,7 +128,7 @@ def test_a_full_tier_is_named_and_without_one_all_is_left(tmp_path: Path) -> Non
     with filled(ServerProcess, str(tmp_path), "l2.0.capacity=1KiB") as server:
         status, shown = drain(server, "--timeout", "20s")
         assert (status, shown["left"], ended(server)) == (1, CHUNKS, 0)
-        assert shown["tiers"][0].startswith(f"filesystem: {CHUNKS}. ")
+        assert shown["tiers"][0].startswith(f"filesystem: {CHUNKS} left, last error: ")
     with ServerProcess() as server:
         with server.client() as client:
             client.store(key_for(client.register(), TOKENS), b"x")
