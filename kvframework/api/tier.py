@@ -239,11 +239,6 @@ class Node(ABC):
     def models(self) -> Mapping[str, Collection[bytes]]:
         """Return the namespaces, 16 bytes each, of every model that this server knows."""
 
-    @abstractmethod
-    def watch(self, came: Callable[[Sequence[PackedKey]], None]) -> None:
-        """Call `came` with what L1 has, now, and later with the keys that come into it: under the lock of L1, so it
-        must be done in microseconds, raise nothing and call nothing of this node."""
-
 
 class RegistersMemory(ABC):
     """A tier whose client library wants to know memory before it reads or writes there, as RDMA does: a second base

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from kvframework.api.keys import PackedKey
@@ -138,9 +138,6 @@ class PeerExport(Node):
 
     def models(self) -> Mapping[str, Collection[bytes]]:
         return self._records.models()
-
-    def watch(self, came: Callable[[Sequence[PackedKey]], None]) -> None:
-        self._table.watch(came)
 
 
 class _Lease(Loan):

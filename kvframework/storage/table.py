@@ -22,18 +22,11 @@ from kvframework.bounded_calls import call_within
 from kvframework.config.schema import L1Keys
 from kvframework.record_ring import NO_RECORDS, RecordRing
 from kvframework.status import L1Counters, zeros
+from kvframework.storage.l1 import journal as journals
 from kvframework.storage.l1.entries import StoredObject
 from kvframework.storage.l1.eviction import Tenant
 from kvframework.storage.l1.eviction_statistics import Cause, EvictionStatistics, Ghost
-from kvframework.storage.l1.journal import (
-    FIRST_GENERATION,
-    Identity,
-    Journal,
-    description_for,
-    lock_for_server,
-    may_write,
-    writer_of,
-)
+from kvframework.storage.l1.journal import Identity, Journal
 from kvframework.storage.l1.leases import INTERNAL_OWNER, Pinned, PromptPart, Reservation
 from kvframework.storage.l1.objects import ObjectTable, locked
 from kvframework.storage.l2.tiers import Tiers
@@ -87,7 +80,6 @@ class Table(ObjectTable):
         # One without records is false.
         self.records = records = NamespaceRecords() if records is None else records
         self.ring = ring
-        self._came: list[Callable[[Sequence[PackedKey]], None]] = [ring.added] if ring.wanted else []
         self._memory = memory
         self.arena_fd, self.capacity = memory.fd, int(memory.capacity)
         # For server-driven transports; valid until `close`.
@@ -108,9 +100,9 @@ class Table(ObjectTable):
     def arena_for(self, session: int) -> int:
         """Return a descriptor of the arena for a client's session, owned by the caller. A later server knows by it
         whether the client may still write, see `kvframework.storage.l1.journal`. Raises `OSError`."""
-        generation = FIRST_GENERATION if self._journal is None else self._journal.generation
+        generation = journals.FIRST_GENERATION if self._journal is None else self._journal.generation
         try:
-            return description_for(self.arena_fd, writer_of(generation, session))
+            return journals.description_for(self.arena_fd, journals.writer_of(generation, session))
         except OSError:
             if self._journal is not None:
                 raise
@@ -132,7 +124,7 @@ class Table(ObjectTable):
         """Return the descriptors of the arena and of the journal, borrowed; without a keeper the journal begins here,
         which takes some microseconds an object. Raises `OSError`, and `ValueError` for too many tenants."""
         if self._journal is None:
-            if self._shared or not lock_for_server(self.arena_fd):
+            if self._shared or not journals.lock_for_server(self.arena_fd):
                 raise OSError(errno.EBUSY, "clients share this server's description of the arena")
             journal = Journal.create(identity.of(self.arena_fd), tenants)
             self.keep_in(journal)
@@ -171,12 +163,6 @@ class Table(ObjectTable):
             ghost = self._statistics.ghost(key)
             return ghost, [] if ghost else self._objects.prefixes_with(key[-DIGEST_BYTES:], most)
 
-    @locked
-    def watch(self, came: Callable[[Sequence[PackedKey]], None]) -> None:
-        """Call `came`, under the lock, with the objects of L1 now, and with those that come, from then on."""
-        came([stored.key for stored in self._objects])
-        self._came.append(came)
-
     # what the others hear
 
     def on_reserved(self, items: Sequence[tuple[PackedKey, int]], result: Reservation, used_before: int) -> None:
@@ -195,8 +181,8 @@ class Table(ObjectTable):
     def on_committed(self, objects: list[StoredObject], use: Use) -> None:
         keys = [stored.key for stored in objects]
         self._statistics.back(keys)
-        for came in self._came:
-            came(keys)
+        if self.ring.wanted:
+            self.ring.added(keys)
         if use == "load":
             self.counters["loaded"] += len(objects)
         else:
@@ -380,7 +366,7 @@ class Table(ObjectTable):
     def _tend(self, journal: Journal) -> None:
         journal.write_uses()
         for writer in self.earlier_writers:
-            if not writer or not may_write(self.arena_fd, writer):
+            if not writer or not journals.may_write(self.arena_fd, writer):
                 self.writer_ended(writer)
         if self.clock() >= self._serves_at:
             self._serves_at = math.inf

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from kvf_peers import PeersOptions
@@ -41,13 +41,10 @@ class ValuesNode(Node):
         self.values: dict[PackedKey, bytes] = {}
         self.told: dict[str, list[bytes]] = {}
         self.loans = 0
-        self._watching: list[Callable[[Sequence[PackedKey]], None]] = []
         self._lock = threading.Lock()
 
     def set(self, key: PackedKey, value: bytes) -> None:
         self.values[key] = value
-        for added in self._watching:
-            added([key])
 
     def holds(self, keys: Sequence[PackedKey]) -> Sequence[bool]:
         return [key in self.values for key in keys]
@@ -66,10 +63,6 @@ class ValuesNode(Node):
 
     def models(self) -> Mapping[str, Collection[bytes]]:
         return self.told
-
-    def watch(self, added: Callable[[Sequence[PackedKey]], None]) -> None:
-        added(list(self.values))
-        self._watching.append(added)
 
 
 class Lender:

@@ -98,14 +98,6 @@ def test_the_record_of_a_namespace_is_lent(node: Node) -> None:
     assert record.model_name == "llama"
 
 
-def test_a_watcher_hears_of_all_that_comes(node: Node, keys: list[PackedKey]) -> None:
-    notified: list[PackedKey] = []
-    node.write(keys[:1])
-    PeerExport(node.manager, IDENTITY).watch(notified.extend)
-    node.write(keys[1:])
-    assert notified == keys
-
-
 def test_a_tier_that_is_read_only_is_written_nothing(make_node: MakeNode, keys: list[PackedKey]) -> None:
     node = make_node(tiers=[OthersTier()])
     (store,) = node.stores
