@@ -140,11 +140,8 @@ def _check_stores(config: Config, registry: PluginRegistry) -> None:
             continue  # refused as a table already
         store = provider.store(options) if provider.store is not None else None
         if store is not None and first.setdefault((table.use, store), table.where) != table.where:
-            raise ConfigFieldError(
-                f"{store} is the store of {first[table.use, store].rpartition(': ')[2]} already",
-                where=table.where,
-                hint="name another store, or leave one of the tables out",
-            )
+            fact = f"{store} is the store of {first[table.use, store].rpartition(': ')[2]} already"
+            raise ConfigFieldError(fact, where=table.where, hint="name another store, or leave one of the tables out")
 
 
 def _check_keys(config: Config) -> None:

@@ -116,9 +116,7 @@ def collector_url(text: str, *, where: str = "") -> str:
             "`traces` is no URL of a collector", where=where, hint='write traces = "http://127.0.0.1:4318"'
         )
     if parts.username is not None or parts.password is not None or parts.query:
-        raise ConfigFieldError(
-            "the URL in `traces` has a user, a password or a query, which are secrets at a collector",
-            where=where,
-            hint="give them as a header, by the variable OTEL_EXPORTER_OTLP_HEADERS",
-        )
+        fact = "the URL in `traces` has a user, a password or a query, which are secrets at a collector"
+        hint = "give them as a header, by the variable OTEL_EXPORTER_OTLP_HEADERS"
+        raise ConfigFieldError(fact, where=where, hint=hint)
     return text if parts.path not in ("", "/") else f"{parts.scheme}://{parts.netloc}{DEFAULT_PATH}"

@@ -245,12 +245,8 @@ def _whole(fields: Mapping[str, object], name: str, most: int, expected: str) ->
 
 
 def _wrong(fact: str, expected: str) -> RequestError:
-    return RequestError(
-        fact,
-        where="retain",
-        available=expected,
-        hint="see https://github.com/kvframework/kvframework/tree/main/docs/hints.md",
-    )
+    hint = "see https://github.com/kvframework/kvframework/tree/main/docs/hints.md"
+    return RequestError(fact, where="retain", available=expected, hint=hint)
 
 
 # A block hash of an engine: u64.

@@ -263,12 +263,9 @@ def canonical_desc(layout: KVLayout, chunk_size: int) -> MemoryLayoutDesc:
     )
     for index, desc in enumerate(groups):
         if desc.nbytes > MAX_OBJECT_BYTES:
-            raise BadLayout(
-                f"one object would be {desc.nbytes} bytes",
-                where=f"layout.groups[{index}]",
-                available=f"at most {MAX_OBJECT_BYTES}",
-                hint="check hidden size and layer count, or lower chunk_size",
-            )
+            fact = f"one object would be {desc.nbytes} bytes"
+            hint = "check hidden size and layer count, or lower chunk_size"
+            raise BadLayout(fact, where=f"layout.groups[{index}]", available=f"at most {MAX_OBJECT_BYTES}", hint=hint)
     return MemoryLayoutDesc(tokens, groups)
 
 
@@ -276,12 +273,9 @@ def check_skip(layout: KVLayout, skip_first_n_tokens: int) -> None:
     """Raise `BadRange` if a load that skips `tokens` tokens would have to begin inside an opaque block."""
     for index, group in enumerate(layout.groups):
         if group.packing and not group.state and skip_first_n_tokens % group.block_size:
-            raise BadRange(
-                f"skip_first_n_tokens is {skip_first_n_tokens}, but layer group {index} has opaque blocks",
-                where="skip_first_n_tokens",
-                available=f"multiples of its block size, {group.block_size}",
-                hint="round down to whole blocks",
-            )
+            fact = f"skip_first_n_tokens is {skip_first_n_tokens}, but layer group {index} has opaque blocks"
+            available = f"multiples of its block size, {group.block_size}"
+            raise BadRange(fact, where="skip_first_n_tokens", available=available, hint="round down to whole blocks")
 
 
 class Layout(ABC):

@@ -57,11 +57,9 @@ def parse_toml(text: str, *, where: str) -> dict[str, object]:
 
 def _too_deep(text: str, where: str) -> ConfigFieldError:
     signs = [sum(map(line.count, ".[{")) for line in text.splitlines()]
-    return ConfigFieldError(
-        f"nested more than {MOST_LEVELS} levels deep",
-        where=f"{where}: line {signs.index(max(signs)) + 1}",
-        hint="a name with a dot in it needs quotes, and each [ and { its end",
-    )
+    fact = f"nested more than {MOST_LEVELS} levels deep"
+    hint = "a name with a dot in it needs quotes, and each [ and { its end"
+    return ConfigFieldError(fact, where=f"{where}: line {signs.index(max(signs)) + 1}", hint=hint)
 
 
 def _deeper(value: object, levels: int) -> bool:

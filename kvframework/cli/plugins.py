@@ -71,11 +71,9 @@ def info(
     registry = PluginRegistry()
     if not dot:
         meant = [f"{kind}.{plugin}" for kind in KINDS if plugin in registry.names(kind)]
-        raise PluginNotFound(
-            f"{plugin!r} is not of the form KIND.NAME",
-            available=f"the kinds {', '.join(KINDS)}",
-            hint=f"did you mean {' or '.join(meant)}?" if meant else "`kvframework plugins list` shows the names",
-        )
+        fact = f"{plugin!r} is not of the form KIND.NAME"
+        hint = f"did you mean {' or '.join(meant)}?" if meant else "`kvframework plugins list` shows the names"
+        raise PluginNotFound(fact, available=f"the kinds {', '.join(KINDS)}", hint=hint)
     with _quiet_imports():
         view = _view(*registry.describe(kind, name))
     if as_json:

@@ -142,12 +142,8 @@ def with_capacity(options: ServeOptions, keeper: Keeper | None) -> ServeOptions:
         capacity = int(available * L1_SHARE) >> 21 << 21
         why = f"{L1_SHARE:.0%} of the {ByteSize(available)} of memory that are available"
     if capacity < LEAST_L1:
-        raise ArenaError(
-            f"L1 would get {ByteSize(capacity)}, {why}",
-            where="[l1] capacity",
-            available=f"{ByteSize(LEAST_L1)} or more",
-            hint="free memory, or name a size: --set l1.capacity=32MiB",
-        )
+        fact, hint = f"L1 would get {ByteSize(capacity)}, {why}", "free memory, or name a size: --set l1.capacity=32MiB"
+        raise ArenaError(fact, where="[l1] capacity", available=f"{ByteSize(LEAST_L1)} or more", hint=hint)
     log.info("L1 has %s, %s; [l1] capacity names another size", ByteSize(capacity), why)
     return options._replace(overrides=(*options.overrides, f"l1.capacity={capacity}"))
 

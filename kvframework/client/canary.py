@@ -95,11 +95,9 @@ def _read(view: EngineView, index: int, group: LayerGroup) -> Values:
     wanted = ([group.slots, group.heads, group.head_dim], f"torch.{group.dtype}")
     for values in (each for plane in found for each in plane):
         if (list(values.shape), str(values.dtype)) != wanted:
-            raise BadLayout(
-                f"the engine's view reads {list(values.shape)} of {values.dtype}",
-                where=_at(view, index),
-                available=f"{wanted[0]} (slots per block, heads, head_dim) of {wanted[1]}",
-            )
+            fact = f"the engine's view reads {list(values.shape)} of {values.dtype}"
+            available = f"{wanted[0]} (slots per block, heads, head_dim) of {wanted[1]}"
+            raise BadLayout(fact, where=_at(view, index), available=available)
     return found
 
 
@@ -118,8 +116,5 @@ def _named(view: EngineView, index: int) -> Iterator[None]:
     except KVFrameworkError:
         raise
     except Exception as error:
-        raise BadLayout(
-            f"the engine's view failed: {type(error).__name__}: {error}",
-            where=_at(view, index),
-            hint="correct the read or write of the EngineView",
-        ) from error
+        fact = f"the engine's view failed: {type(error).__name__}: {error}"
+        raise BadLayout(fact, where=_at(view, index), hint="correct the read or write of the EngineView") from error

@@ -218,11 +218,8 @@ class RequestHashes:
     def digests(self, end: int) -> bytes:
         """Return the packed digests of the chunks before `end`. Raises `BadRange` for no hashed boundary."""
         if end % self.chunk_tokens or not 0 <= end <= self.hashed_tokens:
-            raise BadRange(
-                f"end is {end}",
-                where=f"request {self.request_id!r}",
-                available=f"a multiple of {self.chunk_tokens}, at most the {self.hashed_tokens} tokens that are hashed",
-            )
+            available = f"a multiple of {self.chunk_tokens}, at most the {self.hashed_tokens} tokens that are hashed"
+            raise BadRange(f"end is {end}", where=f"request {self.request_id!r}", available=available)
         return bytes(self._digests[: end // self.chunk_tokens * DIGEST_BYTES])
 
     def key(

@@ -65,11 +65,8 @@ def named_identity(
     words of transformers (rope scaling is in it), `dtype`, in which it computes, `quantization`, "" for none, and its
     own `settings` that change KV, except those that are off. Raises `RequestError` for an empty name."""
     if not model or not weights:
-        raise RequestError(
-            f"the model is called {model!r} and its weights {weights!r}",
-            available="a name for each",
-            hint="give both, the same ones to every engine that is to share",
-        )
+        fact, available = f"the model is called {model!r} and its weights {weights!r}", "a name for each"
+        raise RequestError(fact, available=available, hint="give both, the same ones to every engine that is to share")
     dtype = dtype.removeprefix("torch.")
     more = {name: value for name, value in (settings or {}).items() if value}
     described = msgspec.json.encode([_kv_part(config), dtype, more], enc_hook=str, order="deterministic")

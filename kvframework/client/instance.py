@@ -255,11 +255,9 @@ class Instance:
         )
         try:
             if (reply.namespace, reply.desc) != (payload.namespace, desc):
-                raise errors.VersionMismatch(
-                    f"the server computes another object layout: {reply.desc}",
-                    available=str(desc),
-                    hint="install the same kvframework release beside the engine and the server",
-                )
+                fact = f"the server computes another object layout: {reply.desc}"
+                hint = "install the same kvframework release beside the engine and the server"
+                raise errors.VersionMismatch(fact, available=str(desc), hint=hint)
             moved = Registration(
                 identity.instance_id,
                 ranks[0],

@@ -72,12 +72,9 @@ def engine_options(extra: Mapping[str, object], kind: type[O], *, where: str, pa
     for name in mine:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            raise ConfigFieldError(
-                f"there is no option {PREFIX}{name}",
-                where=where,
-                available=", ".join(PREFIX + each for each in known),
-                hint=f"did you mean {PREFIX}{near[0]}?" if near else "leave it out",
-            )
+            fact = f"there is no option {PREFIX}{name}"
+            hint = f"did you mean {PREFIX}{near[0]}?" if near else "leave it out"
+            raise ConfigFieldError(fact, where=where, available=", ".join(PREFIX + each for each in known), hint=hint)
     try:
         return msgspec.convert(mine, kind)
     except msgspec.ValidationError as error:

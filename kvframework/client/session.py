@@ -197,11 +197,9 @@ class ServerSession:
         error = self._connection.last_error
         if isinstance(error, KVFrameworkError) and not isinstance(error, ServerGone):
             raise error
-        raise ServerGone(
-            f"no server answers at {self.endpoint}",
-            available=f"last try: {error.fact if isinstance(error, KVFrameworkError) else error}" if error else "",
-            hint=getattr(error, "hint", "") or _START_HINT,
-        )
+        fact = f"no server answers at {self.endpoint}"
+        available = f"last try: {error.fact if isinstance(error, KVFrameworkError) else error}" if error else ""
+        raise ServerGone(fact, available=available, hint=getattr(error, "hint", "") or _START_HINT)
 
     def when_up(self, callback: Callable[[], None]) -> None:
         """Register a callback for all further handshakes: it runs in the connection's thread, before others call."""
@@ -340,11 +338,8 @@ class ServerSession:
     def _load_hasher(self, reply: m.HelloReply) -> KeyHasher:
         hasher: KeyHasher = self.plugins.create("hasher", reply.hasher, {}, where="the server's hasher")
         if hasher.fingerprint != reply.hasher_fingerprint:
-            raise VersionMismatch(
-                f"the server hashes with {reply.hasher_fingerprint}",
-                available=f"{hasher.fingerprint} here",
-                hint="install the same hasher beside the engine and the server",
-            )
+            hint, available = "install the same hasher beside the engine and the server", f"{hasher.fingerprint} here"
+            raise VersionMismatch(f"the server hashes with {reply.hasher_fingerprint}", available=available, hint=hint)
         return hasher
 
 

@@ -121,11 +121,9 @@ def _check_shared(path: Path, shared: bool) -> None:
     if not shared:
         return
     if path == default_directory():
-        raise EndpointError(
-            "the default directory is private, and [server] admit_uids names other users",
-            where=str(path),
-            hint="set [server] endpoint to a socket in another directory, such as ipc:///run/kvframework/server.sock",
-        )
+        fact = "the default directory is private, and [server] admit_uids names other users"
+        hint = "set [server] endpoint to a socket in another directory, such as ipc:///run/kvframework/server.sock"
+        raise EndpointError(fact, where=str(path), hint=hint)
     if path.exists() and not path.stat().st_mode & 0o011:
         raise EndpointError(
             "the users of [server] admit_uids may not enter the directory",

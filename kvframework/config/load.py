@@ -73,11 +73,9 @@ def _server(table: dict[str, object], where: str) -> schema.ServerConfig:
     server = convert(table, schema.ServerConfig, where=where)
     over_tcp = bool(server.endpoint) and parse_endpoint(server.endpoint, where=f"{where} endpoint").kind == "tcp"
     if over_tcp and server.admit_uids:
-        raise EndpointError(
-            "admit_uids is about a local socket, and the endpoint is none",
-            where=f"{where} admit_uids",
-            hint="name an ipc:// endpoint, or leave admit_uids out: over TCP, [server.curve] admits clients",
-        )
+        fact = "admit_uids is about a local socket, and the endpoint is none"
+        hint = "name an ipc:// endpoint, or leave admit_uids out: over TCP, [server.curve] admits clients"
+        raise EndpointError(fact, where=f"{where} admit_uids", hint=hint)
     if server.tcp and parse_endpoint(server.tcp, where=f"{where} tcp").kind != "tcp":
         raise EndpointError("not an endpoint of other hosts", where=f"{where} tcp", available="tcp://HOST:PORT")
     # No server exposes the KV of prompts to a network by accident.
@@ -120,12 +118,9 @@ def _l2(table: dict[str, object], where: str, l1: schema.L1Keys) -> schema.L2Con
     keys, rest = _split(table, schema.L2Keys, where)
     tier = _plugin(rest, where, ("use", *schema.L2Keys.__struct_fields__))
     if keys.write_policy == "write_back" and l1.high_watermark >= 1.0:
-        raise ConfigFieldError(
-            'write_policy = "write_back" needs L1 to evict before it is full',
-            where=where,
-            available="[l1] high_watermark below 1.0",
-            hint="write high_watermark = 0.9 and low_watermark = 0.8 into [l1]",
-        )
+        fact = 'write_policy = "write_back" needs L1 to evict before it is full'
+        hint = "write high_watermark = 0.9 and low_watermark = 0.8 into [l1]"
+        raise ConfigFieldError(fact, where=where, available="[l1] high_watermark below 1.0", hint=hint)
     return schema.L2Config(tier, keys)
 
 
@@ -134,11 +129,8 @@ def _split(table: dict[str, object], keys: type[_K], where: str) -> tuple[_K, di
     own = {key: value for key, value in table.items() if key in keys.__struct_fields__}
     core = convert(own, keys, where=where)
     if core.low_watermark > core.high_watermark:
-        raise ConfigFieldError(
-            f"low_watermark {core.low_watermark} is above high_watermark {core.high_watermark}",
-            where=where,
-            available="0 < low_watermark <= high_watermark <= 1",
-        )
+        fact = f"low_watermark {core.low_watermark} is above high_watermark {core.high_watermark}"
+        raise ConfigFieldError(fact, where=where, available="0 < low_watermark <= high_watermark <= 1")
     return core, {key: value for key, value in table.items() if key not in own}
 
 
@@ -162,11 +154,8 @@ def _tenants(tables: dict[str, object], where: str) -> tuple[schema.TenantConfig
 def _plugin(table: dict[str, object], where: str, core_keys: tuple[str, ...] = ("use",)) -> schema.PluginTable:
     use = table.get("use")
     if not isinstance(use, str) or not use:
-        raise ConfigFieldError(
-            "`use` must name a plugin" if "use" in table else "`use` is missing: it names the plugin",
-            where=where,
-            hint='write use = "name"; `kvframework plugins list` shows the names',
-        )
+        fact = "`use` must name a plugin" if "use" in table else "`use` is missing: it names the plugin"
+        raise ConfigFieldError(fact, where=where, hint='write use = "name"; `kvframework plugins list` shows the names')
     return schema.PluginTable(use, {key: value for key, value in table.items() if key != "use"}, where, core_keys)
 
 

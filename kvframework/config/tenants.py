@@ -30,11 +30,9 @@ def check_tenants(tenants: Sequence[TenantConfig]) -> None:
     owners: dict[str, str] = {}
     for tenant in tenants:
         if not _NAME.fullmatch(tenant.name) or tenant.name == OTHER:
-            raise ConfigFieldError(
-                f"{tenant.name[:64]!r} is no name for a tenant",
-                where=tenant.where,
-                available=f"1 to 32 letters, digits, '-' and '_', except {OTHER!r}: the requests of no tenant",
-            )
+            fact = f"{tenant.name[:64]!r} is no name for a tenant"
+            available = f"1 to 32 letters, digits, '-' and '_', except {OTHER!r}: the requests of no tenant"
+            raise ConfigFieldError(fact, where=tenant.where, available=available)
         for number, digest in enumerate(tenant.keys.salts, 1):
             place = f"{tenant.where} salts #{number}"
             if not _DIGEST.fullmatch(digest):
@@ -98,11 +96,8 @@ def _share(tenant: TenantConfig, name: str, capacity: int | None) -> Fraction:
             return Fraction(ByteSize.parse(text))
         except ValueError:
             pass
-    raise ConfigFieldError(
-        f"{text[:64]!r} is no share of L1",
-        where=f"{tenant.where} {name}",
-        available='"0%" to "100%", or a size such as "4GiB"',
-    )
+    fact = f"{text[:64]!r} is no share of L1"
+    raise ConfigFieldError(fact, where=f"{tenant.where} {name}", available='"0%" to "100%", or a size such as "4GiB"')
 
 
 def _check_order(tenant: TenantConfig, least: Fraction | int, most: Fraction | int) -> None:

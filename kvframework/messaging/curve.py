@@ -48,11 +48,8 @@ class AdmittedClients:
             _check_not_writable(directory)
             self._names = self._read(directory.stat().st_mtime_ns, strict=True)
         except OSError as error:
-            raise CurveKeyError(
-                f"the directory of client keys cannot be read: {error.strerror}",
-                where=str(directory),
-                hint="make keys with: kvframework keys new DIR",
-            ) from None
+            fact = f"the directory of client keys cannot be read: {error.strerror}"
+            raise CurveKeyError(fact, where=str(directory), hint="make keys with: kvframework keys new DIR") from None
 
     def name_of(self, key: bytes) -> str | None:
         """Return the file's name for a raw public key, None for an unknown key. Rescans when the directory's mtime
@@ -175,11 +172,8 @@ def keys_for(endpoint: str, given: CurveKeys | None, environ: Mapping[str, str] 
         logger.warning("no CURVE keys for %s: all that is sent there can be read on its way", endpoint)
         return None
     if not server or not secret:
-        raise CurveKeyError(
-            f"{SECRET_VARIABLE if server else SERVER_VARIABLE} is not set",
-            where=endpoint,
-            hint=f"set {SERVER_VARIABLE} to the server's public key file and {SECRET_VARIABLE} to your secret one",
-        )
+        hint = f"set {SERVER_VARIABLE} to the server's public key file and {SECRET_VARIABLE} to your secret one"
+        raise CurveKeyError(f"{SECRET_VARIABLE if server else SERVER_VARIABLE} is not set", where=endpoint, hint=hint)
     return CurveKeys(Path(server), Path(secret)).load()
 
 
@@ -218,11 +212,9 @@ def _read(path: Path, kind: str) -> bytes:
             if not stat.S_ISREG(status.st_mode):
                 raise CurveKeyError("not a file", where=str(path))
             if kind == _SECRET and status.st_mode & 0o077:
-                raise CurveKeyError(
-                    f"others may use the secret key: {stat.filemode(status.st_mode)}",
-                    where=str(path),
-                    hint=f"chmod 600 {path}, and make a new pair if others have read it",
-                )
+                fact = f"others may use the secret key: {stat.filemode(status.st_mode)}"
+                hint = f"chmod 600 {path}, and make a new pair if others have read it"
+                raise CurveKeyError(fact, where=str(path), hint=hint)
             words = file.read(_MAX_FILE_BYTES).split()
     except OSError as error:
         raise CurveKeyError(

@@ -51,11 +51,8 @@ def check_requires(requires_api: object, title: str) -> None:
 
 
 def _wrong_api(title: str, version: str) -> PluginWrongApi:
-    return PluginWrongApi(
-        f"{title} is written for plugin API version {version}",
-        available=f"plugin API {'.'.join(map(str, API_VERSION))}",
-        hint=_OTHER_RELEASE,
-    )
+    fact = f"{title} is written for plugin API version {version}"
+    return PluginWrongApi(fact, available=f"plugin API {'.'.join(map(str, API_VERSION))}", hint=_OTHER_RELEASE)
 
 
 def release_wanted(distribution: str) -> str:
@@ -147,11 +144,9 @@ def pick(manager: pluggy.PluginManager, plugin: object, offer: EntryPointInfo) -
     title, hook, implemented = str(offer), KINDS[offer.kind].hook, hooks_of(manager, plugin)
     if hook not in implemented:
         error = PluginWrongKind if implemented else PluginBroken
-        raise error(
-            f"{title}: it does not implement {hook}",
-            available=", ".join(sorted(implemented)) or "no hook at all",
-            hint=f"mark {hook} with @kvframework.api.plugin.hookimpl, or rename the entry point",
-        )
+        fact = f"{title}: it does not implement {hook}"
+        hint = f"mark {hook} with @kvframework.api.plugin.hookimpl, or rename the entry point"
+        raise error(fact, available=", ".join(sorted(implemented)) or "no hook at all", hint=hint)
     providers = offered(manager, plugin, offer.kind, title)
     matching = [provider for provider in providers if provider.name == offer.name]
     if len(matching) != 1:
@@ -196,9 +191,6 @@ def _checked(provider: object, kind: str, title: str) -> AnyProvider:
         what = " and ".join(lacking) or "create"
         raise PluginBroken(f"{title}: {hook} returned a {found} without a name or {what}()")
     if kind == "codec" and not (provider.name.isascii() and len(provider.name) <= MAX_CODEC_NAME):
-        raise PluginBroken(
-            f"{title}: the name of codec {provider.name!r} does not fit into a value's header",
-            available=f"at most {MAX_CODEC_NAME} ASCII characters",
-            hint="choose a shorter name",
-        )
+        fact = f"{title}: the name of codec {provider.name!r} does not fit into a value's header"
+        raise PluginBroken(fact, available=f"at most {MAX_CODEC_NAME} ASCII characters", hint="choose a shorter name")
     return provider

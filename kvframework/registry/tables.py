@@ -118,12 +118,9 @@ def codec_tables(config: Config) -> list[PluginTable]:
     given = {table.use: table for table in config.codecs.options}
     for name, table in given.items():
         if name not in named:
-            raise ConfigFieldError(
-                f"codec {name!r} is not in use",
-                where=table.where,
-                available=", ".join(named) or "no codec",
-                hint=f'write codec = "{name}" into an [[l2]], or allow = ["{name}"] into [codecs]',
-            )
+            fact = f"codec {name!r} is not in use"
+            hint = f'write codec = "{name}" into an [[l2]], or allow = ["{name}"] into [codecs]'
+            raise ConfigFieldError(fact, where=table.where, available=", ".join(named) or "no codec", hint=hint)
     return [given.get(name, PluginTable(name, {}, where)) for name, where in named.items()]
 
 

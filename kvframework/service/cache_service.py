@@ -16,18 +16,10 @@ import msgspec
 import kvframework
 from kvframework.api.hasher import KeyHasher
 from kvframework.api.installing import missing_kernels
+from kvframework.api.keys import CacheKey, PackedKey
 from kvframework.api.layout import Layout, MemoryLayoutDesc
 from kvframework.api.listener import ChunkShape
-from kvframework.api.requests import (
-    CacheKey,
-    CacheServices,
-    ClientInfo,
-    Handler,
-    InstanceContext,
-    PackedKey,
-    PrefetchTask,
-    Select,
-)
+from kvframework.api.requests import CacheServices, ClientInfo, Handler, InstanceContext, PrefetchTask, Select
 from kvframework.api.transport import ServerTransport
 from kvframework.bounded_calls import call_within
 from kvframework.config.schema import LEAST_CHUNK, ServerConfig, TenantConfig

@@ -195,11 +195,8 @@ class ChunkTransfers:
         _check_count(payload.objects)
         wanted = unpack_indices(payload.objects, where="objects")
         if not wanted or max(wanted) >= len(pinned):
-            raise BadRange(
-                f"object {max(wanted)}" if wanted else "no objects",
-                where="objects",
-                available=f"0 to {len(pinned) - 1} under this lease",
-            )
+            fact = f"object {max(wanted)}" if wanted else "no objects"
+            raise BadRange(fact, where="objects", available=f"0 to {len(pinned) - 1} under this lease")
         places = [pinned[index] for index in wanted]
         size = sum(place.length for place in places)
         if size > MAX_BUFFER_BYTES:
@@ -234,11 +231,8 @@ def _checked_objects(grid: KeyGrid, packed: bytes, buffers: Sequence[memoryview]
             f"{len(buffers)} buffers", where="STORE_CPU_CHUNKS", available=f"{len(objects)}, one each"
         )
     if objects[-1] >= len(grid.flat) or any(a >= b for a, b in pairwise(objects)):
-        raise BadRange(
-            "the objects are out of range or out of order",
-            where="objects",
-            available=f"ascending, 0 to {len(grid.flat) - 1} for this key",
-        )
+        fact = "the objects are out of range or out of order"
+        raise BadRange(fact, where="objects", available=f"ascending, 0 to {len(grid.flat) - 1} for this key")
     groups = grid.row_groups
     for index, buffer in zip(objects, buffers, strict=True):
         expected = groups[index % len(groups)].nbytes

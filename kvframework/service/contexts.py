@@ -89,17 +89,12 @@ class RegisteredContext(InstanceContext):
             ("world size", key.world_size, self.world_size),
         ):
             if sent != known:
-                raise NamespaceMismatch(
-                    f"{what} {sent!r}",
-                    where=f"key of instance {self.instance_id}",
-                    available=f"{known!r} as registered",
-                )
+                where = f"key of instance {self.instance_id}"
+                raise NamespaceMismatch(f"{what} {sent!r}", where=where, available=f"{known!r} as registered")
         if key.worker_id is None or (self.rank is not None and key.worker_id != self.rank):
-            raise NamespaceMismatch(
-                f"worker id {key.worker_id}",
-                where=f"key of instance {self.instance_id}",
-                available="one rank" if self.rank is None else f"rank {self.rank} as registered",
-            )
+            fact = f"worker id {key.worker_id}"
+            available = "one rank" if self.rank is None else f"rank {self.rank} as registered"
+            raise NamespaceMismatch(fact, where=f"key of instance {self.instance_id}", available=available)
 
     def describe(self, chunk_size: int) -> dict[str, object]:
         if not self._description:
@@ -149,11 +144,9 @@ def own_context(contexts: Contexts, instance_id: int, client: ClientInfo) -> Reg
     if context is None or context.session_id != client.session_id:
         # A snapshot, since pooled handlers of plugins also call this.
         mine = [str(each.instance_id) for each in list(contexts.values()) if each.session_id == client.session_id]
-        raise NotRegistered(
-            f"instance {instance_id} is not registered by this client",
-            available=f"your instances: {', '.join(mine) or 'none'}",
-            hint="send REGISTER_KV_CACHE first, again after a restart of the server",
-        )
+        fact = f"instance {instance_id} is not registered by this client"
+        hint = "send REGISTER_KV_CACHE first, again after a restart of the server"
+        raise NotRegistered(fact, available=f"your instances: {', '.join(mine) or 'none'}", hint=hint)
     return context
 
 

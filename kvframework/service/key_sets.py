@@ -162,11 +162,8 @@ def key_set(resolver: KeyResolver, key: CacheKey, desc: MemoryLayoutDesc, groups
     if not 0 < objects <= MAX_OBJECTS:
         raise MessageTooLarge(f"{objects} keys", where="groups", available=f"1 to {MAX_OBJECTS}")
     if key.start % unit or key.end % unit or key.tokens or key.digests:
-        raise BadRange(
-            f"start {key.start} and end {key.end}, or separate content",
-            where="key",
-            available=f"multiples of {unit} tokens, and keys by group only",
-        )
+        fact = f"start {key.start} and end {key.end}, or separate content"
+        raise BadRange(fact, where="key", available=f"multiples of {unit} tokens, and keys by group only")
     ends = (key.end - key.start) // unit
     if ends * len(groups) > MOST_ENDS:
         raise MessageTooLarge(

@@ -247,12 +247,9 @@ class KeyResolver:
         `BadRange` if start, end, content and chunk size do not fit each other, `MessageTooLarge` beyond bounds."""
         chunk = desc.chunk_tokens
         if key.start % chunk or key.end % chunk:
-            raise BadRange(
-                f"start {key.start} and end {key.end} are no chunk boundaries",
-                where="key",
-                available=f"multiples of {chunk} tokens",
-                hint="round to the namespace's chunk",
-            )
+            fact = f"start {key.start} and end {key.end} are no chunk boundaries"
+            hint = "round to the namespace's chunk"
+            raise BadRange(fact, where="key", available=f"multiples of {chunk} tokens", hint=hint)
         ranks = ranks or (range(key.world_size) if key.worker_id is None else (key.worker_id,))
         chunks = (key.end - key.start) // chunk
         if chunks * len(ranks) * len(desc.groups) > MAX_OBJECTS:
@@ -274,22 +271,16 @@ class KeyResolver:
 
     def _digests(self, key: CacheKey, chunk: int) -> Sequence[bytes]:
         if bool(key.tokens) == bool(key.digests):
-            raise BadRange(
-                "the content has both forms" if key.tokens else "the content is empty",
-                where="key",
-                available="either tokens or digests",
-            )
+            fact = "the content has both forms" if key.tokens else "the content is empty"
+            raise BadRange(fact, where="key", available="either tokens or digests")
         if key.digests:
             packed, expected, unit = key.digests, key.end // chunk * DIGEST_BYTES, "digests"
         else:
             packed, expected, unit = key.tokens, key.end * TOKEN_BYTES, "tokens"
         if len(packed) != expected:
-            raise BadRange(
-                f"{unit} has {len(packed)} bytes",
-                where="key",
-                available=f"{expected} bytes for end {key.end}",
-                hint="the content covers the request from its first token to end",
-            )
+            hint = "the content covers the request from its first token to end"
+            available = f"{expected} bytes for end {key.end}"
+            raise BadRange(f"{unit} has {len(packed)} bytes", where="key", available=available, hint=hint)
         if key.tokens:
             packed = self.hasher.chunk_digests(packed, chunk)
         first = key.start // chunk

@@ -180,11 +180,8 @@ class Recording:
     def _trace(self, client: ClientInfo, payload: m.Trace, _buffers: Sequence[memoryview]) -> m.TraceReply:
         check_own_user(client, "record a trace")
         if not self._most_bytes:
-            raise RequestError(
-                "this server records no traces: [server] trace_memory is 0",
-                available="a size, such as 32MiB",
-                hint="set it in the TOML, then: kvframework config apply",
-            )
+            fact, available = "this server records no traces: [server] trace_memory is 0", "a size, such as 32MiB"
+            raise RequestError(fact, available=available, hint="set it in the TOML, then: kvframework config apply")
         now = self._clock()
         with self._lock:
             if not self.on:

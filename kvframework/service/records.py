@@ -397,11 +397,8 @@ class Transfers:
             return
         problem = content.problem(key.end - key.start, chunk_tokens)
         if problem:
-            raise BadRange(
-                problem,
-                where="content",
-                available=f"that of the tokens {key.start} to {key.end}, in chunks of {chunk_tokens}",
-            )
+            available = f"that of the tokens {key.start} to {key.end}, in chunks of {chunk_tokens}"
+            raise BadRange(problem, where="content", available=available)
 
     def _transfer(
         self,

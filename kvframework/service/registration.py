@@ -112,11 +112,9 @@ class Registrations:
     ) -> m.Registered | Future[Message]:
         transport = self.transports.get(payload.transport)
         if transport is None:
-            raise errors.TransportMismatch(
-                f"transport {payload.transport!r} is not configured",
-                available=", ".join(self.transports),
-                hint="add a [[transport]] table to the server's TOML",
-            )
+            fact = f"transport {payload.transport!r} is not configured"
+            hint = "add a [[transport]] table to the server's TOML"
+            raise errors.TransportMismatch(fact, available=", ".join(self.transports), hint=hint)
         plugin = self.layouts.get(payload.layout.format)
         if plugin is None:
             raise errors.BadLayout(
@@ -157,11 +155,9 @@ class Registrations:
         _check_identity(payload.model_name, payload.world_size, 0)
         engine_driven = next((t for t in self.transports.values() if t.server is None), None)
         if engine_driven is None:
-            raise errors.TransportMismatch(
-                "this registration needs an engine-driven transport",
-                available=", ".join(self.transports),
-                hint='add [[transport]] use = "cpu_gather" to the server\'s TOML',
-            )
+            fact = "this registration needs an engine-driven transport"
+            hint = 'add [[transport]] use = "cpu_gather" to the server\'s TOML'
+            raise errors.TransportMismatch(fact, available=", ".join(self.transports), hint=hint)
         layout = non_gpu_layout(payload, self.chunk_size, self.least_chunk())
         namespace = non_gpu_namespace(payload, self.hasher_fingerprint, layout.chunk_tokens or self.chunk_size)
         context = self._context(client, payload, engine_driven, layout, rank=None, namespace=namespace, plugin=None)

@@ -243,11 +243,8 @@ class NamespaceRecords:
         """Return the known namespaces of a model. Raises `RequestError` if there are none."""
         models = self.models()
         if model not in models:
-            raise RequestError(
-                f"the model {model!r} is not known here",
-                available=", ".join(sorted(models)) or "no model",
-                hint=closest(model, models),
-            )
+            fact = f"the model {model!r} is not known here"
+            raise RequestError(fact, available=", ".join(sorted(models)) or "no model", hint=closest(model, models))
         return models[model]
 
     def retain(self, namespace: bytes) -> None:

@@ -15,17 +15,8 @@ from kvframework.api.keys import PackedKey
 from kvframework.api.memory import Memory
 from kvframework.errors import ArenaError
 from kvframework.keeper.sd_notify import free_memory, free_unused
-from kvframework.storage.l1.journal import (
-    Cold,
-    Found,
-    Identity,
-    Journal,
-    lock_for_server,
-    own_description,
-    read,
-    read_identity,
-    read_start,
-)
+from kvframework.storage.l1 import journal as journals
+from kvframework.storage.l1.journal import Cold, Identity, Journal
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +51,7 @@ class Recovery(NamedTuple):
     reason `why_cold`; and the seconds that finding out took."""
 
     journal: Journal | None = None
-    found: Found | None = None
+    found: journals.Found | None = None
     why_cold: str = ""
     seconds: float = 0.0
 
@@ -128,11 +119,11 @@ def _new(
     memory = create(None)
     with contextlib.ExitStack() as undo:
         try:
-            lock_for_server(memory.fd)
+            journals.lock_for_server(memory.fd)
             journal = Journal.create(identity.of(memory.fd), tenants)
             undo.callback(journal.close)
             # A separate description: the lock ends with this server, not with the keeper.
-            with os.fdopen(own_description(memory.fd), "rb", buffering=0) as copy:
+            with os.fdopen(journals.own_description(memory.fd), "rb", buffering=0) as copy:
                 for name, fd in ((ARENA, copy.fileno()), (JOURNAL, journal.fd)):
                     # systemd would keep both.
                     keeper.remove(name)
@@ -148,30 +139,28 @@ def _new(
 def _own_arena(fd: int) -> int:
     """Return the kept arena with this server's lock on it. Raises `Cold` for what is no file, and `ArenaError`."""
     try:
-        own = own_description(fd)
+        own = journals.own_description(fd)
     except OSError as error:
         raise Cold("damaged", f"the kept arena cannot be opened: {error.strerror}") from None
     until = time.monotonic() + LOCK_S
-    while not lock_for_server(own):
+    while not journals.lock_for_server(own):
         if time.monotonic() >= until:
             os.close(own)
-            raise ArenaError(
-                f"another server, or a copy of its, still uses the kept arena after {LOCK_S:.0f} s",
-                where="[l1] keep",
-                hint="stop that server; `kvframework hold --status` names the process",
-            )
+            fact = f"another server, or a copy of its, still uses the kept arena after {LOCK_S:.0f} s"
+            hint = "stop that server; `kvframework hold --status` names the process"
+            raise ArenaError(fact, where="[l1] keep", hint=hint)
         time.sleep(_LOCK_STEP_S)
     return own
 
 
-def _open(fd: int, arena: int, identity: Identity, tenants: Sequence[str]) -> tuple[Journal, Found]:
+def _open(fd: int, arena: int, identity: Identity, tenants: Sequence[str]) -> tuple[Journal, journals.Found]:
     """Return the journal, which owns a copy of `fd`, and what it holds. Raises `Cold`."""
     with contextlib.ExitStack() as undo:
         try:
             journal = Journal(os.dup(fd))
             undo.callback(journal.close)
-            _check_same(read_identity(journal.memory), identity.of(arena))
-            journal.start = read_start(journal.memory)
+            _check_same(journals.read_identity(journal.memory), identity.of(arena))
+            journal.start = journals.read_start(journal.memory)
             if journal.start.failed >= MAX_FAILED:
                 raise Cold(
                     "failed_starts", f"{journal.start.failed} in a row ended before they had served for a second"
@@ -181,7 +170,7 @@ def _open(fd: int, arena: int, identity: Identity, tenants: Sequence[str]) -> tu
                 journal.begin(tenants)
             except ValueError as error:
                 raise Cold("other_configuration", f"the names of all tenants since L1 began empty: {error}") from None
-            found = read(journal.memory, os.fstat(arena).st_size)
+            found = journals.read(journal.memory, os.fstat(arena).st_size)
         except (OSError, ValueError) as error:
             raise Cold("damaged", str(error)) from None
         journal.holds(found)

@@ -87,11 +87,9 @@ def negotiate(hello: Hello, hasher_fingerprint: str) -> int:
     """The highest version that both sides speak. Raises `VersionMismatch` if there is none or the hashers differ."""
     version = min(PROTOCOL_VERSION, hello.max_version)
     if version < max(MIN_VERSION, hello.min_version):
-        raise VersionMismatch(
-            f"the client speaks protocol versions {hello.min_version} to {hello.max_version}",
-            available=f"{MIN_VERSION} to {PROTOCOL_VERSION}",
-            hint="install the same kvframework release beside the engine and the server",
-        )
+        fact = f"the client speaks protocol versions {hello.min_version} to {hello.max_version}"
+        hint = "install the same kvframework release beside the engine and the server"
+        raise VersionMismatch(fact, available=f"{MIN_VERSION} to {PROTOCOL_VERSION}", hint=hint)
     if hello.hasher and hello.hasher != hasher_fingerprint:
         raise VersionMismatch(
             f"the client hashes with {hello.hasher}",

@@ -434,11 +434,9 @@ def _accepted(dealer: frames_io.Socket, envelope: Envelope, hello: Hello) -> Hel
             raise errors.ProtocolError(f"the server answered HELLO with {envelope.type!r}")
         reply = decode(envelope.payload, HelloReply, where="HELLO")
         if not hello.min_version <= reply.version <= hello.max_version:
-            raise errors.VersionMismatch(
-                f"the server chose protocol version {reply.version}",
-                available=f"{hello.min_version} to {hello.max_version}",
-                hint="install the same kvframework release beside the engine and the server",
-            )
+            fact = f"the server chose protocol version {reply.version}"
+            hint = "install the same kvframework release beside the engine and the server"
+            raise errors.VersionMismatch(fact, available=f"{hello.min_version} to {hello.max_version}", hint=hint)
     except errors.ProtocolError as error:
         with contextlib.suppress(zmq.ZMQError):
             frames_io.send(dealer, join(_GOODBYE_ID, "GOODBYE", Goodbye(error.code, error.fact)))

@@ -143,12 +143,9 @@ class InFlight:
         payload = decode(envelope.payload, spec.payload, where=spec.name)
         call = Call(session, identity, envelope.request_id, handler, payload, buffers, received)
         if call.nbytes and session.bytes_in_flight + call.nbytes > MAX_BYTES_IN_FLIGHT:
-            raise errors.MessageTooLarge(
-                f"{session.bytes_in_flight} bytes of this client are in flight, {call.nbytes} more arrived",
-                where=spec.name,
-                available=f"at most {MAX_BYTES_IN_FLIGHT}",
-                hint="wait for answers before sending more",
-            )
+            fact = f"{session.bytes_in_flight} bytes of this client are in flight, {call.nbytes} more arrived"
+            hint = "wait for answers before sending more"
+            raise errors.MessageTooLarge(fact, where=spec.name, available=f"at most {MAX_BYTES_IN_FLIGHT}", hint=hint)
         if handler.ordered:
             session.ordered.append(call)
             if len(session.ordered) > 1:

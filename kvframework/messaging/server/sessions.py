@@ -106,11 +106,8 @@ class SessionTable:
             raise ProtocolError("this connection has already sent HELLO")
         taken, most = (self._remote, self._max // 2) if remote else (len(self._by_token), self._max)
         if taken >= most or len(self._by_token) >= self._max:
-            raise ServerFull(
-                f"{taken} client sessions are open{' over TCP' if remote else ''}",
-                available=f"{most} at most",
-                hint="close clients that are not used",
-            )
+            fact = f"{taken} client sessions are open{' over TCP' if remote else ''}"
+            raise ServerFull(fact, available=f"{most} at most", hint="close clients that are not used")
         self._remote += remote
         self._last_id += 1
         session = ClientSession(self._last_id, hello.pid, printable(hello.client[:_MAX_NAME]), self._clock())

@@ -141,11 +141,8 @@ class EndpointFiles:
             self.close_in_child()
 
     def _held(self, holder: str) -> EndpointError:
-        return EndpointError(
-            f"another server holds this endpoint, process {holder.strip() or 'unknown'}",
-            where=self._endpoint,
-            hint="stop it, or give this server another endpoint",
-        )
+        fact = f"another server holds this endpoint, process {holder.strip() or 'unknown'}"
+        return EndpointError(fact, where=self._endpoint, hint="stop it, or give this server another endpoint")
 
     def _left_behind(self) -> Iterator[str]:
         """The sockets that are there. Raises `EndpointError` for another file in their place."""
@@ -313,11 +310,9 @@ class ListenerSockets(Sockets):
             try:
                 _bind(socket, endpoint, self._keys, self._admit_uids)
             except zmq.ZMQError as error:
-                raise EndpointError(
-                    f"it cannot be listened at: {error.strerror}",
-                    where=f"{where} = {endpoint}",
-                    hint="name an address of this machine that is free",
-                ) from None
+                fact = f"it cannot be listened at: {error.strerror}"
+                hint = "name an address of this machine that is free"
+                raise EndpointError(fact, where=f"{where} = {endpoint}", hint=hint) from None
 
         _when_free(bind)
         if files is not None:

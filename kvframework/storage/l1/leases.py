@@ -124,11 +124,8 @@ class LeaseBook:
         """Add a lease and give it its id. Raises `RequestError` if its `payer` holds too many leases or pins."""
         payer = lease.payer
         if payer != INTERNAL_OWNER and self._open[payer] >= MAX_LEASES_PER_OWNER:
-            raise RequestError(
-                f"the client holds {MAX_LEASES_PER_OWNER} leases and tickets",
-                available=f"at most {MAX_LEASES_PER_OWNER} at once",
-                hint="commit, abort or free them",
-            )
+            fact, hint = f"the client holds {MAX_LEASES_PER_OWNER} leases and tickets", "commit, abort or free them"
+            raise RequestError(fact, available=f"at most {MAX_LEASES_PER_OWNER} at once", hint=hint)
         lease.id = f"{self._boot}-{next(self._count):x}"
         if isinstance(lease, PinLease):
             pinned = self._pinned[payer] + len(lease.objects)
