@@ -13,16 +13,9 @@ from kvf_blend import messages as b
 from kvf_blend.errors import BadRotary, BadSegments, BlendRefused
 from kvf_blend.rotary import fingerprint
 from kvf_blend.server.instances import Attached
+from kvframework import errors
 from kvframework.api.layout import KVLayout, LayerGroup
 from kvframework.api.plugin import Message
-from kvframework.errors import (
-    AlreadyRegistered,
-    InvalidPayload,
-    KVFrameworkError,
-    NamespaceMismatch,
-    NotRegistered,
-    UnknownRequest,
-)
 from kvframework.server import Server
 from kvframework.wire import messages as m
 from kvframework.wire.protocol import REQUESTS
@@ -46,9 +39,9 @@ def test_the_parameters_belong_to_the_engines_context(server: Server, client: Bl
     assert client.call(b.CB_REGISTER_KV_CACHE.name, b.RegisterBlend(1, "tiny", 1, ROTARY)) == answer
     client.call(b.CB_UNREGISTER_KV_CACHE.name, b.UnregisterBlend(1))
     assert server.service.contexts[1].attached == {}
-    with pytest.raises(NotRegistered, match="no rotary parameters"):
+    with pytest.raises(errors.NotRegistered, match="no rotary parameters"):
         client.call(b.CB_UNREGISTER_KV_CACHE.name, b.UnregisterBlend(1))
-    with pytest.raises(NotRegistered, match="no rotary parameters"):
+    with pytest.raises(errors.NotRegistered, match="no rotary parameters"):
         client.look(PROMPT)
 
 
@@ -56,7 +49,7 @@ def test_they_end_with_the_instance(server: Server, client: BlendWire) -> None:
     client.begin()
     client.call("UNREGISTER_KV_CACHE", m.Unregister(1))
     client.register()
-    with pytest.raises(NotRegistered, match="no rotary parameters"):
+    with pytest.raises(errors.NotRegistered, match="no rotary parameters"):
         client.names(PROMPT, ranges=pairs((0, 20)))
 
 
@@ -65,14 +58,14 @@ def test_they_end_with_the_client(server: Server, client: BlendWire) -> None:
         other.begin(2)
         client.look(PROMPT, 2)
     wait_until(lambda: 2 not in server.service.contexts, what="the end of the other client")
-    with pytest.raises(NotRegistered):
+    with pytest.raises(errors.NotRegistered):
         client.look(PROMPT, 2)
 
 
 def test_other_parameters_need_an_end_of_the_first(client: BlendWire) -> None:
     client.begin()
     other = b.RegisterBlend(1, "tiny", 1, msgspec.structs.replace(ROTARY, theta=500000.0))
-    with pytest.raises(AlreadyRegistered, match="other rotary parameters"):
+    with pytest.raises(errors.AlreadyRegistered, match="other rotary parameters"):
         client.call(b.CB_REGISTER_KV_CACHE.name, other)
     client.call(b.CB_UNREGISTER_KV_CACHE.name, b.UnregisterBlend(1))
     assert (
@@ -86,25 +79,29 @@ def test_what_stands_before_segments_is_in_the_fingerprint(server: Server, clien
     assert len({alone, one, two}) == 3
     assert one == fingerprint(ROTARY, packed([7]))
     assert server.service.contexts[2].attached == {"blend": Attached(ROTARY, packed([7]))}
-    with pytest.raises(AlreadyRegistered, match="other tokens before its segments"):
+    with pytest.raises(errors.AlreadyRegistered, match="other tokens before its segments"):
         client.call(b.CB_REGISTER_KV_CACHE.name, b.RegisterBlend(2, "tiny", 1, ROTARY))
 
 
 @pytest.mark.parametrize(
-    ("before", "error"), [(b"abc", BadSegments), (b"a" * 4 * (b.MAX_BEFORE + 1), InvalidPayload)], ids=["odd", "long"]
+    ("before", "error"),
+    [(b"abc", BadSegments), (b"a" * 4 * (b.MAX_BEFORE + 1), errors.InvalidPayload)],
+    ids=["odd", "long"],
 )
-def test_what_cannot_stand_before_segments(client: BlendWire, before: bytes, error: type[KVFrameworkError]) -> None:
+def test_what_cannot_stand_before_segments(
+    client: BlendWire, before: bytes, error: type[errors.KVFrameworkError]
+) -> None:
     client.register()
     with pytest.raises(error):
         client.call(b.CB_REGISTER_KV_CACHE.name, b.RegisterBlend(1, "tiny", 1, ROTARY, before))
-    with pytest.raises(NotRegistered):
+    with pytest.raises(errors.NotRegistered):
         client.look(PROMPT)
 
 
 @dataclass(frozen=True)
 class Wrong:
     name: str
-    error: type[KVFrameworkError]
+    error: type[errors.KVFrameworkError]
     says: str = ""
     payload: dict[str, Any] = field(default_factory=dict)
     instance: dict[str, Any] = field(default_factory=dict)
@@ -114,9 +111,9 @@ class Wrong:
 @pytest.mark.parametrize(
     "wrong",
     [
-        Wrong("an unregistered instance", NotRegistered, "not registered by this client", {"instance_id": 9}),
-        Wrong("another model", NamespaceMismatch, "'tiny', world size 1 as registered", {"model_name": "large"}),
-        Wrong("another world size", NamespaceMismatch, "world size 2", {"world_size": 2}),
+        Wrong("an unregistered instance", errors.NotRegistered, "not registered by this client", {"instance_id": 9}),
+        Wrong("another model", errors.NamespaceMismatch, "'tiny', world size 1 as registered", {"model_name": "large"}),
+        Wrong("another world size", errors.NamespaceMismatch, "world size 2", {"world_size": 2}),
         Wrong("no style", BadRotary, "style", rotary={"style": "spiral"}),
         Wrong("theta 0", BadRotary, "theta", rotary={"theta": 0.0}),
         Wrong(
@@ -136,7 +133,7 @@ def test_what_is_refused(client: BlendWire, wrong: Wrong) -> None:
     with pytest.raises(wrong.error, match=wrong.says) as caught:
         client.call(b.CB_REGISTER_KV_CACHE.name, msgspec.structs.replace(payload, **wrong.payload))
     assert caught.value.available or caught.value.hint
-    with pytest.raises(NotRegistered):
+    with pytest.raises(errors.NotRegistered):
         client.look(PROMPT)
 
 
@@ -178,7 +175,7 @@ def test_missing_parameters_are_no_payload(client: BlendWire) -> None:
         rotary: dict[str, object]
 
     for payload in (Without(1, "tiny", 1), Half(1, "tiny", 1, {"style": "half"}), Half(1, "tiny", 1, {"theta": "x"})):
-        with pytest.raises(InvalidPayload):
+        with pytest.raises(errors.InvalidPayload):
             client.call(b.CB_REGISTER_KV_CACHE.name, payload)
 
 
@@ -195,7 +192,7 @@ def test_somebody_elses_instance_only_answers_lookups(server: Server, client: Bl
             lambda: scheduler.call(b.CB_REGISTER_KV_CACHE.name, b.RegisterBlend(1, "tiny", 1, ROTARY)),
             lambda: scheduler.call(b.CB_UNREGISTER_KV_CACHE.name, b.UnregisterBlend(1)),
         ):
-            with pytest.raises(NotRegistered):
+            with pytest.raises(errors.NotRegistered):
                 call()
 
 
@@ -206,7 +203,7 @@ def test_nobody_has_registered(client: BlendWire) -> None:
         (b.RetrievePreComputed(1, "r"), b.CB_RETRIEVE_PRE_COMPUTED),
         (b.StoreFinal(1, "r", packed(PROMPT)), b.CB_STORE_FINAL),
     ):
-        with pytest.raises(NotRegistered):
+        with pytest.raises(errors.NotRegistered):
             client.call(spec.name, payload)
 
 
@@ -215,5 +212,5 @@ def test_nothing_of_it_is_in_the_core() -> None:
     with serving() as plain, BlendWire(plain.endpoint) as client:
         client.register()
         for spec in b.REQUESTS:
-            with pytest.raises(UnknownRequest):
+            with pytest.raises(errors.UnknownRequest):
                 client.call(spec.name, m.Empty())

@@ -9,44 +9,30 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kvf_route import events as route_events
 from kvf_route import prefix_hashes
-from kvf_route.events import (
-    AT_ONCE,
-    LONGEST_KEY,
-    MOST_BLOCKS,
-    MOST_EVENTS,
-    MOST_KEYS,
-    MOST_REMOVED,
-    MOST_TOKENS,
-    Cleared,
-    Event,
-    Malformed,
-    Removed,
-    Skipped,
-    Stored,
-    decoded,
-)
+from kvf_route.events import Malformed, Removed, Skipped, Stored
 from tests.route.publisher import CLEARED, as_array, batch, removed, stored
 
 EVENT = stored([1, 2], None, range(8))
 
 
-def read(*events: Any) -> list[Event]:
-    return list(decoded(batch(*events)).events)
+def read(*events: Any) -> list[route_events.Event]:
+    return list(route_events.decoded(batch(*events)).events)
 
 
 def test_the_structs_of_vllm() -> None:
     # As the structs of vLLM 0.32 are encoded, `vllm/distributed/kv_events.py`.
     first = stored([-1, b"x" * 32], 7, [1, 2, 3, 4], size=2, medium="GPU", group_idx=0)
     payload = batch(first, removed([2**63 - 1], None), CLEARED, at=1.5, rank=3)
-    found = decoded(payload)
+    found = route_events.decoded(payload)
     first, second, third = found.events
     assert isinstance(first, Stored)
     assert first.externals == [2**64 - 1, prefix_hashes.short(b"x" * 32)]
     assert (first.parent, first.block_tokens, first.tier, first.group) == (7, 2, "gpu", 0)
     assert first.tokens == prefix_hashes.packed([1, 2, 3, 4])
     assert second == Removed([2**63 - 1], "gpu", None)
-    assert third == Cleared()
+    assert third == route_events.Cleared()
     assert found.rank == 3
 
 
@@ -70,7 +56,7 @@ def test_media_are_tiers(medium: str | None, tier: str) -> None:
     assert read(removed([1], medium)) == [Removed([1], tier, None)]
 
 
-def names(event: Event, parent: bytes = b"p" * 8) -> list[bytes]:
+def names(event: route_events.Event, parent: bytes = b"p" * 8) -> list[bytes]:
     assert isinstance(event, Stored), event
     return prefix_hashes.chained(parent, event.tokens, event.block_tokens, event.extras)
 
@@ -153,18 +139,18 @@ def test_a_malformed_event_costs_no_other(event: Any) -> None:
 @example(b"\x93\x00" + b"\x91" * 100_000)
 @example(batch(stored([1], None, range(4)) | {"extra_keys": None})[:-1])
 def test_no_bytes_are_fatal(payload: bytes) -> None:
-    found = decoded(payload)
-    assert all(isinstance(each, (Stored, Removed, Cleared, Skipped, Malformed)) for each in found.events)
+    found = route_events.decoded(payload)
+    assert all(isinstance(each, (Stored, Removed, route_events.Cleared, Skipped, Malformed)) for each in found.events)
 
 
 @pytest.mark.parametrize(
     "event",
     [
-        stored(range(MOST_BLOCKS + 1), None, range(MOST_BLOCKS + 1), size=1),
-        stored([1], None, [0] * (MOST_TOKENS + 1)),
-        stored([1], None, range(4), extra_keys=[["key"] * (MOST_KEYS + 1)]),
-        stored([1], None, range(4), extra_keys=[[[[]] * LONGEST_KEY]]),
-        removed([1] * (MOST_REMOVED + 1)),
+        stored(range(route_events.MOST_BLOCKS + 1), None, range(route_events.MOST_BLOCKS + 1), size=1),
+        stored([1], None, [0] * (route_events.MOST_TOKENS + 1)),
+        stored([1], None, range(4), extra_keys=[["key"] * (route_events.MOST_KEYS + 1)]),
+        stored([1], None, range(4), extra_keys=[[[[]] * route_events.LONGEST_KEY]]),
+        removed([1] * (route_events.MOST_REMOVED + 1)),
     ],
     ids=["blocks", "tokens", "keys", "key", "removed"],
 )
@@ -176,18 +162,22 @@ def test_what_is_too_long_is_a_mistake(event: dict[str, Any]) -> None:
 
 
 def test_a_batch_of_too_many_events_is_one_mistake() -> None:
-    (odd,) = read(*[0] * (MOST_EVENTS + 1))
+    (odd,) = read(*[0] * (route_events.MOST_EVENTS + 1))
     assert isinstance(odd, Malformed)
 
 
 def test_a_long_event_is_several_that_continue_each_other() -> None:
-    count = 2 * AT_ONCE + 5
-    parts = read(stored(range(count), 77, range(2 * count), size=2, extra_keys=[None] * (AT_ONCE + 1) + [[["x", 1]]]))
-    assert all(isinstance(each, Stored) and len(each.externals) <= AT_ONCE for each in parts)
+    count = 2 * route_events.AT_ONCE + 5
+    parts = read(
+        stored(
+            range(count), 77, range(2 * count), size=2, extra_keys=[None] * (route_events.AT_ONCE + 1) + [[["x", 1]]]
+        )
+    )
+    assert all(isinstance(each, Stored) and len(each.externals) <= route_events.AT_ONCE for each in parts)
     stores = [each for each in parts if isinstance(each, Stored)]
     assert [name for each in stores for name in each.externals] == list(range(count))
     assert b"".join(each.tokens for each in stores) == prefix_hashes.packed(range(2 * count))
-    assert [each.parent for each in stores] == [77, AT_ONCE - 1, 2 * AT_ONCE - 1]
+    assert [each.parent for each in stores] == [77, route_events.AT_ONCE - 1, 2 * route_events.AT_ONCE - 1]
     assert [list(each.extras) for each in stores] == [[], [1], []]
 
 
@@ -199,5 +189,5 @@ def test_depth_is_no_danger() -> None:
         b"\xaaextra_keys\x91\xc0", b"\xaaextra_keys\x91" + msgspec.msgpack.encode([deep] * 1)
     )
     payload = b"\x93\x00\x91" + event + b"\x00"
-    (found,) = decoded(payload).events
+    (found,) = route_events.decoded(payload).events
     assert isinstance(found, (Stored, Malformed))

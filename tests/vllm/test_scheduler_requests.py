@@ -13,19 +13,8 @@ from kvf_vllm.requests import wish_of
 from kvf_vllm.scheduler import SchedulerSide
 from kvf_vllm.step_messages import StepReport
 from kvframework.api.keys import MAX_RETAINS, Retain, retain_of
-from tests.vllm.stand_ins import (
-    CHUNK,
-    SERVED,
-    WINDOWED,
-    Clock,
-    FakeRequest,
-    FakeServer,
-    computed,
-    filled,
-    scene,
-    scheduler,
-    table,
-)
+from tests.vllm import stand_ins
+from tests.vllm.stand_ins import FakeRequest, FakeServer, computed, scene
 
 TRACE = f"00-{'ab' * 16}-{'cd' * 8}-01"
 
@@ -49,17 +38,17 @@ TRACE = f"00-{'ab' * 16}-{'cd' * 8}-01"
 def test_requests_that_are_left_out(fields: dict[str, Any], reason: str) -> None:
     server, side, request = scene(16, held=16, asked=fields, unread=reason == "no_prefix_caching")
     assert side.matched_tokens(request, 0) == (0, False)
-    side.allocated(request, table(16), 0)
+    side.allocated(request, stand_ins.table(16), 0)
     assert not computed(side, request, 16).stores
     assert not server.asked
     assert dict(side.tally.counts) == {f"miss_requests|{reason}": 1}
 
 
 def test_a_prompt_without_a_whole_chunk_is_not_looked_up() -> None:
-    server, side, request = scene(CHUNK - 1)
+    server, side, request = scene(stand_ins.CHUNK - 1)
     for _ in range(3):
         assert side.matched_tokens(request, 0) == (0, False)
-    side.allocated(request, table(CHUNK), 0)
+    side.allocated(request, stand_ins.table(stand_ins.CHUNK), 0)
     assert not server.asked
     assert dict(side.tally.counts) == {"miss_requests|too_short": 1}
 
@@ -85,14 +74,14 @@ def test_a_lookup_without_an_answer_is_counted_as_that() -> None:
     server, side, request = scene(16, held=16)
     server.silent = True
     assert side.matched_tokens(request, 0) == (0, False)
-    side.allocated(request, table(16), 0)
+    side.allocated(request, stand_ins.table(16), 0)
     assert dict(side.tally.counts) == {"miss_requests|no_answer": 1}
 
 
 def test_salts_keep_requests_apart() -> None:
     server = FakeServer()
-    filled(server, list(range(16)), cache_salt="tenant")
-    side = scheduler(server)
+    stand_ins.filled(server, list(range(16)), cache_salt="tenant")
+    side = stand_ins.scheduler(server)
     same = {"cache_salt": "tenant"}
     by_parameter = {"kv_transfer_params": {"kvframework.salt": "tenant"}}
     both = {"cache_salt": "tenant", "kv_transfer_params": {"kvframework.salt": "more"}}
@@ -118,9 +107,9 @@ def test_salts_keep_requests_apart() -> None:
 def test_the_trace_of_a_sampled_request_goes_to_the_workers(headers: Any, carried: str) -> None:
     _, side, request = scene(24, held=16, asked={"trace_headers": headers})
     assert side.matched_tokens(request, 0) == (16, True)
-    side.allocated(request, table(24), 16)
+    side.allocated(request, stand_ins.table(24), 16)
     request.num_computed_tokens = 16
-    plan = computed(side, request, 8, table(24))
+    plan = computed(side, request, 8, stand_ins.table(24))
     assert [op.trace for op in (*plan.loads, *plan.stores)] == [carried, carried]
 
 
@@ -131,8 +120,8 @@ def test_images_are_part_of_what_a_chunk_is_called() -> None:
         return {"mm_features": [SimpleNamespace(identifier=identifier, mm_position=place)]}
 
     server = FakeServer()
-    filled(server, list(range(24)), **with_image("cat", 9))
-    side = scheduler(server)
+    stand_ins.filled(server, list(range(24)), **with_image("cat", 9))
+    side = stand_ins.scheduler(server)
     found = [
         side.matched_tokens(FakeRequest(str(index), list(range(24)), **fields), 0)[0]
         for index, fields in enumerate([with_image("cat", 9), with_image("dog", 9), with_image("cat", 10), {}])
@@ -150,41 +139,47 @@ def test_nothing_is_found_after_a_reset() -> None:
     for op in computed(side, request, 16).stores:
         server.stored(op)
     assert side.matched_tokens(FakeRequest("b", list(range(16))), 0) == (16, True)
-    assert scheduler(server).matched_tokens(FakeRequest("c", list(range(16))), 0) == (16, True)
+    assert stand_ins.scheduler(server).matched_tokens(FakeRequest("c", list(range(16))), 0) == (16, True)
 
 
 def test_before_the_workers_have_spoken_requests_wait_a_moment() -> None:
-    clock = Clock()
+    clock = stand_ins.Clock()
     server, accepted, request = scene(16, held=16)
-    side = SchedulerSide(server, WINDOWED[:1], accepted._options, workers=2, clock=clock)
+    side = SchedulerSide(server, stand_ins.WINDOWED[:1], accepted._options, workers=2, clock=clock)
     assert side.matched_tokens(request, 0) == (None, False)
-    side.heard(StepReport(served={0: SERVED}))
+    side.heard(StepReport(served={0: stand_ins.SERVED}))
     assert side.matched_tokens(request, 0) == (None, False)
-    side.heard(StepReport(served={1: SERVED}))
+    side.heard(StepReport(served={1: stand_ins.SERVED}))
     assert side.matched_tokens(request, 0) == (16, True)
-    late = SchedulerSide(server, WINDOWED[:1], side._options, clock=clock)
+    late = SchedulerSide(server, stand_ins.WINDOWED[:1], side._options, clock=clock)
     assert late.matched_tokens(request, 0) == (None, False)
     clock.now += 10
     assert late.matched_tokens(request, 0) == (0, False)
 
 
 def test_a_producers_first_request_is_stored_even_if_it_takes_one_step() -> None:
-    side = SchedulerSide(FakeServer(), WINDOWED[:1], scheduler(FakeServer())._options, loads=False, clock=Clock())
+    side = SchedulerSide(
+        FakeServer(),
+        stand_ins.WINDOWED[:1],
+        stand_ins.scheduler(FakeServer())._options,
+        loads=False,
+        clock=stand_ins.Clock(),
+    )
     request = FakeRequest("a", list(range(16)))
     assert side.matched_tokens(request, 0) == (None, False)
-    side.heard(StepReport(served={0: SERVED}))
+    side.heard(StepReport(served={0: stand_ins.SERVED}))
     assert side.matched_tokens(request, 0) == (0, False)
     assert computed(side, request, 16).stores
 
 
 def test_without_a_server_requests_are_computed_and_found_once_it_is_there() -> None:
-    clock = Clock()
+    clock = stand_ins.Clock()
     server, accepted, request = scene(16, held=16)
-    side = SchedulerSide(server, WINDOWED[:1], accepted._options, clock=clock)
+    side = SchedulerSide(server, stand_ins.WINDOWED[:1], accepted._options, clock=clock)
     side.heard(StepReport(served={0: None}))
     assert side.matched_tokens(request, 0) == (0, False)
     assert not computed(side, request, 16).stores
-    side.heard(StepReport(served={0: SERVED}))
+    side.heard(StepReport(served={0: stand_ins.SERVED}))
     assert side.matched_tokens(FakeRequest("b", list(range(16))), 0) == (16, True)
     server.reachable = False
     assert side.matched_tokens(FakeRequest("c", list(range(16))), 0) == (None, False), "it may be connecting"
@@ -198,8 +193,8 @@ HINTS = [{"end": 8, "priority": 90, "duration": 600}, {"start": 8, "retain": "do
 def test_what_a_request_says_of_its_future_goes_with_its_lookup_loads_and_stores() -> None:
     server, side, request = scene(24, held=16, asked={"kv_transfer_params": {"kvframework.retain": HINTS}})
     assert side.matched_tokens(request, 0) == (16, True)
-    side.allocated(request, table(24), 16)
-    plan = side.plan_step({}, {"a": table(24)}.get)
+    side.allocated(request, stand_ins.table(24), 16)
+    plan = side.plan_step({}, {"a": stand_ins.table(24)}.get)
     assert [load.retain for load in plan.loads] == [retain_of(HINTS)]
     assert [asked.retain for asked in server.requests] == [retain_of(HINTS)]
     other = FakeRequest("b", list(range(100, 116)), kv_transfer_params={"kvframework.retain": "done"})

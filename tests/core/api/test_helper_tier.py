@@ -19,16 +19,8 @@ from kvframework.api.helper_tier import FROZEN_S, HelperTier
 from kvframework.api.plugin import ByteSize, NoOptions, Options
 from kvframework.api.tier import Outcome, Tier, TierError
 from kvframework.errors import PluginBroken
-from tests.core.api.tiers_in_processes import (
-    Late,
-    Registering,
-    SlowOptions,
-    Wrong,
-    filesystem,
-    refused,
-    slow,
-    unmakeable,
-)
+from tests.core.api import tiers_in_processes as tiers
+from tests.core.api.tiers_in_processes import refused
 from tests.support.processes import has_ended, send
 from tests.support.waiting import wait_until
 
@@ -50,7 +42,7 @@ class Kept:
 
     def start(self) -> HelperTier:
         optional = ("scan", "touch", "usage")
-        return HelperTier(filesystem, self._options, name="filesystem", where="[[l2]] #1", capabilities=optional)
+        return HelperTier(tiers.filesystem, self._options, name="filesystem", where="[[l2]] #1", capabilities=optional)
 
     def empty(self) -> HelperTier:
         try:
@@ -81,7 +73,7 @@ class TestAFilesystemInAHelper(TierConformance):
 
 @pytest.fixture
 def wrong() -> Iterator[HelperTier]:
-    tier = HelperTier(Wrong, NoOptions(), name="wrong", where="[[l2]] #1")
+    tier = HelperTier(tiers.Wrong, NoOptions(), name="wrong", where="[[l2]] #1")
     yield tier
     tier.close()
 
@@ -122,7 +114,7 @@ def test_a_frozen_helper_is_killed_and_started_again(wrong: HelperTier, deed: st
 
 def test_a_helper_that_starts_slowly_is_not_frozen(tmp_path: Path) -> None:
     """Its tier is not made when the deadlines of the first calls have passed, `FROZEN_S` ago and longer."""
-    tier = HelperTier(slow, SlowOptions(str(tmp_path / "go")), name="slow", where="[[l2]] #1")
+    tier = HelperTier(tiers.slow, tiers.SlowOptions(str(tmp_path / "go")), name="slow", where="[[l2]] #1")
     with pytest.raises(TierError, match="there is no helper process yet"):
         tier.contains([key("k")], deadline=time.monotonic() + 0.2)
     first = tier.pid
@@ -138,7 +130,7 @@ def test_a_helper_that_starts_slowly_is_not_frozen(tmp_path: Path) -> None:
 
 
 def test_a_tier_that_is_never_made_ends_its_helper(tmp_path: Path) -> None:
-    tier = HelperTier(slow, SlowOptions(str(tmp_path / "go")), name="slow", where="[[l2]] #1", start_s=2.0)
+    tier = HelperTier(tiers.slow, tiers.SlowOptions(str(tmp_path / "go")), name="slow", where="[[l2]] #1", start_s=2.0)
     with pytest.raises(TierError, match="the helper process was killed: it was not ready within 2 s"):
         tier.contains([key("k")], deadline=soon())
     tier.close()
@@ -163,7 +155,7 @@ def test_a_refusal_and_a_bug_come_back_and_end_nothing(wrong: HelperTier) -> Non
 
 
 def test_a_tier_that_cannot_be_made_is_a_tier_error_at_once() -> None:
-    tier = HelperTier(unmakeable, NoOptions(), name="unmakeable", where="[[l2]] #1")
+    tier = HelperTier(tiers.unmakeable, NoOptions(), name="unmakeable", where="[[l2]] #1")
     for _ in range(3):
         with pytest.raises(TierError, match="the helper process ended with status 1"):
             tier.contains([key("k")], deadline=soon())
@@ -182,7 +174,7 @@ def test_a_store_that_refuses_to_be_opened_says_why_and_the_log_says_it_once(cap
 
 def test_nothing_arrives_after_the_end_of_a_call() -> None:
     """The helper goes on to write, until it is killed and while the next call has buffers, too."""
-    tier = HelperTier(Late, NoOptions(), name="late", where="[[l2]] #1")
+    tier = HelperTier(tiers.Late, NoOptions(), name="late", where="[[l2]] #1")
     tier.contains([key("k")], deadline=soon())
     first, rooms = tier.pid, [bytearray(1 << 20), bytearray(1 << 20)]
     assert first
@@ -195,7 +187,7 @@ def test_nothing_arrives_after_the_end_of_a_call() -> None:
 
 
 def test_a_tier_that_registers_memory_knows_that_of_every_value() -> None:
-    tier = HelperTier(Registering, NoOptions(), name="registering", where="[[l2]] #1")
+    tier = HelperTier(tiers.Registering, NoOptions(), name="registering", where="[[l2]] #1")
     for nbytes in (1, 1 << 20, 3 << 20, 80):  # the memory grows
         value = memoryview(bytes(nbytes))
         assert (
@@ -239,17 +231,17 @@ def test_a_frozen_helper_ends_with_its_server() -> None:
 
 
 def make_here(options: NoOptions, where: str) -> Tier:
-    return Wrong(options, where)
+    return tiers.Wrong(options, where)
 
 
 def test_what_makes_the_tier_is_found_by_its_name() -> None:
     def inner(options: NoOptions, where: str) -> Tier:
-        return Wrong(options, where)
+        return tiers.Wrong(options, where)
 
     class Inner(Options, frozen=True):
         """Options that no other process finds."""
 
-    for make in (inner, lambda options, where: Wrong(options, where), partial(make_here)):
+    for make in (inner, lambda options, where: tiers.Wrong(options, where), partial(make_here)):
         with pytest.raises(PluginBroken, match="cannot be found by its name") as refused:
             HelperTier(make, NoOptions(), name="mine", where="[[l2]] #1")
         assert refused.value.where == "[[l2]] #1"

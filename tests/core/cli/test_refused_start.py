@@ -23,6 +23,7 @@ from kvf_observe.keys import CLIENTS, SERVER
 from kvframework.supervise.child import Ran
 from tests.core.cli.command import environment, run, run_process
 from tests.filesystem.folder import open_tier
+from tests.support.ports import free_port
 from tests.support.processes import ran
 from tests.support.server_process import ServerProcess
 
@@ -59,12 +60,6 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     tmp_path.chmod(0o700)
     with ExitStack() as stack:
         yield Bench(tmp_path, stack)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def missing_key(bench: Bench) -> str:

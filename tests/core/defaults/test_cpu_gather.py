@@ -11,21 +11,8 @@ from kvf_layouts.dynamic_cache import DynamicCacheLayout
 from kvframework.api.transport import Registration
 from kvframework.client.kv_client import checked_transfer
 from kvframework.errors import BadLayout
-from tests.core.defaults.gather_engine import (
-    BLOCK,
-    BLOCKS,
-    CHUNK,
-    DIM,
-    HEADS,
-    HND,
-    IDS,
-    LAYERS,
-    NHD,
-    Engine,
-    both_ways,
-    digest,
-    key,
-)
+from tests.core.defaults import gather_engine
+from tests.core.defaults.gather_engine import Engine, both_ways, digest
 from tests.support.lazy import torch
 
 __all__ = ["both_ways"]
@@ -42,7 +29,7 @@ def imports() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn", "float64"])
-@pytest.mark.parametrize("axes", [NHD, HND], ids=["NHD", "HND"])
+@pytest.mark.parametrize("axes", [gather_engine.NHD, gather_engine.HND], ids=["NHD", "HND"])
 def test_what_is_stored_is_canonical_and_comes_back(axes, dtype):
     engine = Engine(axes, dtype)
     future = engine.store()
@@ -51,10 +38,10 @@ def test_what_is_stored_is_canonical_and_comes_back(axes, dtype):
     assert engine.link.object_bytes(digest(0)) == engine.tokens([5, 2]).numpy().tobytes()
     assert engine.link.object_bytes(digest(1)) == engine.tokens([7, 8]).numpy().tobytes()
 
-    other = Engine(NHD, dtype, seed=2, link=engine.link)
+    other = Engine(gather_engine.NHD, dtype, seed=2, link=engine.link)
     untouched = other.tokens([0, 1, 2, 5, 6, 7, 8, 9]).clone()
     assert other.load([[3, 4, 11, 10]]).result().ok
-    assert torch.equal(other.tokens([3, 4, 11, 10]), engine.tokens(IDS[0]))
+    assert torch.equal(other.tokens([3, 4, 11, 10]), engine.tokens(gather_engine.IDS[0]))
     assert torch.equal(other.tokens([0, 1, 2, 5, 6, 7, 8, 9]), untouched)
     assert engine.link.open_leases == 0
 
@@ -71,17 +58,27 @@ def test_bytes_of_the_arena_outside_the_ranges_are_not_touched():
 def test_a_dynamic_cache_and_paged_memory_share_objects():
     engine = Engine()
     engine.store()
-    pair = {f"l{i}": (torch.zeros(1, HEADS, 19, DIM), torch.zeros(1, HEADS, 19, DIM)) for i in range(LAYERS)}
+    pair = {
+        f"l{i}": (
+            torch.zeros(1, gather_engine.HEADS, 19, gather_engine.DIM),
+            torch.zeros(1, gather_engine.HEADS, 19, gather_engine.DIM),
+        )
+        for i in range(gather_engine.LAYERS)
+    }
     layout = DynamicCacheLayout()
-    declared = layout.describe(pair, block_size=BLOCK)
-    assert layout.object_desc(declared, CHUNK) == engine.desc
+    declared = layout.describe(pair, block_size=gather_engine.BLOCK)
+    assert layout.object_desc(declared, gather_engine.CHUNK) == engine.desc
     transport = CpuGather(engine.link)
     registration = Registration(2, 0, bytes(16), declared, engine.desc)
     transport.on_registered(registration, layout)
-    transfer = checked_transfer(registration, key(), pair, [range(4)], None, storing=False)
+    transfer = checked_transfer(registration, gather_engine.key(), pair, [range(4)], None, storing=False)
     assert transport.load(transfer, 0).result().ok
-    want = engine.tokens(IDS[0]).view(torch.float32).view(2, LAYERS, 16, HEADS, DIM)
-    for layer in range(LAYERS):
+    want = (
+        engine.tokens(gather_engine.IDS[0])
+        .view(torch.float32)
+        .view(2, gather_engine.LAYERS, 16, gather_engine.HEADS, gather_engine.DIM)
+    )
+    for layer in range(gather_engine.LAYERS):
         for plane in (0, 1):
             assert torch.equal(pair[f"l{layer}"][plane][0, :, :16], want[plane, layer].transpose(0, 1))
             assert not pair[f"l{layer}"][plane][0, :, 16:].any()
@@ -93,12 +90,12 @@ def test_the_way_of_tensors_that_are_not_in_host_memory(monkeypatch):
     monkeypatch.setattr(torch_copies, "HOST", frozenset())
     monkeypatch.setattr(engine_memory, "wait_for_devices", waits.append)
     monkeypatch.setattr(engine_memory, "mark_device", lambda _views: None)
-    engine = Engine(HND)
+    engine = Engine(gather_engine.HND)
     assert engine.store().result()
     assert engine.link.object_bytes(digest(0)) == engine.tokens([5, 2]).numpy().tobytes()
-    other = Engine(NHD, seed=2, link=engine.link)
+    other = Engine(gather_engine.NHD, seed=2, link=engine.link)
     assert other.load([[3, 9, 11, 10]], skip=5).result()
-    assert torch.equal(other.tokens([3, 9, 11, 10])[:, :, 5:], engine.tokens(IDS[0])[:, :, 5:])
+    assert torch.equal(other.tokens([3, 9, 11, 10])[:, :, 5:], engine.tokens(gather_engine.IDS[0])[:, :, 5:])
     assert len(waits) == 1
 
 
@@ -142,7 +139,7 @@ def test_memory_that_has_changed_is_seen_anew(change):
     ids = [3, 9, 11, 10]
     assert other.load([ids]).result()
     views = other.layout.block_views(other.registration.layout, other.kv)[0]
-    stored = engine.tokens(IDS[0]).view(torch.float32)
+    stored = engine.tokens(gather_engine.IDS[0]).view(torch.float32)
     for plane in (0, 1):
         for layer, view in enumerate(views[plane]):
             assert torch.equal(view[ids].flatten(0, 1), stored[plane, layer])
@@ -176,15 +173,15 @@ def test_a_storage_that_was_cut_is_refused_as_if_nothing_were_remembered():
 
 
 def test_tensors_of_every_autograd_mode():
-    shape = (2, BLOCKS, BLOCK, HEADS, DIM)
+    shape = (2, gather_engine.BLOCKS, gather_engine.BLOCK, gather_engine.HEADS, gather_engine.DIM)
     with torch.inference_mode():
-        inference = {f"l{i}": torch.randn(shape) for i in range(LAYERS)}
-    leaves = {f"l{i}": torch.randn(shape, requires_grad=True) for i in range(LAYERS)}
+        inference = {f"l{i}": torch.randn(shape) for i in range(gather_engine.LAYERS)}
+    leaves = {f"l{i}": torch.randn(shape, requires_grad=True) for i in range(gather_engine.LAYERS)}
     engine = Engine(kv=leaves)
     assert engine.store().result()
     other = Engine(kv=inference, link=engine.link)
     assert other.load().result()
-    assert torch.equal(other.tokens(IDS[0]), engine.tokens(IDS[0]))
+    assert torch.equal(other.tokens(gather_engine.IDS[0]), engine.tokens(gather_engine.IDS[0]))
     with torch.inference_mode():
         assert other.load([[1, 3, 5, 7]]).result()
     with torch.no_grad():

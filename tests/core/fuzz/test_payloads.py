@@ -13,17 +13,9 @@ from hypothesis import strategies as st
 from kvframework.api.plugin import Message
 from kvframework.errors import InvalidPayload, KVFrameworkError, ProtocolError
 from kvframework.messaging.server.sessions import Introduction
+from kvframework.wire import frames as wire_frames
 from kvframework.wire import messages as m
-from kvframework.wire.frames import (
-    MAX_ERROR_TEXT,
-    MAX_PAYLOAD_BYTES,
-    ErrorPayload,
-    decode,
-    error_from,
-    error_payload,
-    join,
-    split,
-)
+from kvframework.wire.frames import ErrorPayload, decode, join, split
 from kvframework.wire.messages import RetrievePlan, StorePlan
 from kvframework.wire.protocol import REQUESTS, negotiate
 from kvframework.wire.transfer_blocks import pack_indices, unpack_indices
@@ -106,10 +98,10 @@ def test_an_error_frame_is_an_error(payload: ErrorPayload | bytes, code: str) ->
         assert isinstance(read, ErrorPayload)
         payload = read
     for each in (payload, msgspec.structs.replace(payload, code=code)):
-        error = error_from(each)
+        error = wire_frames.error_from(each)
         assert isinstance(error, KVFrameworkError)
-        assert len(str(error)) < 6 * MAX_ERROR_TEXT
-        assert error_from(error_payload(error)).code == error.code
+        assert len(str(error)) < 6 * wire_frames.MAX_ERROR_TEXT
+        assert wire_frames.error_from(wire_frames.error_payload(error)).code == error.code
 
 
 @fuzzed
@@ -138,7 +130,7 @@ def _largest(struct: type[Message], change: dict[str, Any]) -> bytes:
 
 
 _GROUP = {"num_layers": 1, "block_size": 1, "heads": 1, "head_dim": 1, "dtype": ""}
-_MANY = MAX_PAYLOAD_BYTES - 4096
+_MANY = wire_frames.MAX_PAYLOAD_BYTES - 4096
 
 
 def _groups(**fields: Any) -> dict[str, Any]:

@@ -10,17 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvframework.api.tier import Outcome, PackedKey, Tier
+from kvframework.storage import namespaces
 from kvframework.storage.l2.sealed_tier import CodecTable, L2Store
-from kvframework.storage.namespaces import (
-    HEADER_BYTES,
-    RECORD_BYTES,
-    Damaged,
-    NamespaceRecord,
-    decode_record,
-    layout_fingerprint,
-    seal,
-    unseal,
-)
+from kvframework.storage.namespaces import HEADER_BYTES, NamespaceRecord, seal
 from tests.core.fuzz.bounds import bounded, check_words
 from tests.core.fuzz.effort import fuzzed
 from tests.core.fuzz.mutation import mutated
@@ -57,8 +49,8 @@ def test_a_value_is_opened_or_damaged(value: tuple[bytes, bytes], layout: bytes)
     with bounded(OBJECT_BYTES):
         try:
             received = len(header) + min(len(packed), OBJECT_BYTES)
-            codec, found = unseal(header, KEY, place, received=received, layout=layout)
-        except Damaged as error:
+            codec, found = namespaces.unseal(header, KEY, place, received=received, layout=layout)
+        except namespaces.Damaged as error:
             check_words(error, 200)
             return
     assert len(codec) <= 16
@@ -142,12 +134,12 @@ def test_a_packed_value_is_what_was_packed_or_a_miss(content: bytes, data: st.Da
 )
 def test_a_record_is_plausible_or_a_miss(packed: bytes, off: int, padded: bool) -> None:
     value = min(max(len(packed) + off, 0), (1 << 32) - 1).to_bytes(4, "little") + packed
-    value = value.ljust(RECORD_BYTES, b"\0")[:RECORD_BYTES] if padded else value
+    value = value.ljust(namespaces.RECORD_BYTES, b"\0")[: namespaces.RECORD_BYTES] if padded else value
     with bounded(len(value)):
-        record = decode_record(value)
+        record = namespaces.decode_record(value)
     if record is None:
         return
     assert record.world_size >= 1
     assert record.desc.chunk_tokens >= 1
     assert all(group.window >= 0 and 1 <= group.nbytes <= 1 << 30 for group in record.desc.groups)
-    assert len(layout_fingerprint(record.desc)) == 16
+    assert len(namespaces.layout_fingerprint(record.desc)) == 16

@@ -16,24 +16,7 @@ from hypothesis import strategies as st
 from kvframework.storage.l1 import journal as journal_module
 from kvframework.storage.l1.allocator import ALIGNMENT, rounded
 from kvframework.storage.l1.eviction import Tenant
-from kvframework.storage.l1.journal import (
-    HEADS_AT,
-    IDENTITY_AT,
-    RECORDS_AT,
-    SCHEMA,
-    SLOT_BYTES,
-    SLOTS_AT,
-    START_BYTES,
-    STARTS_AT,
-    Cold,
-    FoundSlots,
-    Identity,
-    Journal,
-    read,
-    read_identity,
-    read_slots,
-    read_start,
-)
+from kvframework.storage.l1.journal import Cold, FoundSlots, Identity, Journal
 from kvframework.storage.l1.leases import INTERNAL_OWNER
 from kvframework.storage.namespaces import RECORD_BYTES
 from tests.core.storage.memory import ClockedTable, OrderedLru, packed_key
@@ -76,7 +59,7 @@ def objects_of(found: FoundSlots) -> dict[bytes, tuple[int, int]]:
 
 
 def slots_of(journal: Journal) -> FoundSlots:
-    return read_slots(journal.memory[SLOTS_AT:], CAPACITY)
+    return journal_module.read_slots(journal.memory[journal_module.SLOTS_AT :], CAPACITY)
 
 
 def objects_in(table: ClockedTable) -> dict[bytes, tuple[int, int]]:
@@ -85,7 +68,7 @@ def objects_in(table: ClockedTable) -> dict[bytes, tuple[int, int]]:
 
 def next_table(journal: Journal) -> ClockedTable:
     table = ClockedTable(OrderedLru(), journal=journal)
-    found = read(journal.memory, CAPACITY)
+    found = journal_module.read(journal.memory, CAPACITY)
     journal.holds(found)
     table.now = 9.0
     table.adopt(found, [])
@@ -142,7 +125,7 @@ def test_what_is_read_is_what_was_written(places: list[tuple[int, int, float, bo
             (each.used, each.slot, each.key, each.offset, each.length, each.checksum) for each in found.objects
         ] == [(used, *rest) for used, _, *rest in sorted(written)]
         assert found.reservations == sorted(reserved)
-        slots = journal.memory[SLOTS_AT:].nbytes // SLOT_BYTES
+        slots = journal.memory[journal_module.SLOTS_AT :].nbytes // journal_module.SLOT_BYTES
         taken = {each.slot for each in (*found.objects, *found.reservations)}
         assert found.free == sorted(set(range(slots)) - taken, reverse=True)
         gaps = {offset // ALIGNMENT + at for offset, length in found.gaps for at in range(length // ALIGNMENT)}
@@ -155,7 +138,7 @@ def test_a_damaged_slot_is_named(journal: Journal) -> None:
     slots = journal.reserve([(key, 0, 1) for key in KEYS[:8]], owner=INTERNAL_OWNER, tenant=0)
     journal.release([slots[4]])
     for at, named in ((8, "slot 5 of the journal"), (0, "slot 5 of the journal")):
-        place = SLOTS_AT + 5 * SLOT_BYTES + at
+        place = journal_module.SLOTS_AT + 5 * journal_module.SLOT_BYTES + at
         journal.memory[place] ^= 1
         with pytest.raises(Cold, match=named):
             slots_of(journal)
@@ -182,7 +165,7 @@ def test_tenants_are_known_by_name(journal: Journal) -> None:
     journal.begin(["second", "third"])
     (slot,) = journal.reserve([(KEYS[1], ALIGNMENT, ALIGNMENT)], owner=1, tenant=1)
     journal.commit([slot], 1.0)
-    found = read(journal.memory, CAPACITY)
+    found = journal_module.read(journal.memory, CAPACITY)
     assert [found.start.tenants[each.tenant - 1] for each in found.slots.objects] == ["second", "second"]
 
 
@@ -192,7 +175,10 @@ def test_records_of_namespaces(journal: Journal) -> None:
         journal.record(namespace, namespace * (RECORD_BYTES // 16), learned=namespace == third)
     journal.record(first, bytes(RECORD_BYTES), learned=False)
     journal.forget(second)
-    found = {namespace: (value, learned) for namespace, _, value, learned in read(journal.memory, CAPACITY).namespaces}
+    found = {
+        namespace: (value, learned)
+        for namespace, _, value, learned in journal_module.read(journal.memory, CAPACITY).namespaces
+    }
     assert found == {first: (bytes(RECORD_BYTES), False), third: (third * (RECORD_BYTES // 16), True)}
 
 
@@ -223,7 +209,7 @@ def test_a_journal_without_memory_ends_and_the_server_goes_on(
     assert len(table) == 5
     assert "the next server begins cold" in caplog.text
     with pytest.raises(Cold, match="no_journal"):
-        read_identity(journal.memory)
+        journal_module.read_identity(journal.memory)
 
 
 class Moments:
@@ -240,14 +226,14 @@ class Moments:
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(None)
-        self.seen.append(bytes(self.journal.memory[SLOTS_AT:]))
+        self.seen.append(bytes(self.journal.memory[journal_module.SLOTS_AT :]))
 
     def _call(self, frame: FrameType, _event: str, _arg: object) -> Any:
         return self._line if frame.f_code.co_filename == journal_module.__file__ else None
 
     def _line(self, _frame: FrameType, event: str, _arg: object) -> Any:
         if event == "line":
-            self.seen.append(bytes(self.journal.memory[SLOTS_AT:]))
+            self.seen.append(bytes(self.journal.memory[journal_module.SLOTS_AT :]))
         return self._line
 
 
@@ -311,7 +297,9 @@ def test_the_next_server_finds_the_table_as_it_was(steps: list[tuple[str, Any]])
         assert taken(after) == sum(rounded(length) for _, length in objects_in(after).values())
         after.drop(list(objects_in(after)))
         assert after.allocator.free_bytes == CAPACITY
-        assert journal.memory[SLOTS_AT:].nbytes // SLOT_BYTES == len(slots_of(journal).free)
+        assert journal.memory[journal_module.SLOTS_AT :].nbytes // journal_module.SLOT_BYTES == len(
+            slots_of(journal).free
+        )
     finally:
         journal.close()
 
@@ -331,7 +319,7 @@ def test_a_server_that_is_killed_at_any_instruction_leaves_a_whole_journal(
                 act(table, leases, what, with_)
             after = objects_in(table)
             for earlier, later in zip(moments.seen, moments.seen[1:], strict=False):
-                found = read_slots(memoryview(torn(earlier, later, chance)), CAPACITY)
+                found = journal_module.read_slots(memoryview(torn(earlier, later, chance)), CAPACITY)
                 # Each object is whole: it was there before, or is there afterwards.
                 assert objects_of(found).items() <= before.items() | after.items()
                 assert objects_of(found).items() >= before.items() & after.items()
@@ -360,20 +348,23 @@ def used(journal: Journal) -> Journal:
 
 
 def open_whole(memory: memoryview) -> FoundSlots:
-    if read_identity(memory) != IDENTITY:
+    if journal_module.read_identity(memory) != IDENTITY:
         raise Cold("other_configuration")
-    read_start(memory)
-    return read_slots(memory[SLOTS_AT:], CAPACITY)
+    journal_module.read_start(memory)
+    return journal_module.read_slots(memory[journal_module.SLOTS_AT :], CAPACITY)
 
 
 def test_any_bit_that_flips_is_a_cold_start_or_changes_nothing(used: Journal) -> None:
     whole = open_whole(used.memory)
-    slots = used.memory[SLOTS_AT:].nbytes // SLOT_BYTES
+    slots = used.memory[journal_module.SLOTS_AT :].nbytes // journal_module.SLOT_BYTES
     places = [
-        *range(IDENTITY_AT + 64),
-        *range(STARTS_AT, STARTS_AT + 40),
-        *range(STARTS_AT + START_BYTES, STARTS_AT + START_BYTES + 40),
-        *range(SLOTS_AT, SLOTS_AT + slots * SLOT_BYTES),
+        *range(journal_module.IDENTITY_AT + 64),
+        *range(journal_module.STARTS_AT, journal_module.STARTS_AT + 40),
+        *range(
+            journal_module.STARTS_AT + journal_module.START_BYTES,
+            journal_module.STARTS_AT + journal_module.START_BYTES + 40,
+        ),
+        *range(journal_module.SLOTS_AT, journal_module.SLOTS_AT + slots * journal_module.SLOT_BYTES),
     ]
     outcomes = set()
     for at in places:
@@ -392,17 +383,29 @@ def test_any_bit_that_flips_is_a_cold_start_or_changes_nothing(used: Journal) ->
     assert outcomes == {"the same", "cold"}
 
 
-@pytest.mark.parametrize("size", [0, 1, 4095, HEADS_AT, SLOTS_AT - 1, SLOTS_AT + 1, SLOTS_AT + SLOT_BYTES + 5])
+@pytest.mark.parametrize(
+    "size",
+    [
+        0,
+        1,
+        4095,
+        journal_module.HEADS_AT,
+        journal_module.SLOTS_AT - 1,
+        journal_module.SLOTS_AT + 1,
+        journal_module.SLOTS_AT + journal_module.SLOT_BYTES + 5,
+    ],
+)
 def test_a_journal_cut_off(used: Journal, size: int) -> None:
     with pytest.raises(Cold, match="damaged"):
         open_whole(used.memory[:size])
 
 
 def test_a_newer_release(used: Journal) -> None:
-    used.memory[8:12] = (SCHEMA + 1).to_bytes(4, "little")
-    with pytest.raises(Cold, match=f"other_release: a journal of schema {SCHEMA + 1}, this release reads {SCHEMA}"):
+    schema = journal_module.SCHEMA
+    used.memory[8:12] = (schema + 1).to_bytes(4, "little")
+    with pytest.raises(Cold, match=f"other_release: a journal of schema {schema + 1}, this release reads {schema}"):
         # Its size is that of its own release.
-        open_whole(used.memory[: SLOTS_AT - 8])
+        open_whole(used.memory[: journal_module.SLOTS_AT - 8])
 
 
 def test_ranges_that_overlap(journal: Journal) -> None:
@@ -419,11 +422,16 @@ def test_a_range_beyond_the_arena(journal: Journal) -> None:
 
 
 def test_a_damaged_record_of_a_namespace_is_left_out(used: Journal) -> None:
-    for at in (HEADS_AT, HEADS_AT + 16, HEADS_AT + 24, RECORDS_AT + 5):
+    for at in (
+        journal_module.HEADS_AT,
+        journal_module.HEADS_AT + 16,
+        journal_module.HEADS_AT + 24,
+        journal_module.RECORDS_AT + 5,
+    ):
         used.memory[at] ^= 1
-        assert not read(used.memory, CAPACITY).namespaces
+        assert not journal_module.read(used.memory, CAPACITY).namespaces
         used.memory[at] ^= 1
-    assert len(read(used.memory, CAPACITY).namespaces) == 1
+    assert len(journal_module.read(used.memory, CAPACITY).namespaces) == 1
 
 
 def test_tenants_get_their_objects_back_in_another_order(journal: Journal) -> None:
@@ -448,7 +456,7 @@ def test_tenants_get_their_objects_back_in_another_order(journal: Journal) -> No
         before.commit(lease.id, owner=1)
     assert before.tenants.used == [ALIGNMENT, 2 * ALIGNMENT, 3 * ALIGNMENT]
     after = table(["two", "one"])
-    found = read(journal.memory, CAPACITY)
+    found = journal_module.read(journal.memory, CAPACITY)
     after.now = 9.0
     after.adopt(found, [["", "two", "one"].index(name) for name in found.start.tenants])
     assert after.tenants.used == [ALIGNMENT, 3 * ALIGNMENT, 2 * ALIGNMENT]

@@ -11,16 +11,8 @@ from kvframework.api.keys import ObjectKey
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.api.plugin import DTYPE_BYTES
 from kvframework.errors import NamespaceMismatch, RequestError
-from kvframework.storage.namespaces import (
-    MAX_NAMESPACES,
-    MAX_ORDERS,
-    RECORD_BYTES,
-    NamespaceRecord,
-    NamespaceRecords,
-    RankOrder,
-    decode_record,
-    record_key,
-)
+from kvframework.storage import namespaces
+from kvframework.storage.namespaces import RECORD_BYTES, NamespaceRecord, decode_record
 
 NAMESPACE = b"n" * 16
 ORDER, OTHER = bytes(range(16)), bytes(range(1, 17))
@@ -33,9 +25,9 @@ groups = st.builds(
     # 256, 65536 and their like end in zero bytes.
     window=st.sampled_from([0, 1, 256, 4096, 65536, 1 << 24, 1 << 32]),
 )
-orders = st.dictionaries(st.integers(0, 63), st.binary(min_size=16, max_size=16).filter(any), max_size=MAX_ORDERS).map(
-    lambda orders: tuple(RankOrder(rank, order) for rank, order in sorted(orders.items()))
-)
+orders = st.dictionaries(
+    st.integers(0, 63), st.binary(min_size=16, max_size=16).filter(any), max_size=namespaces.MAX_ORDERS
+).map(lambda orders: tuple(namespaces.RankOrder(rank, order) for rank, order in sorted(orders.items())))
 records = st.builds(
     NamespaceRecord,
     model_name=st.text(max_size=40),
@@ -52,12 +44,12 @@ def record(model: str = "llama", window: int = 0, shape: tuple[int, ...] = (2, 1
 
 
 def encoded(value: NamespaceRecord) -> bytes:
-    known = NamespaceRecords()
+    known = namespaces.NamespaceRecords()
     known.add(NAMESPACE, value)
     found = known.encoded(NAMESPACE)
     assert found is not None
     key, view = found
-    assert key == record_key(NAMESPACE)
+    assert key == namespaces.record_key(NAMESPACE)
     return bytes(view)
 
 
@@ -91,10 +83,10 @@ def test_random_bytes_are_no_record(value: bytes) -> None:
         NamespaceRecord("m", 1, MemoryLayoutDesc(16, (GroupDesc((1 << 40,), "int8"),))),
         NamespaceRecord("m", 1, MemoryLayoutDesc(16, (GroupDesc((1,), "complex7"),))),
         NamespaceRecord("m", 1, MemoryLayoutDesc(16, (GroupDesc((1,), "int8", window=-1),))),
-        NamespaceRecord("m", 1, DESC, orders=(RankOrder(1, ORDER),)),
-        NamespaceRecord("m", 1, DESC, orders=(RankOrder(-1, ORDER),)),
-        NamespaceRecord("m", 1, DESC, orders=(RankOrder(0, ORDER), RankOrder(0, ORDER))),
-        NamespaceRecord("m", 1, DESC, orders=(RankOrder(0, ORDER + b"+"),)),
+        NamespaceRecord("m", 1, DESC, orders=(namespaces.RankOrder(1, ORDER),)),
+        NamespaceRecord("m", 1, DESC, orders=(namespaces.RankOrder(-1, ORDER),)),
+        NamespaceRecord("m", 1, DESC, orders=(namespaces.RankOrder(0, ORDER), namespaces.RankOrder(0, ORDER))),
+        NamespaceRecord("m", 1, DESC, orders=(namespaces.RankOrder(0, ORDER + b"+"),)),
     ],
 )
 def test_a_record_of_objects_that_cannot_be_is_a_miss(value: NamespaceRecord) -> None:
@@ -104,12 +96,12 @@ def test_a_record_of_objects_that_cannot_be_is_a_miss(value: NamespaceRecord) ->
 
 @given(st.binary(min_size=16, max_size=16), st.integers(0, 1023), st.binary(min_size=32, max_size=32))
 def test_no_object_has_a_records_key(namespace: bytes, rank: int, digest: bytes) -> None:
-    assert record_key(namespace) != ObjectKey(namespace, bytes(16), rank, 0, digest).pack()
-    assert record_key(namespace)[:16] == namespace
+    assert namespaces.record_key(namespace) != ObjectKey(namespace, bytes(16), rank, 0, digest).pack()
+    assert namespaces.record_key(namespace)[:16] == namespace
 
 
 def test_the_same_meaning_again_is_fine_another_is_refused() -> None:
-    known = NamespaceRecords()
+    known = namespaces.NamespaceRecords()
     known.add(NAMESPACE, record())
     known.add(NAMESPACE, record())
     for other in (record("mistral"), record(window=256), record(shape=(2, 1, 16, 4))):
@@ -120,7 +112,7 @@ def test_the_same_meaning_again_is_fine_another_is_refused() -> None:
 
 
 def test_a_record_too_long_is_refused_and_leaves_nothing() -> None:
-    known = NamespaceRecords()
+    known = namespaces.NamespaceRecords()
     with pytest.raises(RequestError):
         known.add(NAMESPACE, record("m" * RECORD_BYTES))
     assert known.get(NAMESPACE) is None
@@ -128,14 +120,14 @@ def test_a_record_too_long_is_refused_and_leaves_nothing() -> None:
 
 
 def test_the_namespace_registered_longest_ago_is_forgotten_first() -> None:
-    records = NamespaceRecords()
+    records = namespaces.NamespaceRecords()
     record = NamespaceRecord("m", 1, MemoryLayoutDesc(16, (GroupDesc((2, 1, 16, 8), "float32"),)))
-    names = [index.to_bytes(16, "little") for index in range(MAX_NAMESPACES + 1)]
+    names = [index.to_bytes(16, "little") for index in range(namespaces.MAX_NAMESPACES + 1)]
     for name in names[:-1]:
         records.add(name, record)
     records.add(names[0], record)
     records.add(names[-1], record)
-    assert len(records) == MAX_NAMESPACES
+    assert len(records) == namespaces.MAX_NAMESPACES
     assert records.get(names[0]) == record
     assert records.get(names[1]) is None
     records.retain(names[2])
@@ -149,7 +141,7 @@ def test_the_namespace_registered_longest_ago_is_forgotten_first() -> None:
 
 
 def test_what_came_from_l2_gives_way_to_what_an_engine_registers() -> None:
-    known = NamespaceRecords()
+    known = namespaces.NamespaceRecords()
     known.add(NAMESPACE, record("forged"), learned=True)
     known.add(NAMESPACE, record("forged again"), learned=True)
     assert known.get(NAMESPACE) == record("forged")
@@ -162,7 +154,7 @@ def test_what_came_from_l2_gives_way_to_what_an_engine_registers() -> None:
 
 
 def test_orders_of_layers_are_of_ranks_and_travel_with_the_record() -> None:
-    known, other = NamespaceRecords(), NamespaceRecords()
+    known, other = namespaces.NamespaceRecords(), namespaces.NamespaceRecords()
     known.add(NAMESPACE, NamespaceRecord("m", 3, DESC))
     known.order(NAMESPACE, 0, b"")
     known.order(NAMESPACE, 1, ORDER)
@@ -181,16 +173,16 @@ def test_orders_of_layers_are_of_ranks_and_travel_with_the_record() -> None:
 
 
 def test_what_came_from_l2_with_another_meaning_leaves_no_order() -> None:
-    known = NamespaceRecords()
-    known.add(NAMESPACE, NamespaceRecord("forged", 1, DESC, orders=(RankOrder(0, ORDER),)), learned=True)
+    known = namespaces.NamespaceRecords()
+    known.add(NAMESPACE, NamespaceRecord("forged", 1, DESC, orders=(namespaces.RankOrder(0, ORDER),)), learned=True)
     known.add(NAMESPACE, NamespaceRecord("m", 1, DESC))
     assert known.orders(NAMESPACE) == {}
 
 
 def test_more_orders_than_a_record_holds_are_left_out() -> None:
-    known = NamespaceRecords()
-    for name, kept in (("m", MAX_ORDERS), ("m" * (RECORD_BYTES - 500), 0)):
-        known = NamespaceRecords()
+    known = namespaces.NamespaceRecords()
+    for name, kept in (("m", namespaces.MAX_ORDERS), ("m" * (RECORD_BYTES - 500), 0)):
+        known = namespaces.NamespaceRecords()
         known.add(NAMESPACE, NamespaceRecord(name, 4096, DESC))
         for rank in range(1000):
             known.order(NAMESPACE, rank, ORDER)

@@ -14,15 +14,9 @@ from kvframework.api.memory import Memory
 from kvframework.config.tenants import MAX_TENANTS
 from kvframework.errors import ArenaError
 from kvframework.storage import recovery as kept_module
+from kvframework.storage.l1 import journal as journals
 from kvframework.storage.l1.allocator import ALIGNMENT
-from kvframework.storage.l1.journal import (
-    SLOTS_AT,
-    Identity,
-    description_for,
-    lock_for_server,
-    may_write,
-    own_description,
-)
+from kvframework.storage.l1.journal import Identity
 from kvframework.storage.recovery import ARENA, JOURNAL, Recovery, free_recoverable, recover
 from tests.core.storage.memory import packed_key
 
@@ -145,7 +139,7 @@ def test_one_of_the_two(filled: DictKeeper, missing: str) -> None:
 
 def test_a_damaged_journal(filled: DictKeeper) -> None:
     with mmap.mmap(filled.held[JOURNAL], 0) as journal:
-        journal[SLOTS_AT + 20] ^= 1
+        journal[journals.SLOTS_AT + 20] ^= 1
     assert cold(filled) == "damaged: slot 0 of the journal"
 
 
@@ -244,26 +238,26 @@ def test_what_a_server_still_uses_is_left_to_it(filled: DictKeeper) -> None:
 
 def test_a_client_may_write_as_long_as_it_maps_what_it_got() -> None:
     arena = MemfdArena(CAPACITY)
-    got = description_for(arena.fd, 7)
-    assert (may_write(arena.fd, 7), may_write(arena.fd, 8)) == (True, False)
+    got = journals.description_for(arena.fd, 7)
+    assert (journals.may_write(arena.fd, 7), journals.may_write(arena.fd, 8)) == (True, False)
     mapped = mmap.mmap(got, CAPACITY)
     os.close(got)
-    assert may_write(arena.fd, 7)
-    again = description_for(arena.fd, 7)
+    assert journals.may_write(arena.fd, 7)
+    again = journals.description_for(arena.fd, 7)
     mapped.close()
-    assert may_write(arena.fd, 7)
+    assert journals.may_write(arena.fd, 7)
     os.close(again)
-    assert not may_write(arena.fd, 7)
+    assert not journals.may_write(arena.fd, 7)
     arena.close()
 
 
 def test_the_lock_of_a_server_lasts_as_long_as_its_copiers_map_the_arena() -> None:
     arena = MemfdArena(CAPACITY)
-    assert lock_for_server(arena.fd)
-    next_one = own_description(arena.fd)
+    assert journals.lock_for_server(arena.fd)
+    next_one = journals.own_description(arena.fd)
     copier = mmap.mmap(arena.fd, CAPACITY)
     arena.close()
-    assert not lock_for_server(next_one)
+    assert not journals.lock_for_server(next_one)
     copier.close()
-    assert lock_for_server(next_one)
+    assert journals.lock_for_server(next_one)
     os.close(next_one)

@@ -94,21 +94,9 @@ def kvf_codecs():
     ]
 """
 OPTIONS_TITLES = (
-    "good",
-    "silent",
-    "dated",
-    "odd",
-    "bounded",
-    "named",
-    "mute",
-    "probe",
-    "future",
-    "no_parameters",
-    "raises",
-    "later",
-    "text",
-    "gone",
-)
+    "good", "silent", "dated", "odd", "bounded", "named", "mute", "probe", "future", "no_parameters", "raises",
+    "later", "text", "gone",
+)  # fmt: skip
 
 TIERS = """
 class Partial(Tier):
