@@ -195,14 +195,6 @@ def test_host_tensors_go_by_the_transport_of_the_host(
         adapter.close()
 
 
-def test_what_the_server_refuses_leaves_no_driver_open(
-    node: SimulatedNode, connected: KVClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(faulty.LendsNothing, "lends", True)
-    with serving(connected, node, "lends_nothing"), pytest.raises(DeviceError, match="it is not shared"):
-        worker(connected, node, "lends_nothing").register_kv_caches(on_devices(node, 0), block_size=16)
-
-
 def test_a_transport_whose_copier_cannot_open_the_memory_is_left_out_too(
     node: SimulatedNode, connected: KVClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -71,10 +71,6 @@ def registry() -> PluginRegistry:
     return made
 
 
-def test_the_embedded_default_passes(registry: PluginRegistry) -> None:
-    complete_config(load_config(environ={}), registry)
-
-
 def test_the_options_of_a_table_come_back_validated(registry: PluginRegistry) -> None:
     provider, options = resolve_table(registry, load_config(environ={}).l1.memory, MemoryProvider)
     assert provider.name == "pinned"

@@ -60,14 +60,6 @@ def test_threads_that_load_one_plugin_at_once_all_get_it(site: Path, monkeypatch
     assert found == ["squeeze", "squeeze"]
 
 
-def test_first_party_plugins_are_offered_like_anybodys() -> None:
-    registry = PluginRegistry()
-    assert {"filesystem", "redis"} <= set(registry.names("tier"))
-    assert registry.names("memory") == ["pinned"]
-    assert registry.resolve("eviction", "lru").kind == "eviction"
-    assert registry.resolve("hasher", "sha256").kind == "hasher"
-
-
 def test_an_absent_plugin_says_what_is_there_and_what_was_probably_meant() -> None:
     registry = PluginRegistry()
     with pytest.raises(errors.PluginNotFound) as caught:
