@@ -330,7 +330,7 @@ class ServerSession:
         before, now = _naming(self._reply or reply), _naming(reply)
         if now != before:
             raise VersionMismatch(
-                f"the new server has {', '.join(each for each in now if each not in before)}",
+                f"the restarted server has {', '.join(each for each in now if each not in before)}",
                 available=f"{', '.join(each for each in before if each not in now)} as before",
                 hint="restart the engine, or the server with its former configuration",
             )
