@@ -88,9 +88,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(
-    collector: pytest.Collector,
-) -> Generator[None, object, object]:
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, object, object]:
     before = "torch" in sys.modules
     try:
         return (yield)

@@ -120,16 +120,9 @@ PARTS: dict[str, tuple[str, ...]] = {
         "examples/test_routing.py",
     ),
     # The S3 tier on real servers, from their wheels.
-    "s3": (
-        "s3/test_faults.py",
-        "s3/test_servers.py",
-    ),
+    "s3": ("s3/test_faults.py", "s3/test_servers.py"),
     # Engines that the other parts do without: their examples and models.
-    "engines": (
-        "examples/test_engine_examples.py",
-        "transformers/test_processes.py",
-        "transformers/test_soak.py",
-    ),
+    "engines": ("examples/test_engine_examples.py", "transformers/test_processes.py", "transformers/test_soak.py"),
     # A trained model, from its package.
     "trained": ("demo/trained",),
     # A real Mooncake Store, whose wheel needs libraries of the system.

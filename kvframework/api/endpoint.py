@@ -86,8 +86,7 @@ class ObserveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     the table there is none. `listen` is HOST:PORT; port 0 is any free one, which the log names."""
 
     listen: Annotated[
-        str,
-        msgspec.Meta(min_length=1, description="`HOST:PORT` of metrics, health and the page; port 0: any free one"),
+        str, msgspec.Meta(min_length=1, description="`HOST:PORT` of metrics, health and the page; port 0: any free one")
     ] = "127.0.0.1:9309"
     tls_cert: Annotated[str, msgspec.Meta(description="file of the certificate chain; empty: plain HTTP")] = ""
     tls_key: Annotated[str, msgspec.Meta(description="file of its key")] = ""

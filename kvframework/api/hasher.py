@@ -21,12 +21,7 @@ class KeyHasher(ABC):
 
     @abstractmethod
     def chunk_digests(
-        self,
-        tokens: Buffer,
-        chunk_tokens: int,
-        *,
-        parent: bytes = b"",
-        extras: Mapping[int, bytes] | None = None,
+        self, tokens: Buffer, chunk_tokens: int, *, parent: bytes = b"", extras: Mapping[int, bytes] | None = None
     ) -> bytes:
         """Return packed 32-byte digests of all whole chunks of `tokens` (packed little-endian u32); the rest is
         ignored. `parent` is the digest of the chunk before the first (b"" at the start of a request). `extras` maps a

@@ -440,11 +440,7 @@ class HelperTier(Tier):
             return [self._move(name, [key], [each], deadline)[0] for key, each in each_alone]
 
     def _call(
-        self,
-        name: str,
-        deadline: float,
-        keys: Sequence[PackedKey] = (),
-        parts: Sequence[Sequence[memoryview]] = (),
+        self, name: str, deadline: float, keys: Sequence[PackedKey] = (), parts: Sequence[Sequence[memoryview]] = ()
     ) -> Answer:
         """Make one call. Raises `TierError`, and `RuntimeError` for what is a bug of the tier."""
         self._check_open()

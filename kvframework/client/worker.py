@@ -323,11 +323,7 @@ class WorkerAdapter(InstanceIdentity):
         return future
 
     def _look_at(
-        self,
-        kind: LostKind,
-        instance: Instance,
-        nbytes: int,
-        future: Future[StoreOutcome] | Future[LoadOutcome],
+        self, kind: LostKind, instance: Instance, nbytes: int, future: Future[StoreOutcome] | Future[LoadOutcome]
     ) -> None:
         """Count a loss, and register again if the server lost this instance's memory."""
         code = _code_of(future)

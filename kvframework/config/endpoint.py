@@ -126,7 +126,5 @@ def _check_shared(path: Path, shared: bool) -> None:
         raise EndpointError(fact, where=str(path), hint=hint)
     if path.exists() and not path.stat().st_mode & 0o011:
         raise EndpointError(
-            "the users of [server] admit_uids may not enter the directory",
-            where=str(path),
-            hint=f"chmod 711 {path}",
+            "the users of [server] admit_uids may not enter the directory", where=str(path), hint=f"chmod 711 {path}"
         )

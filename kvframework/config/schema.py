@@ -80,8 +80,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     ] = 30.0
     retrieve_lease_s: Annotated[Seconds, Meta(description="how long an engine may take to copy what it loads")] = 30.0
     store_share: Annotated[
-        Fraction,
-        Meta(description="share of L1 that one client may have reserved at once while others have instances"),
+        Fraction, Meta(description="share of L1 that one client may have reserved at once while others have instances")
     ] = 0.5
     pin_share: Annotated[
         Fraction,
@@ -140,8 +139,7 @@ class L1Keys(Struct, frozen=True, forbid_unknown_fields=True):
         Fraction, Meta(description="share down to which it evicts then; never above `high_watermark`")
     ] = 0.9
     ghosts: Annotated[
-        int,
-        Meta(ge=0, le=1 << 22, description="objects that left L1 and why, remembered in about 256 bytes each"),
+        int, Meta(ge=0, le=1 << 22, description="objects that left L1 and why, remembered in about 256 bytes each")
     ] = 65536
     keep: Annotated[
         Keep,

@@ -58,8 +58,7 @@ def test_a_restart_keeps_the_keeper(node: Node) -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "code"),
-    [("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", -9), ("1 / 0", 1)],
+    ("program", "code"), [("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", -9), ("1 / 0", 1)]
 )
 def test_the_exit_code_is_that_of_the_engine(node: Node, program: str, code: int) -> None:
     node.engine(program, *SMALL, code=code)
