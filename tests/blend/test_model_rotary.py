@@ -206,14 +206,26 @@ def test_a_deep_model_in_half_precision_is_proven():
     assert rotary_of(made(deep, dtype="bfloat16")).scaling == "llama3"
 
 
-@pytest.mark.parametrize(("family", "wrong"), [
-    ("llama, llama3", {"theta": 500500.0}), ("llama, llama3", {"factor": 8.1}),
-    ("llama, llama3", {"low_freq_factor": 1.1}), ("llama, llama3", {"high_freq_factor": 4.1}),
-    ("llama, llama3", {"original_max_position": 1050}), ("llama, llama3", {"style": "interleaved"}),
-    ("llama, yarn", {"beta_fast": 32.0}), ("llama, yarn", {"beta_slow": 2.0}), ("llama, yarn", {"truncate": False}),
-    ("llama, linear", {"factor": 4.01}), ("gpt_neox, a part", {"rotary_dim": 6}), ("gpt_neox, a part", {"offset": 12}),
-    ("cohere", {"style": "half"}), ("deepseek_v3", {"style": "interleaved"}),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("family", "wrong"),
+    [
+        ("llama, llama3", {"theta": 500500.0}),
+        ("llama, llama3", {"factor": 8.1}),
+        ("llama, llama3", {"low_freq_factor": 1.1}),
+        ("llama, llama3", {"high_freq_factor": 4.1}),
+        ("llama, llama3", {"original_max_position": 1050}),
+        ("llama, llama3", {"style": "interleaved"}),
+        ("llama, yarn", {"beta_fast": 32.0}),
+        ("llama, yarn", {"beta_slow": 2.0}),
+        ("llama, yarn", {"truncate": False}),
+        ("llama, linear", {"factor": 4.01}),
+        ("gpt_neox, a part", {"rotary_dim": 6}),
+        ("gpt_neox, a part", {"offset": 12}),
+        ("cohere", {"style": "half"}),
+        ("deepseek_v3", {"style": "interleaved"}),
+    ],
+    ids=str,
+)
 def test_the_proof_sees_a_parameter_that_is_a_little_wrong(family, wrong):
     config, right = FAMILIES[family](transformers)
     asked = probe(made(config))

@@ -72,10 +72,20 @@ def test_the_share_that_deviates_most_is_chosen(prompt, share):
     assert not chosen or not left or min(by_position[at] for at in chosen) >= max(left)
 
 
-@pytest.mark.parametrize(("tokens", "prefix", "segments"), [
-    (10, 10, ()), (10, -1, ()), (0, 0, ()), (10, 0, ((3, 3),)), (10, 4, ((3, 5),)), (10, 0, ((4, 6), (2, 3))),
-    (10, 0, ((1, 4), (3, 6))), (10, 0, ((5, 10),)), (10, 0, ((5, 12),)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tokens", "prefix", "segments"),
+    [
+        (10, 10, ()),
+        (10, -1, ()),
+        (0, 0, ()),
+        (10, 0, ((3, 3),)),
+        (10, 4, ((3, 5),)),
+        (10, 0, ((4, 6), (2, 3))),
+        (10, 0, ((1, 4), (3, 6))),
+        (10, 0, ((5, 10),)),
+        (10, 0, ((5, 12),)),
+    ],
+)
 def test_what_makes_no_sense_of_a_prompt_is_refused(tokens, prefix, segments):
     with pytest.raises(ValueError):
         Held(tokens, prefix, segments)

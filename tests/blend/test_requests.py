@@ -246,13 +246,19 @@ def test_too_many_objects_are_refused(client: BlendWire) -> None:
 HIT = b.Segment(20, 5, bytes(32))
 
 
-@pytest.mark.parametrize("hits", [
-    b.Hits(prefix_tokens=CHUNK), b.Hits(prefix_tokens=1, prefix_digests=bytes(32)),
-    b.Hits(prefix_tokens=CHUNK, prefix_digests=bytes(33)),
-    b.Hits(prefix_tokens=2 * CHUNK, prefix_digests=bytes(64), segments=(HIT,)),
-    b.Hits(segments=(HIT, b.Segment(24, 5, bytes(32)))), b.Hits(segments=(HIT, b.Segment(1, 5, bytes(32)))),
-    b.Hits(segments=(b.Segment(1, 17, bytes(32)),)), b.Hits(segments=(b.Segment(1, 17, b""),)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "hits",
+    [
+        b.Hits(prefix_tokens=CHUNK),
+        b.Hits(prefix_tokens=1, prefix_digests=bytes(32)),
+        b.Hits(prefix_tokens=CHUNK, prefix_digests=bytes(33)),
+        b.Hits(prefix_tokens=2 * CHUNK, prefix_digests=bytes(64), segments=(HIT,)),
+        b.Hits(segments=(HIT, b.Segment(24, 5, bytes(32)))),
+        b.Hits(segments=(HIT, b.Segment(1, 5, bytes(32)))),
+        b.Hits(segments=(b.Segment(1, 17, bytes(32)),)),
+        b.Hits(segments=(b.Segment(1, 17, b""),)),
+    ],
+)
 def test_hits_that_no_lookup_gives_are_refused(client: BlendWire, hits: b.Hits) -> None:
     with pytest.raises(BadSegments):
         client.plan(hits)

@@ -112,11 +112,26 @@ def test_fingerprints_are_stable():
     assert fingerprint(YARN, bytes(range(8))).hex() == "c643fece5fca92933a975be7be9c4e90"
 
 
-@pytest.mark.parametrize("changed", [
-    {"style": "interleaved"}, {"theta": 500001.0}, {"head_dim": 130}, {"rotary_dim": 126}, {"offset": 2},
-    {"scaling": "llama3"}, {"factor": 41.0}, {"original_max_position": 8192}, {"low_freq_factor": 1.0},
-    {"high_freq_factor": 4.0}, {"beta_fast": 33.0}, {"beta_slow": 1.5}, {"truncate": False}, {"plane": "values"},
-], ids=lambda changed: next(iter(changed)))  # fmt: skip
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"style": "interleaved"},
+        {"theta": 500001.0},
+        {"head_dim": 130},
+        {"rotary_dim": 126},
+        {"offset": 2},
+        {"scaling": "llama3"},
+        {"factor": 41.0},
+        {"original_max_position": 8192},
+        {"low_freq_factor": 1.0},
+        {"high_freq_factor": 4.0},
+        {"beta_fast": 33.0},
+        {"beta_slow": 1.5},
+        {"truncate": False},
+        {"plane": "values"},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
 def test_every_field_changes_the_fingerprint(changed):
     assert fingerprint(msgspec.structs.replace(YARN, **changed)) != fingerprint(YARN)
 

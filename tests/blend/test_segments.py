@@ -62,18 +62,24 @@ class Bad:
     says: str = ""
 
 
-@pytest.mark.parametrize("bad", [
-    Bad("empty", pairs((3, 3)), says="is empty"), Bad("backwards", pairs((5, 3)), says="is empty"),
-    Bad("unordered", pairs((5, 7), (1, 3)), says="before the end of the one before"),
-    Bad("overlapping", pairs((1, 5), (4, 7)), says="before the end of the one before"),
-    Bad("outside", pairs((1, 11)), says="behind the prompt"),
-    Bad("of an empty prompt", pairs((0, 1)), tokens=b"", says="behind the prompt"),
-    Bad("half a pair", pairs((1, 5))[:4], says="4 bytes"), Bad("half a token", tokens=b"12345", says="5 bytes"),
-    Bad("half a separator", separator=b"123", says="3 bytes"),
-    Bad("a long separator", separator=packed(range(11)), says="11 tokens in a prompt of 10"),
-    Bad("both", pairs((1, 2)), packed([1]), says="a separator and ranges"),
-    Bad("too many", separator=packed([1]), tokens=packed([0, 1] * (MAX_SEGMENTS + 1)), says="4097 segments"),
-], ids=lambda bad: bad.name)  # fmt: skip
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Bad("empty", pairs((3, 3)), says="is empty"),
+        Bad("backwards", pairs((5, 3)), says="is empty"),
+        Bad("unordered", pairs((5, 7), (1, 3)), says="before the end of the one before"),
+        Bad("overlapping", pairs((1, 5), (4, 7)), says="before the end of the one before"),
+        Bad("outside", pairs((1, 11)), says="behind the prompt"),
+        Bad("of an empty prompt", pairs((0, 1)), tokens=b"", says="behind the prompt"),
+        Bad("half a pair", pairs((1, 5))[:4], says="4 bytes"),
+        Bad("half a token", tokens=b"12345", says="5 bytes"),
+        Bad("half a separator", separator=b"123", says="3 bytes"),
+        Bad("a long separator", separator=packed(range(11)), says="11 tokens in a prompt of 10"),
+        Bad("both", pairs((1, 2)), packed([1]), says="a separator and ranges"),
+        Bad("too many", separator=packed([1]), tokens=packed([0, 1] * (MAX_SEGMENTS + 1)), says="4097 segments"),
+    ],
+    ids=lambda bad: bad.name,
+)
 def test_what_marks_no_segments_is_refused(bad: Bad) -> None:
     with pytest.raises(BadSegments, match=bad.says):
         marked(bad.tokens, bad.separator, bad.ranges)

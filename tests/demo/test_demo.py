@@ -42,16 +42,23 @@ def test_the_prefix_comes_from_the_tier_after_the_server_was_killed(temporary):
 
 
 @pytest.mark.transformers
-@pytest.mark.parametrize(("arguments", "text"), [
-    (["--text", "/nowhere"], "/nowhere"), (["--text", sys.executable], "no UTF-8"),
-    (["--model", "/nowhere"], "/nowhere: there is no such model"), (["--model", sys.executable], "the file is no GGUF"),
-    (["--model", "/etc"], "/etc: transformers does not load this model"),
-    (["--kill", "--l2", "disk"], "give one of them"), (["--set", "path=/tmp/x"], "--l2"),
-    (["--l2", "disk", "--set", "path=/tmp/x"], "without a tier plugin"),
-    (["--l2", "filesystm", "--size", "tiny"], "did you mean 'filesystem'?"),
-    (["--l2", "filesystem", "--set", "pth=/tmp/x", "--size", "tiny"], "unknown key 'pth'"),
-    (["--l1-capacity", "a lot", "--size", "tiny"], "a lot"), (["--size", "tiny", "--tokens", "100"], "more than 256"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--text", "/nowhere"], "/nowhere"),
+        (["--text", sys.executable], "no UTF-8"),
+        (["--model", "/nowhere"], "/nowhere: there is no such model"),
+        (["--model", sys.executable], "the file is no GGUF"),
+        (["--model", "/etc"], "/etc: transformers does not load this model"),
+        (["--kill", "--l2", "disk"], "give one of them"),
+        (["--set", "path=/tmp/x"], "--l2"),
+        (["--l2", "disk", "--set", "path=/tmp/x"], "without a tier plugin"),
+        (["--l2", "filesystm", "--size", "tiny"], "did you mean 'filesystem'?"),
+        (["--l2", "filesystem", "--set", "pth=/tmp/x", "--size", "tiny"], "unknown key 'pth'"),
+        (["--l1-capacity", "a lot", "--size", "tiny"], "a lot"),
+        (["--size", "tiny", "--tokens", "100"], "more than 256"),
+    ],
+)
 def test_errors_have_status_2_and_say_what_to_do(temporary, arguments, text):
     done = run("demo", *arguments, TMPDIR=str(temporary))
     assert done.returncode == 2, done.stdout + done.stderr

@@ -265,12 +265,25 @@ def _larger(nbytes: int, **fields: object) -> tuple[bytes, ...]:
     return tuple(handles)
 
 
-@pytest.mark.parametrize("handles", [
-    (), (b"\xc1",), (b"", *_changed()), _changed()[:-1], _changed()[1:], _changed(allocation=2),
-    _changed(allocation=-1), _changed(offset=-2), _changed(offset=100_000 - 64), _changed(blocks=5),
-    _changed(strides=(1 << 40, 32, 16, 2)), _changed(strides=(128, 32, -16, 2)),
-    (*_changed(), msgspec.msgpack.encode(["x", 1])), _larger(1 << 63, offset=(1 << 63) - 4096),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "handles",
+    [
+        (),
+        (b"\xc1",),
+        (b"", *_changed()),
+        _changed()[:-1],
+        _changed()[1:],
+        _changed(allocation=2),
+        _changed(allocation=-1),
+        _changed(offset=-2),
+        _changed(offset=100_000 - 64),
+        _changed(blocks=5),
+        _changed(strides=(1 << 40, 32, 16, 2)),
+        _changed(strides=(128, 32, -16, 2)),
+        (*_changed(), msgspec.msgpack.encode(["x", 1])),
+        _larger(1 << 63, offset=(1 << 63) - 4096),
+    ],
+)
 def test_handles_that_do_not_fit_the_layout_are_refused(handles: tuple[bytes, ...]) -> None:
     with pytest.raises(RequestError):
         read_handles(handles, LAYOUT, DESC)

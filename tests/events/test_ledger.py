@@ -135,10 +135,18 @@ def test_a_removal_of_everything_is_found_with_what_follows(tmp_path: Path, monk
     assert len(read(tmp_path / "l").gone) == 10
 
 
-@pytest.mark.parametrize("record", [
-    [1, "m", 7, b"x" * 8], [1, "m", 0, b"x" * 7], [2, 1, "m", -1, b""], [3, b"n", b"d", b"p", b"t", b"h" * 9, [], ""],
-    [9, 1], [0, "1"], {},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "record",
+    [
+        [1, "m", 7, b"x" * 8],
+        [1, "m", 0, b"x" * 7],
+        [2, 1, "m", -1, b""],
+        [3, b"n", b"d", b"p", b"t", b"h" * 9, [], ""],
+        [9, 1],
+        [0, "1"],
+        {},
+    ],
+)
 def test_a_record_of_another_release_ends_what_is_read(record: object, tmp_path: Path) -> None:
     ledger, _ = opened(tmp_path / "l")
     ledger.write(2000, 7, NEWS[:1])

@@ -46,10 +46,26 @@ def test_every_path_answers_also_while_the_server_is_away(path: str) -> None:
     assert get(path, app(unanswered())).status == away.get(path, 200)
 
 
-@pytest.mark.parametrize("target", [
-    "/none", "", "//", "/metrics/", "/../etc/passwd", "/%2e%2e/x", "/page/../index.html", "/index.html", "/METRICS",
-    "http://127.0.0.1/metrics", "*", "/\x00", "/metrics;x", "/__init__.py", "/ü",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "target",
+    [
+        "/none",
+        "",
+        "//",
+        "/metrics/",
+        "/../etc/passwd",
+        "/%2e%2e/x",
+        "/page/../index.html",
+        "/index.html",
+        "/METRICS",
+        "http://127.0.0.1/metrics",
+        "*",
+        "/\x00",
+        "/metrics;x",
+        "/__init__.py",
+        "/ü",
+    ],
+)
 def test_other_paths_are_not_found(target: str) -> None:
     assert get(target).status == 404
 

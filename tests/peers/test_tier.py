@@ -534,11 +534,18 @@ def test_a_holder_that_does_not_know_the_token_is_not_asked(token: Path) -> None
         wait_until(lambda: "does not know the token" in "".join(tier.problems()), what="the refusal")
 
 
-@pytest.mark.parametrize("said", [
-    b"GET / HTTP/1.1\r\n\r\n", m.LENGTH.pack(m.STRANGER_BYTES + 1), m.LENGTH.pack(m.MOST_BYTES) + bytes(100),
-    m.LENGTH.pack(5) + b"\xc1\xc1\xc1\xc1\xc1", m.encoded(m.Ask(bytes(PACKED_KEY_BYTES))),
-    m.encoded(m.Hello(1, bytes(32), bytes(32))), m.encoded(m.Hello(2, bytes(32), bytes(32))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        m.LENGTH.pack(m.STRANGER_BYTES + 1),
+        m.LENGTH.pack(m.MOST_BYTES) + bytes(100),
+        m.LENGTH.pack(5) + b"\xc1\xc1\xc1\xc1\xc1",
+        m.encoded(m.Ask(bytes(PACKED_KEY_BYTES))),
+        m.encoded(m.Hello(1, bytes(32), bytes(32))),
+        m.encoded(m.Hello(2, bytes(32), bytes(32))),
+    ],
+)
 def test_a_stranger_is_shut_out(token: Path, said: bytes) -> None:
     with Lender(token) as lender:
         host, port = lender.address.split(":")
@@ -584,11 +591,17 @@ def _connects(host: str, port: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("request_", [
-    m.LENGTH.pack(m.MOST_BYTES + 1), m.encoded(m.Ask(b"k" * 71)),
-    m.encoded(m.Ask(bytes((m.ASK_KEYS + 1) * PACKED_KEY_BYTES))), m.encoded(m.Get(bytes(PACKED_KEY_BYTES), [], 1000)),
-    m.encoded(m.Get(bytes(PACKED_KEY_BYTES), [-1], 1000)), m.encoded(m.Get(bytes(PACKED_KEY_BYTES), [1], 0)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "request_",
+    [
+        m.LENGTH.pack(m.MOST_BYTES + 1),
+        m.encoded(m.Ask(b"k" * 71)),
+        m.encoded(m.Ask(bytes((m.ASK_KEYS + 1) * PACKED_KEY_BYTES))),
+        m.encoded(m.Get(bytes(PACKED_KEY_BYTES), [], 1000)),
+        m.encoded(m.Get(bytes(PACKED_KEY_BYTES), [-1], 1000)),
+        m.encoded(m.Get(bytes(PACKED_KEY_BYTES), [1], 0)),
+    ],
+)
 def test_a_bad_request_ends_its_connection_only(token: Path, request_: bytes) -> None:
     with Lender(token) as lender, reading(token, lender) as tier:
         with peers_tier_wire(lender) as wire:

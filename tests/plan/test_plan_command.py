@@ -84,14 +84,21 @@ def test_the_document(trace: str) -> None:
     assert document["chunks"]["endless_hit"] > 0
 
 
-@pytest.mark.parametrize(("options", "says"), [
-    (("--tier", "disk"), "a tier without a speed"), (("--ttft", "0"), "'--ttft': expected a time such as"),
-    (("--ttft", "soon"), "'--ttft': expected a time such as"),
-    (("--prefill", "20 kilo"), "'--prefill': expected a positive number such as 25000 or 25k"),
-    (("--tier", "disk=1Gbit/s"), "'1Gbit/s' is no rate"), (("--out", "never.toml"), "without a goal nothing is chosen"),
-    (("--drive-writes", "nan"), "nan is no limit"), (("--l1", "0"), "'--l1': expected a size such as"),
-    (("--eviction", "mine"), "mine"), (("--engine", "llama-3-8c", "--gpu", "h100"), "did you mean 'llama-3-8b'?"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--tier", "disk"), "a tier without a speed"),
+        (("--ttft", "0"), "'--ttft': expected a time such as"),
+        (("--ttft", "soon"), "'--ttft': expected a time such as"),
+        (("--prefill", "20 kilo"), "'--prefill': expected a positive number such as 25000 or 25k"),
+        (("--tier", "disk=1Gbit/s"), "'1Gbit/s' is no rate"),
+        (("--out", "never.toml"), "without a goal nothing is chosen"),
+        (("--drive-writes", "nan"), "nan is no limit"),
+        (("--l1", "0"), "'--l1': expected a size such as"),
+        (("--eviction", "mine"), "mine"),
+        (("--engine", "llama-3-8c", "--gpu", "h100"), "did you mean 'llama-3-8b'?"),
+    ],
+)
 def test_what_cannot_be_is_said(trace: str, options: tuple[str, ...], says: str) -> None:
     done = run("plan", trace, *ENGINE, *options)
     assert done.returncode == 2

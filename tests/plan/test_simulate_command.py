@@ -76,11 +76,25 @@ def test_a_tier_in_full() -> None:
     assert parse_tier("redis=1B/s,write=free").write_bytes_per_s == math.inf
 
 
-@pytest.mark.parametrize("text", [
-    "", "redis", "=3GB/s", "redis=3GB", "redis=3", "redis=fast/s", "redis=3GB/s,", "redis=3GB/s,read=1GB/s",
-    "redis=3GB/s,write", "redis=3GB/s,latency=-1s", "redis=3GB/s,capacity=all", "redis=3GB/s,slow=0.2",
-    "redis=3GB/s,slow=0.2@1s", "redis=3GB/s,slow=x@1s-2s",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "redis",
+        "=3GB/s",
+        "redis=3GB",
+        "redis=3",
+        "redis=fast/s",
+        "redis=3GB/s,",
+        "redis=3GB/s,read=1GB/s",
+        "redis=3GB/s,write",
+        "redis=3GB/s,latency=-1s",
+        "redis=3GB/s,capacity=all",
+        "redis=3GB/s,slow=0.2",
+        "redis=3GB/s,slow=0.2@1s",
+        "redis=3GB/s,slow=x@1s-2s",
+    ],
+)
 def test_what_is_no_speed(text: str) -> None:
     with pytest.raises(SimulationError) as caught:
         parse_tier(text)

@@ -360,10 +360,19 @@ def test_a_trace_that_is_none_is_refused(tmp_path: Path) -> None:
     assert "this is of no known form" in done.stderr
 
 
-@pytest.mark.parametrize(("text", "seconds"), [
-    ("90", 90), ("90s", 90), ("10m", 600), ("5min", 300), ("1.5h", 5400), (" 2 d", 172_800), ("0.5ms", 0.0005),
-    ("20us", 0.00002),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 90),
+        ("90s", 90),
+        ("10m", 600),
+        ("5min", 300),
+        ("1.5h", 5400),
+        (" 2 d", 172_800),
+        ("0.5ms", 0.0005),
+        ("20us", 0.00002),
+    ],
+)
 def test_times_that_a_user_gives(text: str, seconds: float) -> None:
     assert parsed_duration(text) == pytest.approx(seconds)
 

@@ -294,14 +294,20 @@ class Liar(TcpPeer):
                         )
 
 
-@pytest.mark.parametrize(("script", "said"), [
-    (b"-MOVED %(slot)d 127.0.0.1:%(port)d\r\n", "MOVED|redirected too often"),
-    (b"-ASK %(slot)d 127.0.0.1:%(port)d\r\n", "ASK|redirected too often"),
-    (b"-MOVED %(slot)d 127.0.0.1:1\r\n", "Connection refused"),
-    (b"-ASK %(slot)d 127.0.0.1:1\r\n", "Connection refused"), (b"-MOVED 0\r\n", "MOVED 0"),
-    (b"-TRYAGAIN Multiple keys\r\n", "TRYAGAIN"), (b"-CLUSTERDOWN The cluster is down\r\n", "CLUSTERDOWN"),
-    (b"-LOADING Redis is loading\r\n", "LOADING"), (b"HTTP/1.1 400\r\n", "unexpected reply"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (b"-MOVED %(slot)d 127.0.0.1:%(port)d\r\n", "MOVED|redirected too often"),
+        (b"-ASK %(slot)d 127.0.0.1:%(port)d\r\n", "ASK|redirected too often"),
+        (b"-MOVED %(slot)d 127.0.0.1:1\r\n", "Connection refused"),
+        (b"-ASK %(slot)d 127.0.0.1:1\r\n", "Connection refused"),
+        (b"-MOVED 0\r\n", "MOVED 0"),
+        (b"-TRYAGAIN Multiple keys\r\n", "TRYAGAIN"),
+        (b"-CLUSTERDOWN The cluster is down\r\n", "CLUSTERDOWN"),
+        (b"-LOADING Redis is loading\r\n", "LOADING"),
+        (b"HTTP/1.1 400\r\n", "unexpected reply"),
+    ],
+)
 def test_what_leads_nowhere_ends_as_a_tier_error(script: bytes, said: str) -> None:
     with Liar(script) as peer:
         tier = open_redis_tier(f"redis://127.0.0.1:{peer.port}", topology="cluster")

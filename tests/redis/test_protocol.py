@@ -154,15 +154,22 @@ def test_commands_have_the_bytes_that_redis_reads() -> None:
     assert b"abc".join(resp.set_command(b"k", 3, 60)) == resp.command(b"SET", b"k", b"abc", b"EX", b"60")
 
 
-@pytest.mark.parametrize(("text", "expected"), [
-    ("MOVED 3999 127.0.0.1:6381", resp.Redirect(False, 3999, resp.Place("127.0.0.1", 6381))),
-    ("ASK 0 redis-3.internal:7000", resp.Redirect(True, 0, resp.Place("redis-3.internal", 7000))),
-    ("MOVED 16383 ::1:6381", resp.Redirect(False, 16383, resp.Place("::1", 6381))),
-    ("MOVED 1 :6381", resp.Redirect(False, 1, resp.Place("", 6381))),
-    ("MOVED 1 ?:6381", resp.Redirect(False, 1, resp.Place("", 6381))), ("MOVED 16384 host:1", None),
-    ("MOVED 1 host:65536", None), ("MOVED 1 host", None), ("MOVED", None), ("CLUSTERDOWN The cluster is down", None),
-    ("TRYAGAIN Multiple keys request during rehashing of slot", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("MOVED 3999 127.0.0.1:6381", resp.Redirect(False, 3999, resp.Place("127.0.0.1", 6381))),
+        ("ASK 0 redis-3.internal:7000", resp.Redirect(True, 0, resp.Place("redis-3.internal", 7000))),
+        ("MOVED 16383 ::1:6381", resp.Redirect(False, 16383, resp.Place("::1", 6381))),
+        ("MOVED 1 :6381", resp.Redirect(False, 1, resp.Place("", 6381))),
+        ("MOVED 1 ?:6381", resp.Redirect(False, 1, resp.Place("", 6381))),
+        ("MOVED 16384 host:1", None),
+        ("MOVED 1 host:65536", None),
+        ("MOVED 1 host", None),
+        ("MOVED", None),
+        ("CLUSTERDOWN The cluster is down", None),
+        ("TRYAGAIN Multiple keys request during rehashing of slot", None),
+    ],
+)
 def test_redirections_are_read(text: str, expected: resp.Redirect | None) -> None:
     assert resp.parse_redirect(text) == expected
 
@@ -173,11 +180,22 @@ def test_any_error_is_a_redirection_or_none(text: str) -> None:
     assert found is None or text.startswith(("MOVED ", "ASK "))
 
 
-@pytest.mark.parametrize(("text", "expected"), [
-    ("host:1", resp.Place("host", 1)), ("[::1]:6379", resp.Place("::1", 6379)),
-    ("127.0.0.1:65535", resp.Place("127.0.0.1", 65535)), ("host", None), ("host:0", None), ("host:65536", None),
-    ("::1:6379", None), ("user:word@host:6379", None), ("redis://host:6379", None), ("host:6379/0", None), ("", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("host:1", resp.Place("host", 1)),
+        ("[::1]:6379", resp.Place("::1", 6379)),
+        ("127.0.0.1:65535", resp.Place("127.0.0.1", 65535)),
+        ("host", None),
+        ("host:0", None),
+        ("host:65536", None),
+        ("::1:6379", None),
+        ("user:word@host:6379", None),
+        ("redis://host:6379", None),
+        ("host:6379/0", None),
+        ("", None),
+    ],
+)
 def test_addresses_are_read_and_written(text: str, expected: resp.Place | None) -> None:
     assert resp.Place.parse(text) == expected
     assert expected is None or str(expected) == text
@@ -295,11 +313,19 @@ def test_garbage_is_an_error_or_an_outcome_and_never_more(plan: list[tuple[str, 
         assert tier.contains([b"key"], deadline=soon()) == [Outcome.FOUND]
 
 
-@pytest.mark.parametrize("page", [
-    b"*1\r\n$1\r\n0\r\n", b"*2\r\n$1\r\nx\r\n*0\r\n", b"*2\r\n$99\r\n" + b"0" * 99 + b"\r\n*0\r\n",
-    b"*2\r\n$1\r\n0\r\n*-1\r\n", b"*2\r\n$1\r\n0\r\n*1048577\r\n", b"*2\r\n$1\r\n0\r\n*1\r\n$-1\r\n",
-    b"*2\r\n$1\r\n0\r\n*1\r\n$5\r\nkvf:k\r\n", b"*2\r\n$1\r\n0\r\n*1\r\n$2147483647\r\n",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "page",
+    [
+        b"*1\r\n$1\r\n0\r\n",
+        b"*2\r\n$1\r\nx\r\n*0\r\n",
+        b"*2\r\n$99\r\n" + b"0" * 99 + b"\r\n*0\r\n",
+        b"*2\r\n$1\r\n0\r\n*-1\r\n",
+        b"*2\r\n$1\r\n0\r\n*1048577\r\n",
+        b"*2\r\n$1\r\n0\r\n*1\r\n$-1\r\n",
+        b"*2\r\n$1\r\n0\r\n*1\r\n$5\r\nkvf:k\r\n",
+        b"*2\r\n$1\r\n0\r\n*1\r\n$2147483647\r\n",
+    ],
+)
 def test_a_page_that_is_none_ends_the_listing(page: bytes) -> None:
     with served(page) as (_, tier), pytest.raises(TierError, match="unexpected reply"):
         list(tier.scan(deadline=soon()))

@@ -213,12 +213,20 @@ def test_options_that_go_together_are_accepted() -> None:
         open_tier(RedisOptions(**options), where="[[l2]] #1").close()
 
 
-@pytest.mark.parametrize("table", [
-    {}, {"url": ""}, {"url": "redis://host", "ttl_s": -1}, {"url": "redis://host", "connections": 0},
-    {"url": "redis://host", "topology": "ring"}, {"url": "redis://host", "max_value_bytes": 1000},
-    {"url": "redis://host", "max_value_bytes": 1 << 30}, {"url": "redis://host", "nodes": "host:1"},
-    {"url": "redis://host", "password": WRONG},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "table",
+    [
+        {},
+        {"url": ""},
+        {"url": "redis://host", "ttl_s": -1},
+        {"url": "redis://host", "connections": 0},
+        {"url": "redis://host", "topology": "ring"},
+        {"url": "redis://host", "max_value_bytes": 1000},
+        {"url": "redis://host", "max_value_bytes": 1 << 30},
+        {"url": "redis://host", "nodes": "host:1"},
+        {"url": "redis://host", "password": WRONG},
+    ],
+)
 def test_a_bad_table_is_refused(table: dict[str, object]) -> None:
     with pytest.raises(msgspec.ValidationError) as caught:
         msgspec.convert(table, RedisOptions, dec_hook=lambda _, value: ByteSize.parse(value))

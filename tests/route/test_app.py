@@ -69,17 +69,27 @@ def test_scores(asking: Asking) -> None:
     assert asking.score(digests=["00" * 32], model="model") == (200, {"a": {}, "b": {}})
 
 
-@pytest.mark.parametrize(("body", "said"), [
-    (b"", "truncated"), (b"[]", "object"), (b"{}", "either tokens or digests"),
-    (b'{"tokens": [1], "digests": []}', "either tokens or digests"),
-    (b'{"tokens": [1, -1]}', r"`int` >= 0 - at `\$\.tokens\[1\]`"),
-    (b'{"tokens": [4294967296]}', r"<= 4294967295 - at `\$\.tokens\[0\]`"), (b'{"tokens": [1e400]}', "range"),
-    (b'{"tokens": [true]}', "bool"), (b'{"tokens": ["1"]}', "int"), (b'{"tokens": [1], "modell": "m"}', "modell"),
-    (b'{"digests": []}', "names its model"), (b'{"digests": ["zz"], "model": "m"}', "hexadecimal"),
-    (b'{"digests": ["00"], "model": "m"}', "32 bytes"), (b'{"digests": [], "model": "m", "chunk_tokens": 0}', ">= 1"),
-    (json.dumps({"tokens": [0] * (MOST_TOKENS + 1)}).encode(), "length"),
-    (json.dumps({"tokens": "x", "salt": SECRET}).encode(), "array"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"", "truncated"),
+        (b"[]", "object"),
+        (b"{}", "either tokens or digests"),
+        (b'{"tokens": [1], "digests": []}', "either tokens or digests"),
+        (b'{"tokens": [1, -1]}', r"`int` >= 0 - at `\$\.tokens\[1\]`"),
+        (b'{"tokens": [4294967296]}', r"<= 4294967295 - at `\$\.tokens\[0\]`"),
+        (b'{"tokens": [1e400]}', "range"),
+        (b'{"tokens": [true]}', "bool"),
+        (b'{"tokens": ["1"]}', "int"),
+        (b'{"tokens": [1], "modell": "m"}', "modell"),
+        (b'{"digests": []}', "names its model"),
+        (b'{"digests": ["zz"], "model": "m"}', "hexadecimal"),
+        (b'{"digests": ["00"], "model": "m"}', "32 bytes"),
+        (b'{"digests": [], "model": "m", "chunk_tokens": 0}', ">= 1"),
+        (json.dumps({"tokens": [0] * (MOST_TOKENS + 1)}).encode(), "length"),
+        (json.dumps({"tokens": "x", "salt": SECRET}).encode(), "array"),
+    ],
+)
 def test_a_request_that_is_none_is_told_why(asking: Asking, body: bytes, said: str) -> None:
     reply = asking.ask("POST", "/score", body)
     assert reply.status == 400

@@ -37,22 +37,34 @@ def test_options_of_the_command_line_come_before_those_of_the_file(tmp_path: Pat
             configured([], str(file), {})
 
 
-@pytest.mark.parametrize(("given", "said"), [
-    ((), "there is no node"), (("a",), "'a' is no node"), (("=tcp://a:1",), "is no node"),
-    (("a=a:1",), "'a:1' is no endpoint"), (("a=tcp://*:1",), "'tcp://\\*:1' is no address to connect to"),
-    (("a=tcp://a:1,inproc://x",), "'inproc://x' is no endpoint"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((), "there is no node"),
+        (("a",), "'a' is no node"),
+        (("=tcp://a:1",), "is no node"),
+        (("a=a:1",), "'a:1' is no endpoint"),
+        (("a=tcp://*:1",), "'tcp://\\*:1' is no address to connect to"),
+        (("a=tcp://a:1,inproc://x",), "'inproc://x' is no endpoint"),
+    ],
+)
 def test_what_is_no_node(given: tuple[str, ...], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         read_nodes(RouteConfig(nodes=given))
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    ("node = 1", "array"), ("[[node]]\nname = ''\nevents = 'tcp://a:1'", "length"), ("[[node]]\nname = 'a'", "events"),
-    ("[[nodes]]\nname = 'a'", "unknown key 'nodes'"), ("[[node", "end of document"),
-    ("[[node" + ".a" * 3000 + "]]", "line 1: nested more than"),
-    ("[[node]]\nname = 'a'\nevents = 'tcp://a:1'\nserver_key = 'k'", "this router has none"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("node = 1", "array"),
+        ("[[node]]\nname = ''\nevents = 'tcp://a:1'", "length"),
+        ("[[node]]\nname = 'a'", "events"),
+        ("[[nodes]]\nname = 'a'", "unknown key 'nodes'"),
+        ("[[node", "end of document"),
+        ("[[node" + ".a" * 3000 + "]]", "line 1: nested more than"),
+        ("[[node]]\nname = 'a'\nevents = 'tcp://a:1'\nserver_key = 'k'", "this router has none"),
+    ],
+)
 def test_what_is_no_file_of_nodes(text: str, said: str, tmp_path: Path) -> None:
     file = tmp_path / "nodes.toml"
     file.write_text(text)

@@ -21,14 +21,22 @@ VLLM = ["vllm", "serve", "model"]
 SGLANG = ["python3", "-m", "sglang.launch_server", "--model-path", "model"]
 
 
-@pytest.mark.parametrize(("command", "kind"), [
-    (VLLM, "vllm"), (["/opt/venv/bin/vllm", "serve", "m", "--port", "1"], "vllm"),
-    (["python", "-m", "vllm.entrypoints.openai.api_server", "--model", "m"], "vllm"),
-    (["python3.11", "-u", "-m", "vllm.entrypoints.cli.main", "serve", "m"], "vllm"), (SGLANG, "sglang"),
-    (["sglang", "serve", "--model-path", "m"], "sglang"), (["vllm", "bench", "latency"], "other"),
-    (["python", "script.py", "-m", "sglang.launch_server"], "other"), (["python", "-m"], "other"), (["vllm"], "other"),
-    (["/bin/true"], "other"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("command", "kind"),
+    [
+        (VLLM, "vllm"),
+        (["/opt/venv/bin/vllm", "serve", "m", "--port", "1"], "vllm"),
+        (["python", "-m", "vllm.entrypoints.openai.api_server", "--model", "m"], "vllm"),
+        (["python3.11", "-u", "-m", "vllm.entrypoints.cli.main", "serve", "m"], "vllm"),
+        (SGLANG, "sglang"),
+        (["sglang", "serve", "--model-path", "m"], "sglang"),
+        (["vllm", "bench", "latency"], "other"),
+        (["python", "script.py", "-m", "sglang.launch_server"], "other"),
+        (["python", "-m"], "other"),
+        (["vllm"], "other"),
+        (["/bin/true"], "other"),
+    ],
+)
 def test_commands_are_told_apart(command: list[str], kind: str) -> None:
     assert kind_of(command) == kind
 

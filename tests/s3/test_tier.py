@@ -135,15 +135,21 @@ def test_each_cloud_has_its_address() -> None:
 # Options and credentials
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    ({"url": "gs://bucket", "region": "x"}, "region is for s3"),
-    ({"url": "gs://bucket", "profile": "x"}, "profile is for s3"),
-    ({"url": "az://account/container", "credentials_file": "x"}, "AZURE_STORAGE"),
-    ({"url": "gs://bucket", "anonymous": True}, "disable_oauth"),
-    ({"anonymous": True, "profile": "x"}, "anonymous excludes"), ({"endpoint": "127.0.0.1:9000"}, "endpoint is"),
-    ({"endpoint": "http://user:hunter2@host"}, "endpoint is"), ({"endpoint": "http://host?x=hunter2"}, "endpoint is"),
-    ({"endpoint": "http://host:notaport"}, "endpoint is"), ({"concurrency": 0}, "concurrency"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"url": "gs://bucket", "region": "x"}, "region is for s3"),
+        ({"url": "gs://bucket", "profile": "x"}, "profile is for s3"),
+        ({"url": "az://account/container", "credentials_file": "x"}, "AZURE_STORAGE"),
+        ({"url": "gs://bucket", "anonymous": True}, "disable_oauth"),
+        ({"anonymous": True, "profile": "x"}, "anonymous excludes"),
+        ({"endpoint": "127.0.0.1:9000"}, "endpoint is"),
+        ({"endpoint": "http://user:hunter2@host"}, "endpoint is"),
+        ({"endpoint": "http://host?x=hunter2"}, "endpoint is"),
+        ({"endpoint": "http://host:notaport"}, "endpoint is"),
+        ({"concurrency": 0}, "concurrency"),
+    ],
+)
 def test_options_that_cannot_be_are_refused(options: dict[str, object], said: str) -> None:
     with pytest.raises((msgspec.ValidationError, ValueError), match=said) as refused:
         open_s3_tier(**{"endpoint": "http://127.0.0.1:1", "url": URL, **options})  # type: ignore[arg-type]

@@ -94,18 +94,27 @@ def form(**changes: Any) -> LayerForm:
     return LayerForm(**{**given, **changes})
 
 
-@pytest.mark.parametrize("changes", [
-    {"isa": "amx", "dtype": "bfloat16", "model_dtype": "bfloat16"}, {"isa": "neon"}, {"isa": ""},
-    {"isa": "vec_of_tomorrow"}, {"cache_layout": "LBNHC"},
-    {"backend": "FLASH_ATTN", "isa": "", "cache_layout": "NHBLC"}, {"backend": "TURBOQUANT", "isa": ""},
-    {"backend": "FLASHMLA", "isa": "", "spec": "MLAAttentionSpec"},
-    {"backend": "FLASH_ATTN", "isa": "", "spec": "MLAAttentionSpec"},
-    {"backend": "FLASH_ATTN", "isa": "", "packed": True}, {"backend": "FLASH_ATTN", "isa": "", "head_size_v": 4},
-    {"backend": "FLASH_ATTN", "isa": "", "kv_dtype": "fp8"},
-    {"backend": "FLASH_ATTN", "isa": "", "dtype": "uint8", "kv_dtype": "fp8_e4m3"},
-    {"backend": "FLASH_ATTN", "isa": "", "kv_dtype": "bfloat16"},
-    {"backend": "FLASH_ATTN", "isa": "", "dtype": "bfloat16", "kv_dtype": "bfloat16"},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"isa": "amx", "dtype": "bfloat16", "model_dtype": "bfloat16"},
+        {"isa": "neon"},
+        {"isa": ""},
+        {"isa": "vec_of_tomorrow"},
+        {"cache_layout": "LBNHC"},
+        {"backend": "FLASH_ATTN", "isa": "", "cache_layout": "NHBLC"},
+        {"backend": "TURBOQUANT", "isa": ""},
+        {"backend": "FLASHMLA", "isa": "", "spec": "MLAAttentionSpec"},
+        {"backend": "FLASH_ATTN", "isa": "", "spec": "MLAAttentionSpec"},
+        {"backend": "FLASH_ATTN", "isa": "", "packed": True},
+        {"backend": "FLASH_ATTN", "isa": "", "head_size_v": 4},
+        {"backend": "FLASH_ATTN", "isa": "", "kv_dtype": "fp8"},
+        {"backend": "FLASH_ATTN", "isa": "", "dtype": "uint8", "kv_dtype": "fp8_e4m3"},
+        {"backend": "FLASH_ATTN", "isa": "", "kv_dtype": "bfloat16"},
+        {"backend": "FLASH_ATTN", "isa": "", "dtype": "bfloat16", "kv_dtype": "bfloat16"},
+    ],
+    ids=str,
+)
 def test_what_does_not_convert_exactly_is_refused_at_start(changes: dict[str, Any]) -> None:
     with pytest.raises(BadLayout, match=r'kvframework\.layout is "canonical", but') as refused:
         CanonicalBlocks({"l.0": form(**changes)})
@@ -243,11 +252,19 @@ def test_an_engine_that_writes_otherwise_is_refused(declared: str, true: str) ->
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize(("isa", "tokens", "dim", "dtype"), [
-    ("vec", 32, 32, "float32"), ("vec", 128, 64, "float32"), ("vec", 64, 256, "float32"), ("vec", 32, 64, "bfloat16"),
-    ("vec", 32, 96, "float16"), ("vec16", 16, 80, "float32"), ("vec16", 128, 112, "float32"),
-    ("vec16", 16, 64, "bfloat16"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("isa", "tokens", "dim", "dtype"),
+    [
+        ("vec", 32, 32, "float32"),
+        ("vec", 128, 64, "float32"),
+        ("vec", 64, 256, "float32"),
+        ("vec", 32, 64, "bfloat16"),
+        ("vec", 32, 96, "float16"),
+        ("vec16", 16, 80, "float32"),
+        ("vec16", 128, 112, "float32"),
+        ("vec16", 16, 64, "bfloat16"),
+    ],
+)
 def test_the_cpus_order_is_the_documented_one(isa: str, tokens: int, dim: int, dtype: str) -> None:
     from vllm import _custom_ops as ops
 

@@ -38,10 +38,18 @@ def test_an_unknown_option_is_refused_with_the_one_that_was_meant() -> None:
     assert "kvframework.lookup_deadline_s" in refused.value.available
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    ("load", "later"), ("lookup_deadline_s", 0), ("deadline_scale", 0.05), ("deadline_scale", 101),
-    ("announce_salts", "yes"), ("endpoint", 5), ("min_hit_tokens", -1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("load", "later"),
+        ("lookup_deadline_s", 0),
+        ("deadline_scale", 0.05),
+        ("deadline_scale", 101),
+        ("announce_salts", "yes"),
+        ("endpoint", 5),
+        ("min_hit_tokens", -1),
+    ],
+)
 def test_a_wrong_value_is_refused_at_its_place(name: str, value: object) -> None:
     with pytest.raises(ConfigFieldError) as refused:
         parse_options({f"kvframework.{name}": value})
@@ -366,10 +374,18 @@ def model(layers: int) -> SimpleNamespace:
     return SimpleNamespace(get_total_num_kv_heads=lambda: 8, get_total_num_hidden_layers=lambda: layers)
 
 
-@pytest.mark.parametrize(("layers", "names", "known"), [
-    (4, ["l.2", "l.3"], True), (5, ["l.2", "l.3"], False), (4, ["l.0", "l.1"], False), (4, ["l.3", "l.2"], False),
-    (4, ["a.2.b.2", "a.3.b.3"], False), (4, ["x", "y"], False),
-], ids=["even", "uneven", "others", "turned", "two_numbers", "none"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("layers", "names", "known"),
+    [
+        (4, ["l.2", "l.3"], True),
+        (5, ["l.2", "l.3"], False),
+        (4, ["l.0", "l.1"], False),
+        (4, ["l.3", "l.2"], False),
+        (4, ["a.2.b.2", "a.3.b.3"], False),
+        (4, ["x", "y"], False),
+    ],
+    ids=["even", "uneven", "others", "turned", "two_numbers", "none"],
+)
 def test_layers_of_a_stage_are_told_only_if_their_numbers_are_certain(
     layers: int, names: list[str], known: bool
 ) -> None:

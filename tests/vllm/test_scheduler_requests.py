@@ -92,10 +92,18 @@ def test_salts_keep_requests_apart() -> None:
     assert found == {"none": 0, "same": 16, "by parameter": 16, "both": 0}
 
 
-@pytest.mark.parametrize(("headers", "carried"), [
-    ({"traceparent": TRACE, "tracestate": "a=b"}, TRACE), ({"traceparent": TRACE[:-2] + "00"}, ""),
-    ({"traceparent": "x"}, ""), ({"traceparent": 7}, ""), ({}, ""), (None, ""), ("traceparent", ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("headers", "carried"),
+    [
+        ({"traceparent": TRACE, "tracestate": "a=b"}, TRACE),
+        ({"traceparent": TRACE[:-2] + "00"}, ""),
+        ({"traceparent": "x"}, ""),
+        ({"traceparent": 7}, ""),
+        ({}, ""),
+        (None, ""),
+        ("traceparent", ""),
+    ],
+)
 def test_the_trace_of_a_sampled_request_goes_to_the_workers(headers: Any, carried: str) -> None:
     _, side, request = scene(24, held=16, asked={"trace_headers": headers})
     assert side.matched_tokens(request, 0) == (16, True)
@@ -234,13 +242,21 @@ def test_vllms_own_hints_say_the_same() -> None:
     assert wish_of(FakeRequest("a", [1], kv_hints=envelope())).retain == ()
 
 
-@pytest.mark.parametrize("action", [
-    Action({}), Action(None), Action({"directives": {}}), Action({"directives": [3]}),
-    Action({"directives": [{"start": 0}]}), Action({"directives": [{"priority": 101}]}),
-    Action({"directives": [{"priority": 1, "duration": float("nan")}]}),
-    Action({"directives": [{"priority": 1, "end": 0}]}), Action({"directives": [{"priority": 1, "unknown": 1}]}),
-    Action({"directives": []}, action_version="2.0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "action",
+    [
+        Action({}),
+        Action(None),
+        Action({"directives": {}}),
+        Action({"directives": [3]}),
+        Action({"directives": [{"start": 0}]}),
+        Action({"directives": [{"priority": 101}]}),
+        Action({"directives": [{"priority": 1, "duration": float("nan")}]}),
+        Action({"directives": [{"priority": 1, "end": 0}]}),
+        Action({"directives": [{"priority": 1, "unknown": 1}]}),
+        Action({"directives": []}, action_version="2.0"),
+    ],
+)
 def test_vllms_own_hints_that_are_wrong_are_ignored(action: Action) -> None:
     wish = wish_of(FakeRequest("a", list(range(24)), kv_hints=envelope(action)))
     assert (wish.load, wish.store, wish.retain) == (True, True, ())

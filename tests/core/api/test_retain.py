@@ -42,15 +42,34 @@ def test_what_is_written_is_read(value: object, expected: tuple[Retain, ...]) ->
     assert retain_of(value) == expected
 
 
-@pytest.mark.parametrize(("value", "named"), [
-    ("later", "'later'"), (True, "True"), (-1, "-1"), (math.nan, "nan"), (math.inf, "inf"), (10**400, "1000"),
-    (MAX_DURATION_S + 1, "3601"), ({}, "without a hint"), ({"start": 0}, "without a hint"), ({"ttl": 5}, "'ttl'"),
-    ({"priority": 101}, "101"), ({"priority": 1.5}, "1.5"), ({"priority": True}, "True"), ({"duration": "5m"}, "'5m'"),
-    ({"retain": "done", "priority": 5}, "beside"), ({"retain": "done", "start": -1}, "-1"),
-    ({"retain": "done", "start": "0"}, "'0'"), ({"retain": "done", "start": 1 << 50}, str(1 << 50)),
-    ({"retain": "done", "start": 5, "end": 5}, "end is 5"), ({"retain": {"priority": 5}}, "priority"),
-    (["done"] * (MAX_RETAINS + 1), f"{MAX_RETAINS + 1} ranges"), (b"done", "done"), (object(), "object"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ("later", "'later'"),
+        (True, "True"),
+        (-1, "-1"),
+        (math.nan, "nan"),
+        (math.inf, "inf"),
+        (10**400, "1000"),
+        (MAX_DURATION_S + 1, "3601"),
+        ({}, "without a hint"),
+        ({"start": 0}, "without a hint"),
+        ({"ttl": 5}, "'ttl'"),
+        ({"priority": 101}, "101"),
+        ({"priority": 1.5}, "1.5"),
+        ({"priority": True}, "True"),
+        ({"duration": "5m"}, "'5m'"),
+        ({"retain": "done", "priority": 5}, "beside"),
+        ({"retain": "done", "start": -1}, "-1"),
+        ({"retain": "done", "start": "0"}, "'0'"),
+        ({"retain": "done", "start": 1 << 50}, str(1 << 50)),
+        ({"retain": "done", "start": 5, "end": 5}, "end is 5"),
+        ({"retain": {"priority": 5}}, "priority"),
+        (["done"] * (MAX_RETAINS + 1), f"{MAX_RETAINS + 1} ranges"),
+        (b"done", "done"),
+        (object(), "object"),
+    ],
+)
 def test_what_is_wrong_is_named(value: object, named: str) -> None:
     with pytest.raises(RequestError) as caught:
         retain_of(value)
@@ -86,12 +105,23 @@ def test_a_key_without_a_hint_has_none_on_the_wire() -> None:
     assert "retain" not in msgspec.msgpack.decode(msgspec.msgpack.encode(key))
 
 
-@pytest.mark.parametrize("retain", [
-    [{"what": "later"}], [{"what": "keep", "duration": math.nan}], [{"what": "keep", "duration": math.inf}],
-    [{"what": "keep", "duration": -1.0}], [{"what": "keep", "duration": MAX_DURATION_S * 2}],
-    [{"what": "keep", "priority": 0}], [{"what": "keep", "priority": 1 << 60}], [{"what": "done", "start": -1}],
-    [{"what": "done", "start": 1 << 60}], [{"what": "done"}] * (MAX_RETAINS + 1), "done", [{}],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "retain",
+    [
+        [{"what": "later"}],
+        [{"what": "keep", "duration": math.nan}],
+        [{"what": "keep", "duration": math.inf}],
+        [{"what": "keep", "duration": -1.0}],
+        [{"what": "keep", "duration": MAX_DURATION_S * 2}],
+        [{"what": "keep", "priority": 0}],
+        [{"what": "keep", "priority": 1 << 60}],
+        [{"what": "done", "start": -1}],
+        [{"what": "done", "start": 1 << 60}],
+        [{"what": "done"}] * (MAX_RETAINS + 1),
+        "done",
+        [{}],
+    ],
+)
 def test_the_wire_refuses_what_is_out_of_bounds(retain: Any) -> None:
     key = msgspec.to_builtins(CacheKey("m", 1, None, bytes(16), 0, 256, "r"), builtin_types=(bytes,))
     payload = msgspec.msgpack.encode({"key": {**key, "retain": retain}})

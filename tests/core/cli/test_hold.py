@@ -85,15 +85,22 @@ def test_a_server_and_its_keeper(keeper: subprocess.Popen[bytes], folder: Path, 
     assert "no `kvframework hold` runs here" in gone.stderr
 
 
-@pytest.mark.parametrize(("arguments", "text"), [
-    (["--", "--set", "server.chunk_siz=1"], "did you mean 'chunk_size'?"), (["--", "--cofnig", "x"], "No such option"),
-    (["--", "--config", "/not/there.toml"], "/not/there.toml"),
-    (["--", "--set", "server.endpoint=ipc:///proc/none/s.sock"], "cannot be made"),
-    (["--status", "--drop"], "are three commands"), (["--restart"], "goes with --drop"), (["--json"], "come after"),
-    (["--endpoint", "ipc:///x/s.sock"], "come after"),
-    (["--set", "l1.capacity=1GiB"], "kvframework hold -- --config kvf.toml"),
-    (["--drop", "--set", "l1.capacity=1GiB"], "for its start"), (["--status", "--", "--set", "a.b=1"], "for its start"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--", "--set", "server.chunk_siz=1"], "did you mean 'chunk_size'?"),
+        (["--", "--cofnig", "x"], "No such option"),
+        (["--", "--config", "/not/there.toml"], "/not/there.toml"),
+        (["--", "--set", "server.endpoint=ipc:///proc/none/s.sock"], "cannot be made"),
+        (["--status", "--drop"], "are three commands"),
+        (["--restart"], "goes with --drop"),
+        (["--json"], "come after"),
+        (["--endpoint", "ipc:///x/s.sock"], "come after"),
+        (["--set", "l1.capacity=1GiB"], "kvframework hold -- --config kvf.toml"),
+        (["--drop", "--set", "l1.capacity=1GiB"], "for its start"),
+        (["--status", "--", "--set", "a.b=1"], "for its start"),
+    ],
+)
 def test_what_is_wrong_is_refused_before_anything_runs(arguments: list[str], text: str) -> None:
     # One that is not refused replaces its process.
     refused = run_process("hold", *arguments) if arguments[0] == "--" else run("hold", *arguments)

@@ -19,10 +19,22 @@ ROOT = Path(__file__).resolve().parents[3]
 EXPONENT = re.compile(r":[<>^+,]?\d*(?:\.\d+)?[geGE]\}")
 
 
-@pytest.mark.parametrize(("value", "text"), [
-    (1690.0, "1690"), (1_234_567.8, "1234568"), (12.34, "12.3"), (9.996, "10"), (0.523, "0.523"), (1.2e-05, "0.000012"),
-    (100.0, "100"), (0.0, "0"), (-0.5, "-0.5"), (1e-20, "0"), (math.inf, "inf"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (1690.0, "1690"),
+        (1_234_567.8, "1234568"),
+        (12.34, "12.3"),
+        (9.996, "10"),
+        (0.523, "0.523"),
+        (1.2e-05, "0.000012"),
+        (100.0, "100"),
+        (0.0, "0"),
+        (-0.5, "-0.5"),
+        (1e-20, "0"),
+        (math.inf, "inf"),
+    ],
+)
 def test_numbers_are_short(value: float, text: str) -> None:
     assert short_number(value) == text
 
@@ -48,10 +60,18 @@ def test_commands_format_numbers_in_this_one_place() -> None:
     assert found == []
 
 
-@pytest.mark.parametrize(("value", "text"), [
-    (0, "0"), (9999, "9999"), (12_345, "12.3k"), (0.0333, "0.0333"), (999.96, "1k"), (4.56e6, "4.56M"),
-    (7.2e15, "7200T"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (9999, "9999"),
+        (12_345, "12.3k"),
+        (0.0333, "0.0333"),
+        (999.96, "1k"),
+        (4.56e6, "4.56M"),
+        (7.2e15, "7200T"),
+    ],
+)
 def test_amounts_have_three_digits_and_a_unit(value: float, text: str) -> None:
     assert short_count(value) == text
 

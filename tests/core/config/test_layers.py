@@ -24,12 +24,20 @@ def layers(file: Path | None = None, *overrides: str, variable: str = "") -> Lay
     return read_layers(file, overrides, {"KVFRAMEWORK_CONFIG": variable})
 
 
-@pytest.mark.parametrize(("path", "origin"), [
-    (("l1", "high_watermark"), "{file}: [t]"), (("l1", "use"), "embedded default"), (("l1", "capacity"), "default"),
-    (("l1", "eviction", "use"), "embedded default"), (("hasher", "use"), "embedded default"),
-    (("transport", 0, "use"), "embedded default"), (("layout", 1, "axes"), "{file}: [t]"),
-    (("layout", 0, "axes"), "default"), (("requests",), "default"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "origin"),
+    [
+        (("l1", "high_watermark"), "{file}: [t]"),
+        (("l1", "use"), "embedded default"),
+        (("l1", "capacity"), "default"),
+        (("l1", "eviction", "use"), "embedded default"),
+        (("hasher", "use"), "embedded default"),
+        (("transport", 0, "use"), "embedded default"),
+        (("layout", 1, "axes"), "{file}: [t]"),
+        (("layout", 0, "axes"), "default"),
+        (("requests",), "default"),
+    ],
+)
 def test_the_layer_that_decides_is_named(file: Path, path: tuple[str | int, ...], origin: str) -> None:
     assert layers(file).origin(path, "[t]") == origin.format(file=file)
 

@@ -12,12 +12,23 @@ from kvframework.config.load import load_config
 from kvframework.errors import ConfigFieldError
 
 
-@pytest.mark.parametrize(("text", "value"), [
-    ("4", 4), ("0.5", 0.5), ("true", True), ('"4"', "4"), ("[1, 2]", [1, 2]), ("{a = 1}", {"a": 1}),
-    ("2026-01-02", datetime.date(2026, 1, 2)), ("4GiB", "4GiB"),
-    ("redis://localhost:6379/0", "redis://localhost:6379/0"), ("", ""),
-    ("1\n[server]\nworkers = 3", "1\n[server]\nworkers = 3"), ("a=b", "a=b"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("4", 4),
+        ("0.5", 0.5),
+        ("true", True),
+        ('"4"', "4"),
+        ("[1, 2]", [1, 2]),
+        ("{a = 1}", {"a": 1}),
+        ("2026-01-02", datetime.date(2026, 1, 2)),
+        ("4GiB", "4GiB"),
+        ("redis://localhost:6379/0", "redis://localhost:6379/0"),
+        ("", ""),
+        ("1\n[server]\nworkers = 3", "1\n[server]\nworkers = 3"),
+        ("a=b", "a=b"),
+    ],
+)
 def test_a_value_is_toml_or_else_itself(text: str, value: object) -> None:
     assert parse_value(text) == value
     assert type(parse_value(text)) is type(value)
@@ -58,13 +69,21 @@ def test_the_default_is_never_changed() -> None:
     assert config.transport[0].use == "cpu_gather"
 
 
-@pytest.mark.parametrize(("override", "fact"), [
-    ("server.workers", "not of the form"), ("=4", "not of the form"), ("server..workers=4", "not of the form"),
-    (".workers=4", "not of the form"), ("l2.1.use=redis", "index an array of 0"),
-    ("layout.first.use=x", "'first' to index an array of 3"), ("layout.-1.use=x", "'-1' to index an array of 3"),
-    ("layout.9=x", "'9' to index an array of 3"), ("l1.use.x=1", "a value that is not a table"),
-    ("l1.use.x.y=1", "is a value, not a table"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("override", "fact"),
+    [
+        ("server.workers", "not of the form"),
+        ("=4", "not of the form"),
+        ("server..workers=4", "not of the form"),
+        (".workers=4", "not of the form"),
+        ("l2.1.use=redis", "index an array of 0"),
+        ("layout.first.use=x", "'first' to index an array of 3"),
+        ("layout.-1.use=x", "'-1' to index an array of 3"),
+        ("layout.9=x", "'9' to index an array of 3"),
+        ("l1.use.x=1", "a value that is not a table"),
+        ("l1.use.x.y=1", "is a value, not a table"),
+    ],
+)
 def test_a_bad_override_says_so(override: str, fact: str) -> None:
     with pytest.raises(ConfigFieldError) as caught:
         load_config(overrides=[override], environ={})

@@ -46,10 +46,18 @@ def test_a_mistake_has_its_place_and_a_hint(name: str) -> None:
     assert "quotes" in error.hint
 
 
-@pytest.mark.parametrize("line", [
-    "url = redis://kv:hunter2@cache", "password = hunter2", "auth_token = 'hunter2", 'password: "hunter2"',
-    'x = {password = "hunter2" y = 1}', 'password = """\nhunter2 \\q"""', 'tokens = [\n  "hunter2" x,\n]',
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "line",
+    [
+        "url = redis://kv:hunter2@cache",
+        "password = hunter2",
+        "auth_token = 'hunter2",
+        'password: "hunter2"',
+        'x = {password = "hunter2" y = 1}',
+        'password = """\nhunter2 \\q"""',
+        'tokens = [\n  "hunter2" x,\n]',
+    ],
+)
 def test_no_value_of_a_wrong_line_is_shown(line: str) -> None:
     with pytest.raises(ConfigFileError) as caught:
         parse_toml(line, where="kvf.toml")

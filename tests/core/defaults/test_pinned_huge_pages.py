@@ -39,12 +39,19 @@ def machine(root: Path, for_all: str = "", for_this_size: str = "", pool: tuple[
     return root
 
 
-@pytest.mark.parametrize(("for_all", "for_this_size", "huge", "reason"), [
-    ("advise", "", True, "shmem_enabled is advise"), ("always", "inherit", True, "shmem_enabled is always"),
-    ("within_size", "", True, "shmem_enabled is within_size"), ("never", "", False, "shmem_enabled is never"),
-    ("deny", "", False, "shmem_enabled is deny"), ("never", "advise", True, "shmem_enabled is advise"),
-    ("advise", "never", False, "shmem_enabled is never"), ("", "", False, "the kernel has none for shared memory"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("for_all", "for_this_size", "huge", "reason"),
+    [
+        ("advise", "", True, "shmem_enabled is advise"),
+        ("always", "inherit", True, "shmem_enabled is always"),
+        ("within_size", "", True, "shmem_enabled is within_size"),
+        ("never", "", False, "shmem_enabled is never"),
+        ("deny", "", False, "shmem_enabled is deny"),
+        ("never", "advise", True, "shmem_enabled is advise"),
+        ("advise", "never", False, "shmem_enabled is never"),
+        ("", "", False, "the kernel has none for shared memory"),
+    ],
+)
 def test_auto_takes_what_the_kernel_gives(
     tmp_path: Path, for_all: str, for_this_size: str, huge: bool, reason: str
 ) -> None:

@@ -44,14 +44,22 @@ def test_a_process_reads_the_names_that_it_was_given(given_names: list[str], pid
     assert sd_notify.listened_names(variables, pid + 1) == []
 
 
-@pytest.mark.parametrize(("variables", "found"), [
-    ({}, []), ({"LISTEN_FDS": "1", "LISTEN_FDNAMES": "a"}, []), ({"LISTEN_PID": "7", "LISTEN_FDNAMES": "a"}, []),
-    ({"LISTEN_PID": "7", "LISTEN_FDS": "-1"}, []), ({"LISTEN_PID": "7", "LISTEN_FDS": "x"}, []),
-    ({"LISTEN_PID": "7", "LISTEN_FDS": "9" * 5000}, []), ({"LISTEN_PID": "7", "LISTEN_FDS": "\u0661"}, []),
-    ({"LISTEN_PID": " 7", "LISTEN_FDS": "1"}, []), ({"LISTEN_PID": "7", "LISTEN_FDS": "2"}, ["", ""]),
-    ({"LISTEN_PID": "7", "LISTEN_FDS": "2", "LISTEN_FDNAMES": "a"}, ["", ""]),
-    ({"LISTEN_PID": "7", "LISTEN_FDS": "2", "LISTEN_FDNAMES": "a:"}, ["a", ""]),
-    ({"LISTEN_PID": "7", "LISTEN_FDS": "1", "LISTEN_FDNAMES": "\u00e4"}, [""]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("variables", "found"),
+    [
+        ({}, []),
+        ({"LISTEN_FDS": "1", "LISTEN_FDNAMES": "a"}, []),
+        ({"LISTEN_PID": "7", "LISTEN_FDNAMES": "a"}, []),
+        ({"LISTEN_PID": "7", "LISTEN_FDS": "-1"}, []),
+        ({"LISTEN_PID": "7", "LISTEN_FDS": "x"}, []),
+        ({"LISTEN_PID": "7", "LISTEN_FDS": "9" * 5000}, []),
+        ({"LISTEN_PID": "7", "LISTEN_FDS": "\u0661"}, []),
+        ({"LISTEN_PID": " 7", "LISTEN_FDS": "1"}, []),
+        ({"LISTEN_PID": "7", "LISTEN_FDS": "2"}, ["", ""]),
+        ({"LISTEN_PID": "7", "LISTEN_FDS": "2", "LISTEN_FDNAMES": "a"}, ["", ""]),
+        ({"LISTEN_PID": "7", "LISTEN_FDS": "2", "LISTEN_FDNAMES": "a:"}, ["a", ""]),
+        ({"LISTEN_PID": "7", "LISTEN_FDS": "1", "LISTEN_FDNAMES": "\u00e4"}, [""]),
+    ],
+)
 def test_variables_of_strangers(variables: dict[str, str], found: list[str]) -> None:
     assert sd_notify.listened_names(variables, 7) == found

@@ -15,19 +15,28 @@ ID = (7).to_bytes(8, "little")
 EMPTY_MAP = b"\x80"
 
 
-@pytest.mark.parametrize(("frames", "code"), [
-    ([ID], "protocol.frames"), ([ID, b"test.ECHO"], "protocol.frames"), ([ID, b"", EMPTY_MAP], "protocol.frames"),
-    ([ID, b"x" * 65, EMPTY_MAP], "protocol.frames"), ([ID, b"\xff\xfe", EMPTY_MAP], "protocol.frames"),
-    ([ID, b"test.ECHO", EMPTY_MAP, b"a buffer too many"], "protocol.frames"),
-    ([ID, b"test.ECHO", EMPTY_MAP, *([b""] * MAX_BUFFERS)], "protocol.frames"),
-    ([ID, b"test.ECHO", EMPTY_MAP, *([b""] * (MAX_BUFFERS + 1))], "protocol.too_large"),
-    ([ID, b"test.ECHO", b"x" * (MAX_PAYLOAD_BYTES + 1)], "protocol.too_large"),
-    ([ID, b"test.ECHO", b""], "protocol.payload"), ([ID, b"test.ECHO", b"\xc1"], "protocol.payload"),
-    ([ID, b"test.ECHO", b"\x81\xa4text\x07"], "protocol.payload"),
-    ([ID, b"test.ECHO", b"\x91" * 100_000], "protocol.payload"),
-    ([ID, b"NOTHING", EMPTY_MAP], "protocol.unknown_request"), ([ID, b"\0\n", EMPTY_MAP], "protocol.unknown_request"),
-    ([ID, b"ERROR", EMPTY_MAP], "protocol.unknown_request"), ([ID, b"HELLO", EMPTY_MAP], "protocol.payload"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("frames", "code"),
+    [
+        ([ID], "protocol.frames"),
+        ([ID, b"test.ECHO"], "protocol.frames"),
+        ([ID, b"", EMPTY_MAP], "protocol.frames"),
+        ([ID, b"x" * 65, EMPTY_MAP], "protocol.frames"),
+        ([ID, b"\xff\xfe", EMPTY_MAP], "protocol.frames"),
+        ([ID, b"test.ECHO", EMPTY_MAP, b"a buffer too many"], "protocol.frames"),
+        ([ID, b"test.ECHO", EMPTY_MAP, *([b""] * MAX_BUFFERS)], "protocol.frames"),
+        ([ID, b"test.ECHO", EMPTY_MAP, *([b""] * (MAX_BUFFERS + 1))], "protocol.too_large"),
+        ([ID, b"test.ECHO", b"x" * (MAX_PAYLOAD_BYTES + 1)], "protocol.too_large"),
+        ([ID, b"test.ECHO", b""], "protocol.payload"),
+        ([ID, b"test.ECHO", b"\xc1"], "protocol.payload"),
+        ([ID, b"test.ECHO", b"\x81\xa4text\x07"], "protocol.payload"),
+        ([ID, b"test.ECHO", b"\x91" * 100_000], "protocol.payload"),
+        ([ID, b"NOTHING", EMPTY_MAP], "protocol.unknown_request"),
+        ([ID, b"\0\n", EMPTY_MAP], "protocol.unknown_request"),
+        ([ID, b"ERROR", EMPTY_MAP], "protocol.unknown_request"),
+        ([ID, b"HELLO", EMPTY_MAP], "protocol.payload"),
+    ],
+)
 def test_a_usable_request_id_gets_a_typed_answer(lab: Lab, frames: list[bytes], code: str) -> None:
     with RawClient(lab.endpoint) as raw:
         raw.send(frames)

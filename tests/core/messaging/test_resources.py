@@ -46,11 +46,17 @@ def test_what_is_needed_is_there_or_it_is_said() -> None:
         counts.need(descriptors=limit)
 
 
-@pytest.mark.parametrize(("error", "is_one"), [
-    (OSError(errno.EMFILE, "Too many open files"), True), (zmq.ZMQError(errno.EMFILE), True),
-    (RuntimeError("can't start new thread"), True), (MemoryError(), True),
-    (OSError(errno.ENOENT, "No such file"), False), (RuntimeError("another"), False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), True),
+        (zmq.ZMQError(errno.EMFILE), True),
+        (RuntimeError("can't start new thread"), True),
+        (MemoryError(), True),
+        (OSError(errno.ENOENT, "No such file"), False),
+        (RuntimeError("another"), False),
+    ],
+)
 def test_errors_that_say_that_something_has_run_out(error: Exception, is_one: bool) -> None:
     assert (counts.as_out_of_resources(error) is not None) == is_one
 

@@ -145,14 +145,38 @@ def test_a_distribution_may_serve_two_api_majors(site: Path) -> None:
     assert info(registry, "codec", "both").status == "available"
 
 
-@pytest.mark.parametrize(("wanted", "admits"), [
-    (">=9", False), (">=0.3.1", False), ("<0.3", False), (">0.3", False), ("~=0.4.0", False), ("~=1.0", False),
-    ("==0.2.*", False), ("==0.2.0", False), ("!=0.3.*", False), (">=0.1, <0.3", False), ("(>=9)", False),
-    ("[torch]>=9", False), ("", True), ("[torch]", True), (">=0.3", True), (">=0.3.0.dev0", True),
-    (">0.3.0.dev0", True), ("~=0.3.0", True), ("~=0.1", True), ("==0.3.*", True), ("==0.3", True), ("!=0.2.0", True),
-    (">=0.1,<1", True), ("<0.3.1", True), ("===0.2", True), (">=9; extra == 'later'", True),
-    (" @ file:///somewhere", True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wanted", "admits"),
+    [
+        (">=9", False),
+        (">=0.3.1", False),
+        ("<0.3", False),
+        (">0.3", False),
+        ("~=0.4.0", False),
+        ("~=1.0", False),
+        ("==0.2.*", False),
+        ("==0.2.0", False),
+        ("!=0.3.*", False),
+        (">=0.1, <0.3", False),
+        ("(>=9)", False),
+        ("[torch]>=9", False),
+        ("", True),
+        ("[torch]", True),
+        (">=0.3", True),
+        (">=0.3.0.dev0", True),
+        (">0.3.0.dev0", True),
+        ("~=0.3.0", True),
+        ("~=0.1", True),
+        ("==0.3.*", True),
+        ("==0.3", True),
+        ("!=0.2.0", True),
+        (">=0.1,<1", True),
+        ("<0.3.1", True),
+        ("===0.2", True),
+        (">=9; extra == 'later'", True),
+        (" @ file:///somewhere", True),
+    ],
+)
 @pytest.mark.parametrize("present", ["0.3.0.dev0", "0.3.0", "0.3"])
 def test_a_distribution_that_asks_for_another_release(
     site: Path, monkeypatch: pytest.MonkeyPatch, wanted: str, admits: bool, present: str

@@ -219,12 +219,18 @@ def test_bad_lookups_are_refused_and_an_unknown_namespace_is_a_miss(client: Wire
     assert_nothing_is_held(client)
 
 
-@pytest.mark.parametrize(("fields", "error"), [
-    ({"dtype_str": "float33"}, errors.BadDtype), ({"block_size": 0}, errors.BadLayout),
-    ({"num_layers": -1}, errors.BadLayout), ({"hidden_dim_size": 1 << 40}, errors.BadLayout),
-    ({"hidden_dim_size": 1 << 23}, errors.BadLayout), ({"world_size": 0}, errors.NamespaceMismatch),
-    ({"model_name": ""}, errors.MessageTooLarge),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"dtype_str": "float33"}, errors.BadDtype),
+        ({"block_size": 0}, errors.BadLayout),
+        ({"num_layers": -1}, errors.BadLayout),
+        ({"hidden_dim_size": 1 << 40}, errors.BadLayout),
+        ({"hidden_dim_size": 1 << 23}, errors.BadLayout),
+        ({"world_size": 0}, errors.NamespaceMismatch),
+        ({"model_name": ""}, errors.MessageTooLarge),
+    ],
+)
 def test_bad_registrations_are_refused(
     client: WireClient, fields: dict[str, object], error: type[errors.KVFrameworkError]
 ) -> None:

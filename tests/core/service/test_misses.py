@@ -29,18 +29,24 @@ RECORD = NamespaceRecord("m", 1, DESC)
 EVICTED = Ghost(Cause.ROOM, 50.0, 40.0, "other")
 
 
-@pytest.mark.parametrize(("facts", "reason"), [
-    ({}, "never_stored"), ({"named": False}, "unknown_namespace"),
-    ({"from_before": True, "up_s": 10.0}, "server_started"),
-    ({"from_before": True, "up_s": START_EXPLAINS_S}, "never_stored"),
-    ({"from_before": True, "named": False}, "server_started"),
-    ({"elsewhere": MissReason("other_salt"), "from_before": True}, "other_salt"),
-    ({"ghost": EVICTED, "elsewhere": MissReason("other_salt")}, "evicted"),
-    ({"ghost": Ghost(Cause.WATERMARK, 1, 2)}, "evicted"), ({"ghost": Ghost(Cause.TENANT, 1, 2)}, "evicted"),
-    ({"ghost": EVICTED, "tiers_cleared_at": 49.0}, "evicted"),
-    ({"ghost": EVICTED, "tiers_cleared_at": 51.0}, "cleared"), ({"ghost": EVICTED, "refused": True}, "timed_out"),
-    ({"ghost": EVICTED, "refused": True, "down": "redis: a call failed"}, "tier_down"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({}, "never_stored"),
+        ({"named": False}, "unknown_namespace"),
+        ({"from_before": True, "up_s": 10.0}, "server_started"),
+        ({"from_before": True, "up_s": START_EXPLAINS_S}, "never_stored"),
+        ({"from_before": True, "named": False}, "server_started"),
+        ({"elsewhere": MissReason("other_salt"), "from_before": True}, "other_salt"),
+        ({"ghost": EVICTED, "elsewhere": MissReason("other_salt")}, "evicted"),
+        ({"ghost": Ghost(Cause.WATERMARK, 1, 2)}, "evicted"),
+        ({"ghost": Ghost(Cause.TENANT, 1, 2)}, "evicted"),
+        ({"ghost": EVICTED, "tiers_cleared_at": 49.0}, "evicted"),
+        ({"ghost": EVICTED, "tiers_cleared_at": 51.0}, "cleared"),
+        ({"ghost": EVICTED, "refused": True}, "timed_out"),
+        ({"ghost": EVICTED, "refused": True, "down": "redis: a call failed"}, "tier_down"),
+    ],
+)
 def test_the_facts_decide(facts: dict[str, Any], reason: str) -> None:
     assert decide(**facts).reason == reason
 

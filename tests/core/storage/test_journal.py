@@ -383,10 +383,18 @@ def test_any_bit_that_flips_is_a_cold_start_or_changes_nothing(used: Journal) ->
     assert outcomes == {"the same", "cold"}
 
 
-@pytest.mark.parametrize("size", [
-    0, 1, 4095, journal_module.HEADS_AT, journal_module.SLOTS_AT - 1, journal_module.SLOTS_AT + 1,
-    journal_module.SLOTS_AT + journal_module.SLOT_BYTES + 5,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "size",
+    [
+        0,
+        1,
+        4095,
+        journal_module.HEADS_AT,
+        journal_module.SLOTS_AT - 1,
+        journal_module.SLOTS_AT + 1,
+        journal_module.SLOTS_AT + journal_module.SLOT_BYTES + 5,
+    ],
+)
 def test_a_journal_cut_off(used: Journal, size: int) -> None:
     with pytest.raises(Cold, match="damaged"):
         open_whole(used.memory[:size])

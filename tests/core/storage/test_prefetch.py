@@ -306,10 +306,17 @@ def test_one_prompt_is_fetched_by_several_threads_in_order(make_node: MakeNode) 
     node.assert_idle()
 
 
-@pytest.mark.parametrize(("objects", "mib", "threads", "lengths"), [
-    (32, 3, 4, [4] * 8), (32, 3, 1, [5] * 6 + [2]), (8, 32, 4, [1] * 8), (8, 1, 4, [4, 4]), (6, 0.001, 4, [6]),
-    (40, 0.001, 4, [16, 16, 8]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("objects", "mib", "threads", "lengths"),
+    [
+        (32, 3, 4, [4] * 8),
+        (32, 3, 1, [5] * 6 + [2]),
+        (8, 32, 4, [1] * 8),
+        (8, 1, 4, [4, 4]),
+        (6, 0.001, 4, [6]),
+        (40, 0.001, 4, [16, 16, 8]),
+    ],
+)
 def test_the_threads_of_a_tier_get_as_much_each(objects: int, mib: float, threads: int, lengths: list[int]) -> None:
     store = L2Store(MemoryTier(), timeout_s=1.0)
     indices = range(objects)

@@ -112,14 +112,22 @@ def test_a_range_in_the_middle_counts_from_its_start(client: WireClient) -> None
     assert missing(client, key_for(registered, TOKENS)) == [0, 1, 2]
 
 
-@pytest.mark.parametrize(("objects", "buffers", "error"), [
-    ([0], [fill(1)[:-1]], errors.MalformedFrames), ([0], [fill(1) + b"x"], errors.MalformedFrames),
-    ([0, 1], [fill(1), b""], errors.MalformedFrames), ([0, 1], [fill(1)], errors.MalformedFrames),
-    ([0], [fill(1), fill(2)], errors.MalformedFrames), ([0], [], errors.MalformedFrames),
-    ([], [fill(1)], errors.MalformedFrames), ([4], [fill(1)], errors.BadRange),
-    ([2**32 - 1], [fill(1)], errors.BadRange), ([0, 0], [fill(1), fill(1)], errors.BadRange),
-    ([1, 0], [fill(1), fill(1)], errors.BadRange),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("objects", "buffers", "error"),
+    [
+        ([0], [fill(1)[:-1]], errors.MalformedFrames),
+        ([0], [fill(1) + b"x"], errors.MalformedFrames),
+        ([0, 1], [fill(1), b""], errors.MalformedFrames),
+        ([0, 1], [fill(1)], errors.MalformedFrames),
+        ([0], [fill(1), fill(2)], errors.MalformedFrames),
+        ([0], [], errors.MalformedFrames),
+        ([], [fill(1)], errors.MalformedFrames),
+        ([4], [fill(1)], errors.BadRange),
+        ([2**32 - 1], [fill(1)], errors.BadRange),
+        ([0, 0], [fill(1), fill(1)], errors.BadRange),
+        ([1, 0], [fill(1), fill(1)], errors.BadRange),
+    ],
+)
 def test_what_does_not_fit_is_refused_before_anything_is_reserved(
     client: WireClient, objects: list[int], buffers: list[bytes], error: type[errors.KVFrameworkError]
 ) -> None:

@@ -90,14 +90,24 @@ def test_the_folder_may_be_given_with_parents_that_are_not_there(tmp_path: Path)
     assert "cd 'some where/mine' && " in done.stdout
 
 
-@pytest.mark.parametrize(("kind", "name", "hint"), [
-    ("tier", "MyStore", "did you mean my_store?"), ("tier", "my-store", "did you mean my_store?"),
-    ("tier", "my store", "did you mean my_store?"), ("tier", "KVF-store", "did you mean store?"),
-    ("tier", "2fast", "choose one such as"), ("tier", "", "choose one such as"), ("tier", "../up", "did you mean up?"),
-    ("tier", "a__b", "did you mean a_b?"), ("tier", "größe", "did you mean gr_e?"),
-    ("tier", "x" * 33, "did you mean xxx"), ("codec", "a_name_of_seventy", "did you mean a_name_of_sevent?"),
-    ("codec", "allow", "did you mean allow_codec?"), ("transport", "auto", "did you mean auto_transport?"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "name", "hint"),
+    [
+        ("tier", "MyStore", "did you mean my_store?"),
+        ("tier", "my-store", "did you mean my_store?"),
+        ("tier", "my store", "did you mean my_store?"),
+        ("tier", "KVF-store", "did you mean store?"),
+        ("tier", "2fast", "choose one such as"),
+        ("tier", "", "choose one such as"),
+        ("tier", "../up", "did you mean up?"),
+        ("tier", "a__b", "did you mean a_b?"),
+        ("tier", "größe", "did you mean gr_e?"),
+        ("tier", "x" * 33, "did you mean xxx"),
+        ("codec", "a_name_of_seventy", "did you mean a_name_of_sevent?"),
+        ("codec", "allow", "did you mean allow_codec?"),
+        ("transport", "auto", "did you mean auto_transport?"),
+    ],
+)
 def test_a_name_that_cannot_be_is_refused_with_one_that_can(kind: str, name: str, hint: str) -> None:
     with pytest.raises(NameRefused) as refused:
         choose_names(kind, name)

@@ -117,14 +117,21 @@ def test_nested_ever_deeper(tmp_path: Path) -> None:
     assert _refused(_text(tmp_path, json.dumps(_GOOD) + '\n{"x": ' + "[" * 100_000 + "\n")).where.endswith(":2")
 
 
-@pytest.mark.parametrize(("written", "fact"), [
-    (gzip.compress(b"{}", mtime=0), "this is of no known form"),
-    ('{"timestamp": 1}'.encode("utf-16"), "this is of no known form"), (bytes(100), "this is of no known form"),
-    (json.dumps([_GOOD]).encode(), "this is of no known form"),
-    (b"[server]\nprice = true\n", "this is of no known form"), (b'{"prompt": "Tell me"}\n', "this is of no known form"),
-    (b"TIMESTAMP,ContextTokens\n18:17,4808\n", "this is of no known form"), (b"", "the file is empty"),
-    (b"\n \n", "the file is empty"),
-], ids=["gzip", "utf-16", "binary", "array", "toml", "prompts", "csv", "empty", "blank"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("written", "fact"),
+    [
+        (gzip.compress(b"{}", mtime=0), "this is of no known form"),
+        ('{"timestamp": 1}'.encode("utf-16"), "this is of no known form"),
+        (bytes(100), "this is of no known form"),
+        (json.dumps([_GOOD]).encode(), "this is of no known form"),
+        (b"[server]\nprice = true\n", "this is of no known form"),
+        (b'{"prompt": "Tell me"}\n', "this is of no known form"),
+        (b"TIMESTAMP,ContextTokens\n18:17,4808\n", "this is of no known form"),
+        (b"", "the file is empty"),
+        (b"\n \n", "the file is empty"),
+    ],
+    ids=["gzip", "utf-16", "binary", "array", "toml", "prompts", "csv", "empty", "blank"],
+)
 def test_another_form_is_refused_with_those_that_are_read(tmp_path: Path, written: bytes, fact: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_bytes(written)
