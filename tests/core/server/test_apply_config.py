@@ -45,6 +45,7 @@ OTHER = {
     "server.ticket_s": ["server.ticket_s=9"],
     "server.session_timeout_s": ["server.session_timeout_s=0.2"],
     "server.idle_stop_s": ["server.idle_stop_s=900"],
+    "server.drain_s": ["server.drain_s=9"],
     "server.workers": ["server.workers=3"],
     "server.trace_memory": ["server.trace_memory=1MiB"],
     "server.price": ["server.price=true"],
