@@ -120,4 +120,4 @@ def _logged(name: str, call: Callable[[], object]) -> None:
     try:
         call()
     except Exception:
-        log.exception("%s: its end failed", name)
+        log.exception("closing failed: %s", name)

@@ -38,7 +38,7 @@ class KVFrameworkError(Exception):
     def __str__(self) -> str:
         parts = [f"[{self.code}] {self.where + ': ' if self.where else ''}{self.fact}"]
         if self.available:
-            parts.append(f"available: {self.available}")
+            parts.append(f"expected: {self.available}")
         if self.hint:
             parts.append(f"hint: {self.hint}")
         return "\n  ".join(parts)

@@ -73,7 +73,7 @@ def common_refusals(config: Config, registry: PluginRegistry, *, running: bool =
         if error.name != "kvf_observe":
             raise
         hint = install_command(distribution="kvframework-observe")
-        yield PluginUnavailable("it needs kvframework-observe, which is not installed", where=where, hint=hint)
+        yield PluginUnavailable("[observe] needs kvframework-observe, which is not installed", where=where, hint=hint)
     else:
         yield from settings.refusals(config.observe, where, running=running)
 
@@ -89,7 +89,7 @@ class RunningServer(NamedTuple):
     def __str__(self) -> str:
         return (
             f"a server (process {self.pid}, configuration {self.source}) runs there; this configuration takes effect "
-            "when that one has ended"
+            "after that server ends"
         )
 
 
@@ -140,8 +140,8 @@ def _check_stores(config: Config, registry: PluginRegistry) -> None:
             continue  # refused as a table already
         store = provider.store(options) if provider.store is not None else None
         if store is not None and first.setdefault((table.use, store), table.where) != table.where:
-            fact = f"{store} is the store of {first[table.use, store].rpartition(': ')[2]} already"
-            raise ConfigFieldError(fact, where=table.where, hint="name another store, or leave one of the tables out")
+            fact = f"{store} is already the store of {first[table.use, store].rpartition(': ')[2]}"
+            raise ConfigFieldError(fact, where=table.where, hint="set another store, or leave out one of the tables")
 
 
 def _check_keys(config: Config) -> None:
@@ -172,7 +172,7 @@ def _check_endpoint(config: Config) -> None:
 def _check_ports(config: Config, *, running: bool) -> None:
     addresses = [text for text in (config.server.endpoint, config.server.tcp) if text.startswith("tcp://")]
     if len(set(addresses)) < len(addresses):
-        raise EndpointError("endpoint and tcp are the same", where=config.server.tcp, hint="leave one of them out")
+        raise EndpointError("endpoint and tcp are the same", where=config.server.tcp, hint="leave out one of them")
     any_host = {"*", *(name for _, name in socket.if_nameindex())}
     for address in addresses:
         parsed = parse_endpoint(address)
@@ -181,7 +181,7 @@ def _check_ports(config: Config, *, running: bool) -> None:
         except OSError as error:
             if running and error.errno == errno.EADDRINUSE:
                 continue  # it may be that of the running server
-            hint = "name an address of this machine and a port that is free"
+            hint = "use an address of this machine and a free port"
             if isinstance(error, PermissionError):
-                hint = "ports below 1024 need CAP_NET_BIND_SERVICE: choose a higher one"
+                hint = "use a port above 1023: lower ports need CAP_NET_BIND_SERVICE"
             raise EndpointError(f"cannot listen: {error.strerror or error}", where=address, hint=hint) from None

@@ -136,7 +136,7 @@ class RunningConfig:
         try:
             raw = msgspec.json.decode(payload.config, type=dict[str, object])
         except (msgspec.DecodeError, RecursionError) as error:
-            raise RequestError(f"no configuration: {error}", where=payload.source[:256]) from None
+            raise RequestError(f"the configuration cannot be read: {error}", where=payload.source[:256]) from None
         layers = Layers({"l1": {}, "hasher": {}} | raw, {}, {}, Path(payload.source), False, ())
         return self.apply(assemble(layers), dry_run=payload.dry_run)
 

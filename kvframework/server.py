@@ -163,7 +163,7 @@ class Server:
         log.info("serving at %s", " and ".join(filter(None, (self.endpoint, self._config.server.tcp))))
         warn_of_missing_kernels()
         if self._config.server.insecure:
-            log.warning("insecure = true: any client that reaches the TCP port is served, in plain text")
+            log.warning("insecure = true: the server accepts every TCP client, without encryption")
         try:
             self._messages.serve_forever()
             self.service.storage.table.served()
@@ -209,7 +209,7 @@ class Server:
             if self.drain.idle:
                 self.drain.cancel()
         elif limit and not self.drain.running and now - self._used_at >= limit:
-            log.info("no engine was there for %.0f s, [server] idle_stop_s: the server stops", limit)
+            log.info("the server stops: no engine was connected for %.0f s, [server] idle_stop_s", limit)
             self.drain.by_itself = True
             self.drain.begin(IDLE_DRAIN_S, idle=True)
 
@@ -388,7 +388,7 @@ class ObserveSupervisor(SupervisedChild):
 
     def ended(self, why: str) -> None:
         if why:
-            log.error("%s: there are no metrics until it runs again", why)
+            log.error("there are no metrics until kvframework observe runs again: %s", why)
 
     def status(self) -> dict[str, object]:
         """Return the part of the status; `problem` is "" once a process has run for `HEALTHY_S`. From any thread."""

@@ -20,17 +20,17 @@ from kvframework.api.plugin import Message
 
 # Why a lookup missed, the keys of `lookups.misses`; in the order of docs/operations.md.
 REASONS = {
-    "never_stored": "no engine had stored these tokens before: new prompts, or stores that fail",
-    "dropped_full": "L1 was full of objects in use when they were stored: raise [l1] capacity",
-    "dropped_share": "the share of one client or tenant was in use: raise store_share, pin_share or the tenant's max",
-    "refused": "the eviction policy refused to store them",
-    "evicted": "L1 evicted them before they were asked for again: raise [l1] capacity, or attach a tier",
-    "other_namespace": "another engine has them under another model, weights or layout",
-    "other_salt": "they are stored under another salt",
-    "priced": "engines compute them sooner than a tier loads them",
-    "tier_down": "a tier did not answer: `kvframework status` names it",
+    "never_stored": "no engine had stored these tokens: the prompt was new, or the store failed",
+    "dropped_full": "L1 was full of objects in use when the tokens were stored: raise [l1] capacity",
+    "dropped_share": "a client or tenant had used up its share: raise store_share, pin_share or the tenant's max",
+    "refused": "the eviction policy refused to store the tokens",
+    "evicted": "L1 evicted the tokens before the next lookup: raise [l1] capacity, or attach a tier",
+    "other_namespace": "another engine stored the tokens under another model, weights or layout",
+    "other_salt": "the tokens are stored under another salt",
+    "priced": "engines compute the tokens sooner than a tier loads them",
+    "tier_down": "a tier did not answer: see `kvframework status`",
     "timed_out": "a tier answered after the lookup's deadline",
-    "damaged": "their value in a tier was damaged",
+    "damaged": "the stored value in a tier was damaged",
     "cleared": "an operator cleared the cache",
     "server_started": "the server started with an empty L1",
     "unknown_namespace": "the engine's worker is not registered",
@@ -257,10 +257,10 @@ class Recovered(Part, frozen=True):
 class Evicted(Part, frozen=True):
     """Objects evicted from L1 by cause."""
 
-    room: Annotated[int, Counter("objects", "were evicted for the place of another object", False, _EVICTIONS)] = 0
-    watermark: Annotated[int, Counter("objects", "were evicted to get below the watermark", False, _EVICTIONS)] = 0
-    tenant: Annotated[int, Counter("objects", "were evicted by the share of a tenant", False, _EVICTIONS)] = 0
-    hinted: Annotated[int, Counter("objects", "were evicted early, as a request had said", False, _EVICTIONS)] = 0
+    room: Annotated[int, Counter("objects", "were evicted to make room for another object", False, _EVICTIONS)] = 0
+    watermark: Annotated[int, Counter("objects", "were evicted to get below the high watermark", False, _EVICTIONS)] = 0
+    tenant: Annotated[int, Counter("objects", "were evicted to keep a tenant within its share", False, _EVICTIONS)] = 0
+    hinted: Annotated[int, Counter("objects", "were evicted early by a request's hint", False, _EVICTIONS)] = 0
 
 
 class Ghosts(Part, frozen=True):
@@ -286,10 +286,10 @@ class L1Counters(Part, frozen=True):
     aborted: Annotated[int, Counter("objects", "were aborted by their writer", False, _L1_OBJECTS)] = 0
     dropped: Annotated[int, Counter("objects", "had no room in L1", True, _L1_OBJECTS)] = 0
     retrieves: Annotated[int, Counter("RETRIEVEs", "", False, "retrieves_total")] = 0
-    retrieve_misses: Annotated[int, Counter("RETRIEVEs", "found something missing", False, "retrieve_misses_total")] = 0
+    retrieve_misses: Annotated[int, Counter("RETRIEVEs", "found an object missing", False, "retrieve_misses_total")] = 0
     lapsed: Annotated[int, Counter("pins", "outlived their lease", True, "pins_lapsed_total")] = 0
     over_share: Annotated[
-        int, Counter("leases", "were ended or refused by pin_share", True, "pins_over_share_total")
+        int, Counter("leases", "were ended or refused because of pin_share", True, "pins_over_share_total")
     ] = 0
     quarantined: Annotated[int, Counter("stores", "outlived their lease", True, "stores_quarantined_total")] = 0
 
@@ -356,8 +356,8 @@ class TierCounters(Part, frozen=True):
     bytes_read: Annotated[int, Counter("bytes of values", "were read", False, "tier_bytes_total", "read")] = 0
     bytes_written: Annotated[int, Counter("bytes of values", "were written", False, "tier_bytes_total", "write")] = 0
     errors: Annotated[int, Counter("calls of the tier", "failed", True, _CALLS_FAILED, "error")] = 0
-    bugs: Annotated[int, Counter("calls of the tier", "met a bug of its plugin", True, _CALLS_FAILED, "bug")] = 0
-    refused: Annotated[int, Counter("calls", "were not made, as the tier is down", True, _CALLS_FAILED)] = 0
+    bugs: Annotated[int, Counter("calls of the tier", "failed by a bug of the plugin", True, _CALLS_FAILED, "bug")] = 0
+    refused: Annotated[int, Counter("calls", "were skipped because the tier is down", True, _CALLS_FAILED)] = 0
     write_dropped: Annotated[int, Counter("objects", "had no room in its queue", True, _NEVER_WRITTEN, "dropped")] = 0
     write_lost: Annotated[int, Counter("objects", "left L1 before they were written", True, _NEVER_WRITTEN, "lost")] = 0
     write_given_up: Annotated[int, Counter("objects", "could not be written", True, _NEVER_WRITTEN, "given_up")] = 0
@@ -410,10 +410,10 @@ class LostBy(Part, frozen=True):
 class Losses(Part, frozen=True):
     """Calls that failed at clients, those that have ended included."""
 
-    lookups: Annotated[int, Counter("lookups", "were lost by clients", True, _LOST)] = 0
-    loads: Annotated[int, Counter("loads", "were lost by clients", True, _LOST)] = 0
-    stores: Annotated[int, Counter("stores", "were lost by clients", True, _LOST)] = 0
-    bytes: Annotated[int, Counter("bytes", "were not moved for clients", False, "client_lost_bytes_total")] = 0
+    lookups: Annotated[int, Counter("lookups", "of clients failed", True, _LOST)] = 0
+    loads: Annotated[int, Counter("loads", "of clients failed", True, _LOST)] = 0
+    stores: Annotated[int, Counter("stores", "of clients failed", True, _LOST)] = 0
+    bytes: Annotated[int, Counter("bytes", "of clients were not moved", False, "client_lost_bytes_total")] = 0
     recent: tuple[LostBy, ...] = ()
 
 
@@ -421,7 +421,7 @@ class Prefetch(Part, frozen=True):
     """Loads from L2 under way."""
 
     in_flight: int = 0
-    refused: Annotated[int, Counter("loads", "were too many at once", True, "prefetch_refused_total")] = 0
+    refused: Annotated[int, Counter("loads", "were refused as too many at once", True, "prefetch_refused_total")] = 0
 
 
 class Drain(Part, frozen=True):
@@ -440,7 +440,7 @@ class Log(Part, frozen=True):
     """Lines of the server's log that wait to be written, and why."""
 
     waiting: int = 0
-    dropped: Annotated[int, Counter("lines of the log", "were lost", True, "log_dropped_total")] = 0
+    dropped: Annotated[int, Counter("log lines", "were lost", True, "log_dropped_total")] = 0
     problem: str = ""
 
 
@@ -457,16 +457,14 @@ class EventsCounters(Part, frozen=True):
     """Batches of events and questions for replays since the start."""
 
     batches: Annotated[int, Counter("batches", "were sent to routers", False, _EVENTS)] = 0
-    replays: Annotated[int, Counter("answers", "gave a router what it lacked", False, _EVENTS)] = 0
+    replays: Annotated[int, Counter("answers", "repeated missing events for a router", False, _EVENTS)] = 0
     unread_replays: Annotated[int, Counter("answers", "were not read by their router", False, _EVENTS)] = 0
     subscribers: Annotated[int, Counter("subscriptions", "", False, _EVENTS)] = 0
-    bad_requests: Annotated[int, Counter("questions of routers", "were of another form", False, _EVENTS)] = 0
+    bad_requests: Annotated[int, Counter("requests of routers", "were malformed", False, _EVENTS)] = 0
     curve_refused: Annotated[int, Counter("readers of events", "had an unknown key", True, _EVENTS)] = 0
-    dropped: Annotated[int, Counter("changes", "were noted too late for routers", True, "events_dropped_total")] = 0
-    mismatched: Annotated[
-        int, Counter("contents", "were not what their digests name", True, "events_withheld_total")
-    ] = 0
-    withheld: Annotated[int, Counter("contents for routers", "are not announced", False, "events_withheld_total")] = 0
+    dropped: Annotated[int, Counter("changes", "were lost for routers", True, "events_dropped_total")] = 0
+    mismatched: Annotated[int, Counter("contents", "did not match their digests", True, "events_withheld_total")] = 0
+    withheld: Annotated[int, Counter("contents", "were withheld from routers", False, "events_withheld_total")] = 0
 
 
 class Events(Part, frozen=True):
@@ -491,11 +489,11 @@ class MessagingCounters(Part, frozen=True):
     sessions_opened: Annotated[int, Counter("clients", "connected", False, "clients_total", "opened")] = 0
     sessions_ended: Annotated[int, Counter("clients", "ended", False, "clients_total", "ended")] = 0
     curve_refused: Annotated[int, Counter("connections", "had an unknown key", True, _TROUBLE)] = 0
-    dropped: Annotated[int, Counter("answers", "were not received by their client", True, _TROUBLE)] = 0
+    dropped: Annotated[int, Counter("answers", "did not reach their client", True, _TROUBLE)] = 0
     hello_refused: Annotated[int, Counter("clients", "were refused", True, _TROUBLE)] = 0
     late: Annotated[int, Counter("answers", "arrived after their deadline", True, _TROUBLE)] = 0
     liveness_refused: Annotated[int, Counter("liveness sockets", "were refused", True, _TROUBLE)] = 0
-    local_shut: Annotated[int, Counter("times", "local connections waited for descriptors", True, _TROUBLE)] = 0
+    local_shut: Annotated[int, Counter("times", "local connections waited for free descriptors", True, _TROUBLE)] = 0
     loop_errors: Annotated[int, Counter("errors of the serving loop", "", True, _TROUBLE)] = 0
     malformed: Annotated[int, Counter("messages", "were malformed", True, _TROUBLE)] = 0
     server_refused: Annotated[int, Counter("clients", "refused this server", True, _TROUBLE)] = 0

@@ -23,6 +23,6 @@ class _Moved(MetaPathFinder, Loader):
         """It is loaded already."""
 
 
-warnings.warn(f"{_OLD} is {_NEW}, of the distribution kvframework-dev", DeprecationWarning, stacklevel=2)
+warnings.warn(f"{_OLD} has moved to {_NEW}, of the distribution kvframework-dev", DeprecationWarning, stacklevel=2)
 sys.meta_path.insert(0, _Moved())
 sys.modules[_OLD] = import_module(_NEW)

@@ -25,7 +25,7 @@ _EXIT_INTERRUPTED = 130
 _WIDTH = 2000
 
 app = typer.Typer(
-    help="Measure this machine, and the framework next to it. Nothing else should run meanwhile.",
+    help="Benchmark kvframework and this machine. No other program should run meanwhile.",
     epilog=examples(
         "kvframework bench host                    what the machine reaches bare",
         "kvframework bench store --shape 1kb       one shape only",
@@ -50,12 +50,12 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-Quick = Annotated[bool, typer.Option("--quick", help="Small sizes, few rounds: to see that it works.")]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="Use small sizes and few rounds, to see that the benchmark works.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the whole document as JSON.")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print the tables as Markdown.")]
-Plot = Annotated[
-    pathlib.Path | None, typer.Option("--plot", help="Draw the figures into this file, .png or .svg, too.")
-]
+Plot = Annotated[pathlib.Path | None, typer.Option("--plot", help="Also draw the figures into this .png or .svg file.")]
 
 
 class PathName(str, enum.Enum):
@@ -123,14 +123,14 @@ def lookup(quick: Quick = False, as_json: AsJson = False, markdown: Markdown = F
 
 @app.command("store")
 def store(
-    path: Annotated[PathName, typer.Option(help="How bytes move: over shared memory or over the socket.")] = (
-        PathName.arena
-    ),
-    shape: Annotated[list[ShapeName] | None, typer.Option(help="Only this shape; repeatable.")] = None,
-    blocks: Annotated[Blocks, typer.Option(help="Where a request's blocks lie in the engine's memory.")] = (
+    path: Annotated[PathName, typer.Option(help="Path of the bytes: shared memory or the socket.")] = (PathName.arena),
+    shape: Annotated[list[ShapeName] | None, typer.Option(help="Measure only this shape; repeatable.")] = None,
+    blocks: Annotated[Blocks, typer.Option(help="Position of a request's blocks in the engine's memory.")] = (
         Blocks.shuffled
     ),
-    rounds: Annotated[int | None, typer.Option(min=1, help="Of each shape; default: as many as it needs.")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Number of rounds for each shape; default: as many as needed.")
+    ] = None,
     quick: Quick = False,
     as_json: AsJson = False,
     markdown: Markdown = False,
@@ -154,13 +154,14 @@ def store(
 
 @app.command("l2")
 def l2(
-    part: Annotated[list[L2Part] | None, typer.Option(help="Only this part; repeatable.")] = None,
+    part: Annotated[list[L2Part] | None, typer.Option(help="Measure only this part; repeatable.")] = None,
     folder: Annotated[
-        pathlib.Path | None, typer.Option(help="Where the part disk has its files. Default: where temporary files are.")
+        pathlib.Path | None,
+        typer.Option(help="Folder for the files of the part disk. Default: the folder of temporary files."),
     ] = None,
     kv: Annotated[
         pathlib.Path | None,
-        typer.Option(help="A file of an engine's KV in bfloat16 for the part codec. Default: made-up numbers."),
+        typer.Option(help="A file of an engine's KV in bfloat16 for the part codec. Default: synthetic numbers."),
     ] = None,
     quick: Quick = False,
     as_json: AsJson = False,
@@ -188,9 +189,9 @@ def l2(
 
 @app.command("scale")
 def scale(
-    clients: Annotated[int, typer.Option(min=1, help="No steps beyond so many clients.")] = 64,
-    objects: Annotated[int, typer.Option(min=1, help="No steps beyond so many objects.")] = 1 << 20,
-    seed: Annotated[int, typer.Option(min=0, help="Of the contents and of which are asked for.")] = 1,
+    clients: Annotated[int, typer.Option(min=1, help="Largest number of clients.")] = 64,
+    objects: Annotated[int, typer.Option(min=1, help="Largest number of objects.")] = 1 << 20,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the contents and of the choice of requested objects.")] = 1,
     quick: Quick = False,
     as_json: AsJson = False,
     markdown: Markdown = False,
@@ -210,7 +211,7 @@ def scale(
 
 @app.command("contention")
 def contention(
-    part: Annotated[list[ContentionPart] | None, typer.Option(help="Only this part; repeatable.")] = None,
+    part: Annotated[list[ContentionPart] | None, typer.Option(help="Measure only this part; repeatable.")] = None,
     quick: Quick = False,
     as_json: AsJson = False,
     markdown: Markdown = False,
@@ -231,10 +232,14 @@ def contention(
 
 @app.command("node")
 def node(
-    engines: Annotated[int | None, typer.Option(min=1, max=32, help="Engines of the node. Default: 8.")] = None,
-    ranks: Annotated[int | None, typer.Option(min=1, max=16, help="Ranks of an engine. Default: 8.")] = None,
-    rate: Annotated[float | None, typer.Option(min=1.0, help="Requests a second of each client. Default: 50.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the prompts and of the times of requests.")] = 1,
+    engines: Annotated[
+        int | None, typer.Option(min=1, max=32, help="Number of engines of the node. Default: 8.")
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, max=16, help="Number of ranks of an engine. Default: 8.")] = None,
+    rate: Annotated[
+        float | None, typer.Option(min=1.0, help="Requests per second of each client. Default: 50.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the prompts and of the times of requests.")] = 1,
     quick: Quick = False,
     as_json: AsJson = False,
     markdown: Markdown = False,
@@ -257,9 +262,11 @@ def node(
 
 @app.command("observe")
 def observe(
-    seconds: Annotated[float | None, typer.Option(min=0.0, help="Of each state in each round.")] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Each measures every state.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the prompts.")] = 1,
+    seconds: Annotated[
+        float | None, typer.Option(min=0.0, help="Duration of each state in each round, in seconds.")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Number of rounds; each measures every state.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the prompts.")] = 1,
     quick: Quick = False,
     as_json: AsJson = False,
     markdown: Markdown = False,
@@ -282,9 +289,11 @@ def observe(
 
 @app.command("events")
 def events(
-    seconds: Annotated[float | None, typer.Option(min=0.0, help="Of each server in each round.")] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Each measures every server.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the prompts.")] = 1,
+    seconds: Annotated[
+        float | None, typer.Option(min=0.0, help="Duration of each server in each round, in seconds.")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Number of rounds; each measures every server.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the prompts.")] = 1,
     quick: Quick = False,
     as_json: AsJson = False,
     markdown: Markdown = False,
@@ -307,7 +316,7 @@ def events(
 
 @app.command("route")
 def route(
-    blocks: Annotated[int | None, typer.Option(min=2048, help="Of the index, 10 million by default.")] = None,
+    blocks: Annotated[int | None, typer.Option(min=2048, help="Blocks of the index. Default: 10 million.")] = None,
     quick: Quick = False,
     as_json: AsJson = False,
     markdown: Markdown = False,
@@ -330,8 +339,8 @@ def route(
 
 @app.command("restart")
 def restart(
-    objects: Annotated[int | None, typer.Option(min=1, help="Of 4 KiB, in L1 at each kill.")] = None,
-    kills: Annotated[int | None, typer.Option(min=1, help="How often the server is killed.")] = None,
+    objects: Annotated[int | None, typer.Option(min=1, help="Number of objects of 4 KiB in L1 at each kill.")] = None,
+    kills: Annotated[int | None, typer.Option(min=1, help="Number of times that the server is killed.")] = None,
     quick: Quick = False,
     as_json: AsJson = False,
     markdown: Markdown = False,
@@ -349,9 +358,9 @@ def restart(
 
 @app.command("shards")
 def shards(
-    tp: Annotated[list[int] | None, typer.Option(min=1, help="Ranks of the engine; repeatable.")] = None,
-    tp_lcm: Annotated[int, typer.Option("--tp-lcm", min=1, max=64, help="The setting of the server.")] = 8,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Of each row.")] = None,
+    tp: Annotated[list[int] | None, typer.Option(min=1, help="Number of ranks of the engine; repeatable.")] = None,
+    tp_lcm: Annotated[int, typer.Option("--tp-lcm", min=1, max=64, help="The server's setting tp_lcm.")] = 8,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Number of rounds for each row.")] = None,
     quick: Quick = False,
     as_json: AsJson = False,
     markdown: Markdown = False,
@@ -379,13 +388,17 @@ def shards(
 
 @app.command("policy")
 def policy(
-    use: Annotated[list[str] | None, typer.Option(help="Only this eviction policy; repeatable.")] = None,
-    objects: Annotated[list[int] | None, typer.Option(min=1, help="Of L1; repeatable.")] = None,
+    use: Annotated[list[str] | None, typer.Option(help="Measure only this eviction policy; repeatable.")] = None,
+    objects: Annotated[
+        list[int] | None, typer.Option(min=1, help="Number of objects that L1 holds; repeatable.")
+    ] = None,
     trace: Annotated[
         pathlib.Path | None,
-        typer.Option(help="JSON lines with timestamp in ms and hash_ids, as Mooncake released them, in place of ours."),
+        typer.Option(
+            help="A trace of JSON lines with timestamp in ms and hash_ids, as Mooncake's. Default: synthetic."
+        ),
     ] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Of each policy.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Number of rounds for each policy.")] = None,
     quick: Quick = False,
     as_json: AsJson = False,
     markdown: Markdown = False,
@@ -415,12 +428,12 @@ def policy(
 @app.command("blend")
 def blend(
     model: Annotated[
-        str, typer.Option(metavar="smollm2|random|DIR|FILE.gguf", help="As of kvframework demo.")
+        str, typer.Option(metavar="smollm2|random|DIR|FILE.gguf", help="The model, as for kvframework demo.")
     ] = "smollm2",
-    questions: Annotated[int | None, typer.Option(min=1, max=50, help="So many of the fifty.")] = None,
-    orders: Annotated[int | None, typer.Option(min=1, max=24, help="So many orders of the documents.")] = None,
+    questions: Annotated[int | None, typer.Option(min=1, max=50, help="Number of questions, of fifty.")] = None,
+    orders: Annotated[int | None, typer.Option(min=1, max=24, help="Number of orders of the documents.")] = None,
     share: Annotated[
-        list[float] | None, typer.Option(min=0.0, max=1.0, help="How much is computed again; repeatable.")
+        list[float] | None, typer.Option(min=0.0, max=1.0, help="Share of tokens that is recomputed; repeatable.")
     ] = None,
     quick: Quick = False,
     as_json: AsJson = False,
@@ -445,15 +458,20 @@ def blend(
 
 @app.command("serving")
 def serving(
-    trace: Annotated[pathlib.Path, typer.Option(help="Of Mooncake's form or any other that is read.")],
+    trace: Annotated[pathlib.Path, typer.Option(help="A trace of kvframework or Mooncake.")],
     model: Annotated[
-        pathlib.Path | None, typer.Option(help="A folder with a model; default: a small one is made.")
+        pathlib.Path | None, typer.Option(help="A folder with a model. Default: a small random model.")
     ] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Each replays the load for every contender.")] = None,
-    requests: Annotated[int | None, typer.Option(min=1, help="About so many of the trace in a replay.")] = None,
-    seconds: Annotated[float | None, typer.Option(min=1.0, help="In which they arrive.")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Number of rounds; each replays the load for every contender.")
+    ] = None,
+    requests: Annotated[int | None, typer.Option(min=1, help="Approximate number of requests in a replay.")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=1.0, help="Time in which the requests arrive, in seconds.")
+    ] = None,
     contender: Annotated[
-        list[str] | None, typer.Option(help="Only this one and no offload; repeatable. A name that is none lists all.")
+        list[str] | None,
+        typer.Option(help="Measure only this contender and no offload; repeatable. A wrong name lists all."),
     ] = None,
     quick: Quick = False,
     as_json: AsJson = False,
@@ -490,8 +508,10 @@ def serving(
 
 @app.command("decode")
 def decode(
-    model: Annotated[pathlib.Path | None, typer.Option(help="A folder with a model; default: one is made.")] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Each decodes alone and beside the others.")] = None,
+    model: Annotated[pathlib.Path | None, typer.Option(help="A folder with a model. Default: a random model.")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Number of rounds; each decodes alone and beside other requests.")
+    ] = None,
     quick: Quick = False,
     as_json: AsJson = False,
     markdown: Markdown = False,
@@ -516,17 +536,16 @@ def decode(
 
 @app.command("cuda")
 def cuda(
-    part: Annotated[list[CudaPart] | None, typer.Option(help="Only this part; repeatable.")] = None,
+    part: Annotated[list[CudaPart] | None, typer.Option(help="Measure only this part; repeatable.")] = None,
     sweep: Annotated[
-        bool, typer.Option("--sweep", help="Instead of the parts: fragments from 256 B to 512 KiB, dma next to kernel.")
+        bool,
+        typer.Option("--sweep", help="Measure fragments from 256 B to 512 KiB, by dma and by kernel, not the parts."),
     ] = False,
     shape: Annotated[
-        list[str] | None, typer.Option(help="Only shapes whose name begins like this; repeatable.")
+        list[str] | None, typer.Option(help="Measure only shapes whose names begin with this text; repeatable.")
     ] = None,
-    block: Annotated[
-        list[int] | None, typer.Option(help="Only blocks of so many tokens, 16 or 64; repeatable.")
-    ] = None,
-    engine: Annotated[list[CudaEngine] | None, typer.Option(help="Only what copies so; repeatable.")] = None,
+    block: Annotated[list[int] | None, typer.Option(help="Measure only blocks of 16 or 64 tokens; repeatable.")] = None,
+    engine: Annotated[list[CudaEngine] | None, typer.Option(help="Measure only this copy engine; repeatable.")] = None,
     quick: Quick = False,
     as_json: AsJson = False,
     markdown: Markdown = False,
@@ -549,7 +568,9 @@ def cuda(
 
 @app.command("gpu-report")
 def gpu_report(
-    file: Annotated[pathlib.Path, typer.Argument(metavar="FILE", help="The .tar.gz to write; it must not exist.")],
+    file: Annotated[
+        pathlib.Path, typer.Argument(metavar="FILE", help="The .tar.gz file to write, which must not exist.")
+    ],
     config: ConfigFile = None,
     overrides: Overrides = None,
     as_json: DocumentAsJson = False,
@@ -582,19 +603,19 @@ def gpu_report(
         print_document(report)
     else:
         print_text(report.gpu or ("a GPU can be used here" + ("" if report.ok else ", but not all worked")))
-        print_text(f"{file}: read it before you send it")
+        print_text(f"wrote {file}; read the file before you send it")
     if not report.ok:
         raise typer.Exit(_EXIT_FOUND)
 
 
 @app.command("compare")
 def compare(
-    first: Annotated[pathlib.Path, typer.Argument(help="What `bench ... --json` printed, before.")],
-    second: Annotated[pathlib.Path, typer.Argument(help="The same bench, after.")],
+    first: Annotated[pathlib.Path, typer.Argument(help="JSON of `bench ... --json` before the change.")],
+    second: Annotated[pathlib.Path, typer.Argument(help="JSON of the same benchmark after the change.")],
     threshold: Annotated[
-        float, typer.Option(min=0.0, max=10.0, help="The smallest difference that counts, as a share.")
+        float, typer.Option(min=0.0, max=10.0, help="Smallest difference that counts, as a share.")
     ] = 0.05,
-    everything: Annotated[bool, typer.Option("--all", help="Every figure, not only those that changed.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Show every figure, not only changed figures.")] = False,
     fail: Annotated[bool, typer.Option("--fail", help="Exit with status 1 if a figure got worse.")] = False,
     as_json: AsJson = False,
     markdown: Markdown = False,

@@ -20,7 +20,7 @@ EXIT_UNFORESEEN = 1
 EXIT_FOUND = 1  # a check that found a problem
 EXIT_ERROR = 2
 
-CONFIG_HELP = "The TOML file; without it $KVFRAMEWORK_CONFIG, then the embedded default."
+CONFIG_HELP = "The TOML file; default: $KVFRAMEWORK_CONFIG, else the embedded default."
 ConfigFile = Annotated[Path | None, typer.Option("--config", help=CONFIG_HELP)]
 Overrides = Annotated[
     list[str] | None,
@@ -28,7 +28,7 @@ Overrides = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON document.")]
 
-Endpoint = Annotated[str | None, typer.Option(help="Without it $KVFRAMEWORK_ENDPOINT, then that of the configuration.")]
+Endpoint = Annotated[str | None, typer.Option(help="The endpoint; default: $KVFRAMEWORK_ENDPOINT, else as configured.")]
 EndpointConfig = Annotated[Path | None, typer.Option("--config", help="Take the endpoint from this TOML file.")]
 
 

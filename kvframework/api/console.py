@@ -64,7 +64,7 @@ def print_view(view: RenderableType) -> None:
 
 
 def print_error(error: Exception) -> None:
-    """Print an error in full, never as markup; an unforeseen one on one line; as a line of the log if that is JSON."""
+    """Print an error in full, an unforeseen one on one line, or as a line of the log if that is JSON."""
     foreseen = isinstance(error, KVFrameworkError)
     form = chosen_log()
     if form is not None and form.form == "json":

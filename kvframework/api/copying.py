@@ -54,20 +54,20 @@ _release.restype = None
 
 
 def copy_bytes(target: memoryview, source: Buffer) -> None:
-    """Copy `source` into `target`, which is as many bytes, writable; both are contiguous, and may overlap. Borrows
-    both. Raises `ValueError` for another length, `BufferError` for memory that is not contiguous or not writable."""
+    """Copy `source` into the writable `target` of equal length; both may overlap. Borrows both until it returns.
+    Raises `ValueError` for unequal lengths, `BufferError` for memory that is not contiguous or not writable."""
     with address_of(target, True) as (to, room), address_of(source) as (origin, nbytes):
         if nbytes != room:
-            raise ValueError(f"{nbytes} bytes for {room}")
+            raise ValueError(f"the source has {nbytes} bytes, the target {room}")
         ctypes.memmove(to, origin, nbytes)
 
 
 def copy_past_caches(target: memoryview, source: Buffer) -> None:
-    """Do `copy_bytes` for bytes that this process does not read again soon, such as those of an object that came over
-    the wire: the caches are left to others, where the build has the kernel for it and there is much to copy."""
+    """Copy as `copy_bytes`, past the processor's caches, for bytes that this process does not read again soon. A
+    small copy, or one without the compiled kernel, goes through the caches."""
     with address_of(target, True) as (to, room), address_of(source) as (origin, nbytes):
         if nbytes != room:
-            raise ValueError(f"{nbytes} bytes for {room}")
+            raise ValueError(f"the source has {nbytes} bytes, the target {room}")
         much = nbytes >= _MUCH and abs(to - origin) >= nbytes
         (_streaming() if much else ctypes.memmove)(to, origin, nbytes)
 
@@ -94,7 +94,7 @@ def fresh_memory(nbytes: int) -> memoryview:
 
 
 def joined(parts: Sequence[Buffer]) -> memoryview:
-    """Return a copy of all parts in order. Raises `BufferError` for parts not contiguous, `OSError` without memory."""
+    """Return a copy of all parts in order. Raises `BufferError` for parts that are not contiguous, and `OSError`."""
     nbytes = sum(memoryview(part).nbytes for part in parts)
     if nbytes < _SMALL:
         return memoryview(b"".join(parts))

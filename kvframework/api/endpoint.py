@@ -36,31 +36,31 @@ class Endpoint(NamedTuple):
 
 
 def parse_endpoint(text: str, *, where: str = "") -> Endpoint:
-    """Parse `text`. Pure: looks at the text only. Raises `EndpointError`."""
+    """Return the endpoint that `text` names. Pure. Raises `EndpointError`."""
     if text.startswith(_TCP):
-        hint = "a server names the address that it listens at"
+        hint = "write the host and the port at which the server listens"
         return Endpoint(
             "tcp", "", *_host_and_port(text.removeprefix(_TCP), 1, where, "tcp://HOST:PORT, tcp://[ADDRESS]:PORT", hint)
         )
     path = text.removeprefix(_IPC)
     if path == text:
-        raise EndpointError(f"{text!r} is no endpoint", where=where, available="ipc://, tcp://", hint=_HINT)
+        raise EndpointError(f"{text!r} is not an endpoint", where=where, available="ipc:// or tcp://", hint=_HINT)
     # A relative path means another socket in every working directory; "@" would be a name without permissions.
     if not path.startswith("/") or path.endswith("/") or not path.isprintable():
         raise EndpointError(f"{path!r} is not an absolute socket path", where=where, hint=_HINT)
     size = len(os.fsencode(path))
     if size > MAX_SOCKET_PATH_BYTES:
         raise EndpointError(
-            f"the socket's path has {size} bytes: {path}",
+            f"the socket path {path} has {size} bytes",
             where=where,
-            available=f"at most {MAX_SOCKET_PATH_BYTES}",
-            hint="choose a shorter directory with [server] endpoint",
+            available=f"at most {MAX_SOCKET_PATH_BYTES} bytes",
+            hint="set [server] endpoint to a shorter path",
         )
     return Endpoint("ipc", path=path)
 
 
 def parse_listen(text: str, *, where: str = "") -> tuple[str, int]:
-    """The host and the port, 0 to 65535, of "HOST:PORT". Pure. Raises `EndpointError`."""
+    """Return host and port (0 to 65535) of "HOST:PORT". Pure. Raises `EndpointError`."""
     host, port = _host_and_port(text, 0, where, "HOST:PORT, [ADDRESS]:PORT", "127.0.0.1:9309")
     return "" if host == "*" else host, port
 
@@ -77,7 +77,7 @@ def try_bind(host: str | None, port: int) -> None:
 def _host_and_port(text: str, least: int, where: str, available: str, hint: str) -> tuple[str, int]:
     match = ADDRESS.fullmatch(text)
     if match is None or not least <= int(match["port"]) <= 65535:
-        raise EndpointError(f"{text!r} is no host and port", where=where, available=available, hint=hint)
+        raise EndpointError(f"{text!r} is not a host and a port", where=where, available=available, hint=hint)
     return match["six"] or match["host"], int(match["port"])
 
 
@@ -86,19 +86,18 @@ class ObserveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     the table there is none. `listen` is HOST:PORT; port 0 is any free one, which the log names."""
 
     listen: Annotated[
-        str, msgspec.Meta(min_length=1, description="`HOST:PORT` of metrics, health and the page; port 0: any free one")
+        str,
+        msgspec.Meta(min_length=1, description="`HOST:PORT` of metrics, health and web page; port 0: any free port"),
     ] = "127.0.0.1:9309"
-    tls_cert: Annotated[str, msgspec.Meta(description="file of the certificate chain; empty: plain HTTP")] = ""
-    tls_key: Annotated[str, msgspec.Meta(description="file of its key")] = ""
+    tls_cert: Annotated[str, msgspec.Meta(description="file of the TLS certificate chain; empty: plain HTTP")] = ""
+    tls_key: Annotated[str, msgspec.Meta(description="file of the private key of `tls_cert`")] = ""
     token_file: Annotated[
         str,
-        msgspec.Meta(description="file of the token that callers give; read for each request; empty: none is asked"),
+        msgspec.Meta(description="file of the token that HTTP clients send, read for each request; empty: no token"),
     ] = ""
     traces: Annotated[
         str,
-        msgspec.Meta(
-            description="URL of a collector that takes OTLP over HTTP, for spans of sampled requests; empty: none"
-        ),
+        msgspec.Meta(description="URL of the OTLP/HTTP trace collector for spans of sampled requests; empty: no spans"),
     ] = ""
 
 
@@ -112,10 +111,10 @@ def collector_url(text: str, *, where: str = "") -> str:
         plain = False
     if not plain or parts.fragment or " " in text:
         raise ConfigFieldError(
-            "`traces` is no URL of a collector", where=where, hint='write traces = "http://127.0.0.1:4318"'
+            "`traces` is not the URL of a trace collector", where=where, hint='write traces = "http://127.0.0.1:4318"'
         )
     if parts.username is not None or parts.password is not None or parts.query:
-        fact = "the URL in `traces` has a user, a password or a query, which are secrets at a collector"
-        hint = "give them as a header, by the variable OTEL_EXPORTER_OTLP_HEADERS"
+        fact = "the URL in `traces` has a user, a password or a query, which may be secrets"
+        hint = "send secrets in a header: set OTEL_EXPORTER_OTLP_HEADERS"
         raise ConfigFieldError(fact, where=where, hint=hint)
     return text if parts.path not in ("", "/") else f"{parts.scheme}://{parts.netloc}{DEFAULT_PATH}"

@@ -24,7 +24,7 @@ AdvanceHook = Callable[[int | None], int]
 
 
 class Future(Generic[T]):
-    """The result of work that may still be under way. Callbacks run once, in the thread that resolves the future, or at
+    """The result of work that may still be running. Callbacks run once, in the thread that resolves the future, or at
     once in the caller's thread when it is resolved already; they must not block."""
 
     __slots__ = (
@@ -90,7 +90,7 @@ class Future(Generic[T]):
         """Return the value, waiting at most `timeout` seconds (None: no limit). Raises `DeadlineExceeded` when the
         time is over (the future stays pending), or the error with which the work failed."""
         if not self.wait(timeout):
-            raise DeadlineExceeded(f"no result within {timeout} s")
+            raise DeadlineExceeded(f"the request gave no result within {timeout} s")
         if self._error is not None:
             error = self._error
             try:
@@ -122,14 +122,14 @@ class Future(Generic[T]):
             self._resolve(None, Cancelled("the request was cancelled"))
 
     def advance(self, nbytes: int | None = None) -> int:
-        """Does the next piece of work that waits for its owner's thread, such as a load in pieces: `nbytes` of it at
+        """Do the next piece of work that waits for the owner's thread, such as a load in pieces: `nbytes` bytes at
         most, though never less than its smallest piece; None: all that is left. Returns the bytes that were moved.
         Blocks for the piece. Returns 0 at once if there is nothing to do here now, as for most work."""
         hook = self._advance_hook
         return hook(nbytes) if hook is not None else 0
 
     def to_cuda_future(self) -> DeviceFuture[T]:
-        """Return the same result as a future for which the engine's streams can wait."""
+        """Return a future of the same result, for which device streams can wait. Never blocks."""
         return DeviceFuture(self)
 
     def _resolve(self, value: T | None, error: BaseException | None) -> bool:
@@ -206,7 +206,7 @@ class DeviceFuture(Generic[T]):
         self._future.cancel()
 
     def wait(self, stream: object | None = None) -> None:
-        """Blocks all further work of `stream` (None: the calling thread's current one), on the device, until the
+        """Block all further work of `stream` (None: the calling thread's current one), on the device, until the
         transfer is over, also by a failure, or until the request's deadline at the longest, when the future is still
         pending: ask `result` before you trust the blocks.
 
@@ -218,11 +218,11 @@ class DeviceFuture(Generic[T]):
             return
         try:
             if future._stream_hook is None:
-                raise DeviceError("the transport knows no streams")
+                raise DeviceError("the transport does not support streams")
             release = future._stream_hook(stream)
         except DeviceError as error:
             if _once.passes(error.fact):
-                log.warning("no stream can wait for a transfer, so the engine's thread does: %s", error.fact)
+                log.warning("streams cannot wait for a transfer, so the engine's thread waits: %s", error.fact)
             released = threading.Event()
             future._add_release(released.set)
             released.wait()

@@ -184,7 +184,7 @@ class Connection:
     def values(self, sizes: Sequence[int]) -> list[memoryview]:
         """The places of values of these sizes. Raises `ValueError` where they do not fit."""
         if not self.has_room(sizes):
-            raise ValueError(f"values of {sum(sizes)} bytes in a memory of {self.nbytes}")
+            raise ValueError(f"the values have {sum(sizes)} bytes, their shared memory has {self.nbytes}")
         memory = self.memory()
         return [memory[start : start + size] for start, size in zip(_begins(sizes), sizes, strict=False)]
 
@@ -238,7 +238,7 @@ class _TierProcess(SupervisedChild):
                 self._wanted = True
                 self.wake()
                 if not self._state.wait(deadline - time.monotonic()):
-                    raise ConnectionError("no helper process within the deadline")
+                    raise ConnectionError("the helper process did not start within the deadline")
             connection = self._idle.pop() if self._idle else Connection.through(self._control)
             self._busy.add(connection)
             return connection
@@ -306,7 +306,7 @@ class _TierProcess(SupervisedChild):
                     del self._given_up[connection]
                 connection.close()
             elif time.monotonic() >= due:
-                return f"{self.title} was killed: a call went on for {FROZEN_S:g} s after its deadline"
+                return f"{self.title} was killed: a call still ran {FROZEN_S:g} s after its deadline"
         return None
 
     def _first_answer(self) -> str | None:
@@ -317,7 +317,7 @@ class _TierProcess(SupervisedChild):
             return ""
         self._control.setblocking(False)
         if refusal is not None:
-            return f"{self.title} made no tier: {'; '.join(each for each in refusal if each)}"
+            return f"{self.title} could not make the tier: {'; '.join(each for each in refusal if each)}"
         with self._state:
             self._has_tier, self.last_error = True, ""
             self._once.clear()
@@ -458,7 +458,7 @@ class HelperTier(Tier):
                 for place, value, outcome in zip(places, parts, answer.outcomes, strict=False):
                     if isinstance(outcome, int):
                         if not 0 <= outcome <= place.nbytes:
-                            raise ConnectionError(f"a value of {outcome} bytes in a place of {place.nbytes}")
+                            raise ConnectionError(f"the helper read {outcome} bytes for {place.nbytes}")
                         _copy(place[:outcome], value, deadline, into_parts=True)
             # In here: a call that failed leaves memory behind that a client library may still be at.
             if answer.bug:
@@ -476,7 +476,7 @@ class HelperTier(Tier):
         try:
             connection.extend(sizes)
         except OSError as error:
-            raise _NoMemory(f"no memory for {sum(sizes)} bytes: {error.strerror}", where=self._where) from error
+            raise _NoMemory(f"no shared memory for {sum(sizes)} bytes: {error.strerror}", where=self._where) from error
         return connection.values(sizes)
 
     @contextmanager

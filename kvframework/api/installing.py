@@ -60,8 +60,8 @@ def install_command(*extras: str, distribution: str = "kvframework") -> str:
 def load_library(
     file: Path, prefix: str, version: int, *, instead: str, load: type[ctypes.CDLL] = ctypes.CDLL
 ) -> ctypes.CDLL | None:
-    """Return a compiled library of this build, an optional part of it. None where it was not built, or where its
-    function `PREFIX_abi` returns another version, which is logged with what is done `instead`. Blocking."""
+    """Return a compiled library of this build, None if it was not built. If the library's function `PREFIX_abi`
+    returns another version, log that with the text `instead`, and return None. Blocks while it reads the file."""
     try:
         library = load(str(file))
     except OSError as error:
@@ -69,7 +69,7 @@ def load_library(
         return None
     found = int(getattr(library, f"{prefix}_abi")())
     if found != version:
-        log.warning("%s is of version %d, not %d: build it again; %s instead", file, found, version, instead)
+        log.warning("kernel %s has version %d, expected %d; until it is rebuilt: %s", file, found, version, instead)
         return None
     return library
 
@@ -79,26 +79,27 @@ _LIBRARIES = {
     ("kvf_cpu_gather", "native/libkvf_copy.so"): "copies of cpu_gather",
     ("kvf_hashers", "native/libkvf_sha256.so"): "hashes",
     ("kvf_codecs", "native/libkvf_planes.so"): "planes of codecs",
-    ("kvframework", "api/native/libkvf_streaming.so"): "copies past the caches",
+    ("kvframework", "api/native/libkvf_streaming.so"): "copies that bypass caches",
     ("kvframework", "client/native/libkvf_token_ids.so"): "packing of token ids",
 }
 
 
 @functools.cache
 def missing_kernels() -> tuple[str, ...]:
-    """Return what the kernels are for that cannot be loaded. Blocking: the first call loads the others."""
+    """Return the purposes of compiled kernels that cannot be loaded. The first call blocks: it loads kernels."""
     return tuple(what for (package, library), what in _LIBRARIES.items() if not _loads(package, library))
 
 
 def kernels_hint() -> str:
-    return f"with a C compiler in PATH run: {install_command()} --force-reinstall --no-deps"
+    """Return the command that installs the compiled kernels."""
+    return f"put a C compiler into PATH and run: {install_command()} --force-reinstall --no-deps"
 
 
 @functools.cache
 def warn_of_missing_kernels() -> None:
-    """Log what is missing, once a process."""
+    """Log which compiled kernels are missing, once per process. Blocks as `missing_kernels`."""
     if missing := missing_kernels():
-        log.warning("no compiled kernels for %s, which is slower; %s", ", ".join(missing), kernels_hint())
+        log.warning("compiled kernels are missing, so these are slower: %s; %s", ", ".join(missing), kernels_hint())
 
 
 def _loads(package: str, library: str) -> bool:

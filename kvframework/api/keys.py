@@ -198,7 +198,7 @@ def retain_of(value: object) -> tuple[Retain, ...]:
         return ()
     items = value if isinstance(value, (list, tuple)) else [value]
     if len(items) > MAX_RETAINS:
-        raise _wrong(f"{len(items)} ranges", f"at most {MAX_RETAINS}")
+        raise _wrong(f"the list has {len(items)} ranges", f"at most {MAX_RETAINS}")
     return tuple(_one(item) for item in items)
 
 
@@ -206,25 +206,25 @@ def _one(item: object) -> Retain:
     fields = item if isinstance(item, Mapping) else {"retain": item}
     unknown = [key for key in fields if key not in _FIELDS]
     if unknown:
-        raise _wrong(f"the field {str(unknown[0])[:40]!r}", ", ".join(_FIELDS))
-    start, end = (_whole(fields, name, _MAX_TOKEN, "a number of tokens from the prompt's first one") for name in _RANGE)
+        raise _wrong(f"unknown field {str(unknown[0])[:40]!r}", ", ".join(_FIELDS))
+    start, end = (_whole(fields, name, _MAX_TOKEN, "tokens, counted from the prompt's start") for name in _RANGE)
     priority, duration = _whole(fields, "priority", 100, "0 to 100"), fields.get("duration")
     what: Literal["done", "keep"] = "done" if priority == 0 else "keep"
     if "retain" in fields:
         if priority is not None or duration is not None:
-            raise _wrong("retain beside priority or duration", "either of them")
+            raise _wrong("retain and priority or duration are set", "either retain, or priority and duration")
         duration = fields["retain"]
         if isinstance(duration, str):
             if duration not in _WORDS:
-                raise _wrong(f"the word {duration[:40]!r}", _FORMS)
+                raise _wrong(f"unknown word {duration[:40]!r}", _FORMS)
             what, duration = ("done" if duration == "done" else "keep"), SOON_S
         duration = _seconds(duration)
     elif priority is None and duration is None:
-        raise _wrong("an object without a hint", "retain, priority or duration")
+        raise _wrong("the object sets no hint", "retain, priority or duration")
     if end is not None:
         start = start or 0
         if end <= start:
-            raise _wrong(f"end is {end}", f"more than start, which is {start}")
+            raise _wrong(f"end is {end}", f"a token after start, which is {start}")
     if what == "done":
         return Retain(what, start=start, end=end)
     seconds = SOON_S if duration is None else _seconds(duration)
@@ -292,11 +292,11 @@ class ChunkContent(Message, frozen=True):
     def problem(self, tokens: int, chunk_tokens: int) -> str:
         """Return what is wrong with it as the content of `tokens` tokens, "" for nothing."""
         if len(self.tokens) != tokens * 4:
-            return f"token ids of {len(self.tokens)} bytes for {tokens} tokens"
+            return f"the token ids have {len(self.tokens)} bytes, 4 for each of {tokens} tokens are expected"
         if self.block_size < 0 or bool(self.block_size) != bool(self.hashes):
-            return f"block size {self.block_size} with {len(self.hashes)} bytes of hashes"
+            return f"the block size is {self.block_size}, and the block hashes have {len(self.hashes)} bytes"
         if self.block_size and len(self.hashes) * self.block_size != tokens * HASH_BYTES:
-            return f"{len(self.hashes)} bytes of hashes of {self.block_size} tokens each for {tokens} tokens"
+            return f"{len(self.hashes)} bytes of block hashes, for {tokens} tokens in blocks of {self.block_size}"
         if any(not 0 <= each.chunk < tokens // chunk_tokens for each in self.extras):
-            return f"an extra of a chunk outside of {tokens} tokens"
+            return f"an extra names a chunk outside of the {tokens} tokens"
         return ""

@@ -99,11 +99,11 @@ class MemoryLayoutDesc(Message, frozen=True):
 def chunk_tokens_for(block_sizes: Sequence[int], chunk_size: int) -> int:
     """Return the least number of tokens from `chunk_size` on that is whole blocks of all groups. Raises `BadLayout`."""
     if not block_sizes or min(block_sizes) < 1 or chunk_size < 1:
-        raise BadLayout(f"block sizes {list(block_sizes)} with chunk size {chunk_size}: all must be positive")
+        raise BadLayout(f"block sizes {list(block_sizes)} and chunk size {chunk_size} must all be positive")
     unit = math.lcm(*block_sizes)
     tokens = -(-chunk_size // unit) * unit
     if tokens > MAX_CHUNK_TOKENS:
-        fact = f"a chunk of whole blocks of all of {list(block_sizes)} tokens has more than {MAX_CHUNK_TOKENS}"
+        fact = f"the least chunk of whole blocks of {list(block_sizes)} tokens has more than {MAX_CHUNK_TOKENS} tokens"
         raise BadLayout(fact, hint="choose block sizes that have a small common multiple")
     return tokens
 
@@ -188,8 +188,8 @@ class KVLayout(Message, frozen=True):
 def validate_layout(layout: KVLayout) -> None:
     """Raise `BadLayout` or `BadDtype` for a declaration that contradicts itself or describes absurd sizes."""
     number, tokens = len(layout.groups), layout.chunk_tokens
-    _require(1 <= number <= MAX_GROUPS, f"{number} layer groups", "layout.groups", f"1 to {MAX_GROUPS}")
-    _require(layout.num_blocks >= 0, f"num_blocks is {layout.num_blocks}", "layout.num_blocks", "0 (unknown) up")
+    _require(1 <= number <= MAX_GROUPS, f"the layout has {number} layer groups", "layout.groups", f"1 to {MAX_GROUPS}")
+    _require(layout.num_blocks >= 0, f"num_blocks is {layout.num_blocks}", "layout.num_blocks", "0 (unknown) or more")
     fact, limits = f"chunk_tokens is {tokens}", f"0 (the server's chunk_size) to {MAX_CHUNK_TOKENS}"
     _require(0 <= tokens <= MAX_CHUNK_TOKENS, fact, "layout.chunk_tokens", limits)
     for index, group in enumerate(layout.groups):
@@ -200,26 +200,28 @@ def validate_layout(layout: KVLayout) -> None:
             _require(1 <= value <= 1 << 24, f"{name} is {value}", where, "1 to 16777216")
         size, ratio = group.block_size, group.compress_ratio
         _require(group.planes in (1, 2), f"planes is {group.planes}", where, "2 (K and V) or 1 (one latent plane)")
-        _require(tokens % size == 0, f"chunk_tokens {tokens} is no multiple of block_size {size}", where)
+        _require(tokens % size == 0, f"chunk_tokens {tokens} is not a multiple of block_size {size}", where)
         _require(group.window >= 0, f"window is {group.window}", where, "0 (full attention) or more tokens")
-        _require(size % ratio == 0, f"block_size {size} is no multiple of compress_ratio {ratio}", where)
+        _require(size % ratio == 0, f"block_size {size} is not a multiple of compress_ratio {ratio}", where)
         both = group.state and group.window
-        _require(not both, f"a state with a window of {group.window}", where, "one of the two")
+        _require(not both, f"a recurrent state has a window of {group.window} tokens", where, "state or window")
         _require(
             not group.packing or (group.heads, group.dtype, ratio) == (1, "uint8", 1),
-            f"opaque blocks with heads={group.heads}, dtype={group.dtype}, compress_ratio={ratio}",
+            f"opaque blocks have heads={group.heads}, dtype={group.dtype}, compress_ratio={ratio}",
             where,
             "heads=1, dtype=uint8, compress_ratio=1, and head_dim the bytes of a block",
         )
         characters = len(group.packing)
         _require(characters <= MAX_PACKING, f"packing has {characters} characters", where, str(MAX_PACKING))
         bounded = 0 <= group.num_blocks <= 1 << 32 and all(0 <= stride < 1 << 48 for stride in group.strides)
-        _require(bounded, f"num_blocks {group.num_blocks}, strides {group.strides}", where, "0 up")
+        _require(
+            bounded, f"at most {MAX_PACKING}", where, f"num_blocks is {group.num_blocks}, strides are {group.strides}"
+        )
         known = set(group.axes) <= set(AXES) and len(set(group.axes)) == len(group.axes)
         _require(known, f"axes are {group.axes}", where, f"each at most once: {', '.join(AXES)}")
         strides, axes, names = len(group.strides), len(group.axes), len(group.layer_names)
-        _require(strides in (0, axes), f"{strides} strides for {axes} axes", where)
-        _require(names in (0, group.num_layers), f"{names} layer names for {group.num_layers} layers", where)
+        _require(strides in (0, axes), f"{axes} axes have {strides} strides", where)
+        _require(names in (0, group.num_layers), f"{group.num_layers} layers have {names} layer names", where)
 
 
 def _require(holds: bool, fact: str, where: str, available: str = "") -> None:
@@ -263,9 +265,11 @@ def canonical_desc(layout: KVLayout, chunk_size: int) -> MemoryLayoutDesc:
     )
     for index, desc in enumerate(groups):
         if desc.nbytes > MAX_OBJECT_BYTES:
-            fact = f"one object would be {desc.nbytes} bytes"
-            hint = "check hidden size and layer count, or lower chunk_size"
-            raise BadLayout(fact, where=f"layout.groups[{index}]", available=f"at most {MAX_OBJECT_BYTES}", hint=hint)
+            fact = f"one object of this layout would have {desc.nbytes} bytes"
+            hint = "check the layout's hidden size and layer count, or lower chunk_size"
+            raise BadLayout(
+                fact, where=f"layout.groups[{index}]", available=f"at most {MAX_OBJECT_BYTES} bytes", hint=hint
+            )
     return MemoryLayoutDesc(tokens, groups)
 
 

@@ -100,7 +100,7 @@ class SharedMapping(NamedTuple):
     nbytes: int
 
     def view(self) -> memoryview:
-        """A new writable view of the file's bytes."""
+        """Return a new writable view of the file's bytes."""
         with memoryview(self.memory) as whole:
             return whole[self.begin : self.begin + self.nbytes]
 
@@ -111,7 +111,7 @@ class SharedMapping(NamedTuple):
 
 @functools.cache
 def huge_page_bytes(sysfs: Path = Path("/sys")) -> int:
-    """The size of a transparent huge page of this kernel, the usual one where it does not tell."""
+    """Return the bytes of this kernel's transparent huge page; 2 MiB if the kernel does not report them."""
     with contextlib.suppress(OSError, ValueError):
         return int((sysfs / "kernel/mm/transparent_hugepage/hpage_pmd_size").read_text())
     return _USUAL_BYTES
@@ -136,7 +136,7 @@ def map_shared(fd: int, nbytes: int) -> SharedMapping:
 
 
 def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that can be made resident now: MemAvailable or the tightest cgroup's headroom, as far as readable."""
+    """Return the bytes that can become resident: MemAvailable or the tightest cgroup's headroom, as far as readable."""
     rooms = [kib * 1024 for name, kib in _table(proc / "meminfo").items() if name == "MemAvailable:"]
     for directory, limit, used, reclaimable in cgroup_limits(proc, cgroups):
         rooms.append(max(limit - used + _table(directory / "memory.stat").get(reclaimable, 0), 0))

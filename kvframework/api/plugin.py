@@ -90,7 +90,7 @@ def dtype_bytes(name: str) -> int:
         return DTYPE_BYTES[name]
     except KeyError:
         raise BadDtype(
-            f"there is no dtype {name!r}", available=", ".join(DTYPE_BYTES), hint="give torch's name without 'torch.'"
+            f"unknown dtype {name!r}", available=", ".join(DTYPE_BYTES), hint="leave out torch's prefix 'torch.'"
         ) from None
 
 

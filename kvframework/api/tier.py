@@ -115,7 +115,7 @@ class Tier(ABC):
     def usage(self, *, deadline: float) -> TierUsage:
         """Return how full the store is; called before each put: quick. Optional. The core deletes the least recently
         used values before the capacity is reached, if the tier has `scan` too. A value that does not fit is FAILED."""
-        raise TierError("the tier knows no capacity", where=self.name)
+        raise TierError("the tier does not know its capacity", where=self.name)
 
     def scan(self, *, deadline: float) -> Iterator[TierEntry]:
         """Yield every value once, in any order; values stored or deleted meanwhile may be in it or not. Optional."""

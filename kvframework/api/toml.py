@@ -32,7 +32,7 @@ MOST_LEVELS = 32
 # The parser takes the square of a key's parts, and a key is in one line.
 _MOST_DOTS = 256
 MOST_SHOWN = 72
-_HINT = "text needs plain quotes, each quote, [ and { its end; a key or a table is named once"
+_HINT = "put text in plain quotes, close every quote, [ and {, and name each key and table once"
 
 
 def parse_toml(text: str, *, where: str) -> dict[str, object]:
@@ -57,8 +57,8 @@ def parse_toml(text: str, *, where: str) -> dict[str, object]:
 
 def _too_deep(text: str, where: str) -> ConfigFieldError:
     signs = [sum(map(line.count, ".[{")) for line in text.splitlines()]
-    fact = f"nested more than {MOST_LEVELS} levels deep"
-    hint = "a name with a dot in it needs quotes, and each [ and { its end"
+    fact = f"tables are nested more than {MOST_LEVELS} levels deep"
+    hint = "put names with dots in quotes, and close every [ and {"
     return ConfigFieldError(fact, where=f"{where}: line {signs.index(max(signs)) + 1}", hint=hint)
 
 
@@ -74,15 +74,15 @@ def read_toml(path: Path, named_by: str = "--config and KVFRAMEWORK_CONFIG") -> 
             content = file.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
             raise ConfigFileError(
-                f"it has more than {MOST_BYTES >> 10} KiB", where=str(path), hint="name the configuration's TOML file"
+                f"the file has more than {MOST_BYTES >> 10} KiB", where=str(path), hint="give the TOML file"
             )
         text = content.decode()
     except OSError as error:
         raise ConfigFileError(
-            f"cannot be read: {error.strerror or error}", where=str(path), hint=f"check {named_by}"
+            f"the file cannot be read: {error.strerror or error}", where=str(path), hint=f"check {named_by}"
         ) from None
     except UnicodeDecodeError as error:
-        raise ConfigFileError(f"not UTF-8: {error}", where=str(path), hint="TOML files are UTF-8") from None
+        raise ConfigFileError(f"the file is not UTF-8: {error}", where=str(path), hint="save it as UTF-8") from None
     return parse_toml(text, where=str(path))
 
 
@@ -157,7 +157,7 @@ def closest(word: str, known: Iterable[str]) -> str:
 def _decode(kind: type, value: object) -> object:
     if kind is ByteSize:
         return ByteSize.parse(value)
-    raise NotImplementedError(f"{kind.__name__} is no type for an option")
+    raise NotImplementedError(f"{kind.__name__} is not a supported type for an option")
 
 
 def _field_error(text: str, struct: type[msgspec.Struct], where: str) -> ConfigFieldError:

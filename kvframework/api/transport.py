@@ -352,7 +352,7 @@ class EngineDrivenLink(ABC):
     def missing_chunks(self, transfer: Transfer) -> Future[list[int]]:
         """Return which of the transfer's objects the server lacks, ascending. Objects count chunk by chunk from
         `key.start`, and within a chunk by layer group."""
-        raise TransportMismatch(f"{type(self).__name__} moves no bytes over the wire")
+        raise TransportMismatch(f"{type(self).__name__} does not transfer bytes over the wire")
 
     def store_chunks(
         self, transfer: Transfer, objects: Sequence[int], buffers: Sequence[Buffer]
@@ -360,7 +360,7 @@ class EngineDrivenLink(ABC):
         """Send one buffer for each of `objects` (ascending); a stored object is a hit from then on. At most 256 MiB and
         4096 buffers a call. Waits for no answer, perhaps for a handshake. Nothing is copied: the buffers belong to the
         call until the future has a result. After a failure they may still be read: drop them unchanged."""
-        raise TransportMismatch(f"{type(self).__name__} moves no bytes over the wire")
+        raise TransportMismatch(f"{type(self).__name__} does not transfer bytes over the wire")
 
 
 class ServerDrivenLink(ABC):

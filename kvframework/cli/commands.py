@@ -33,39 +33,39 @@ GROUP = "kvframework.commands"
 # the place of their `typer.Typer`, other first-party ones with their distribution. Those of third parties come last.
 SECTIONS = {
     "Use": {
-        "run": ("kvframework-run", "Run an engine with the cache; start the server if there is none."),
+        "run": ("kvframework-run", "Run an engine with the cache, and start the server if none runs."),
         "serve": ("kvframework.cli.serve:serve_app", "Run the server of this node in the foreground."),
-        "hold": ("kvframework.cli.serve:hold_app", "Run the server in a child process, and keep L1 over its end."),
-        "stop": ("kvframework-run", "End the server that `run` has started."),
-        "restart": ("kvframework-run", "Have the installed release take over from the server of `run`."),
-        "try": ("kvframework-run", "Prove a deployment from outside, by its OpenAI interface."),
-        "demo": ("kvframework-demo", "See it work: a second process skips the prefill."),
+        "hold": ("kvframework.cli.serve:hold_app", "Run the server in a child process, and keep its memory."),
+        "stop": ("kvframework-run", "Stop the server that `kvframework run` started."),
+        "restart": ("kvframework-run", "Replace the server of `kvframework run` by the installed release."),
+        "try": ("kvframework-run", "Verify a deployment through its OpenAI API."),
+        "demo": ("kvframework-demo", "Demonstrate the cache: a second process skips the prefill."),
     },
     "Look": {
         "stats": ("kvframework-run", "Show what the cache has saved, on one screen."),
         "status": ("kvframework-observe", "Show the state of a running server."),
         "top": ("kvframework-observe", "Show a live picture of the server in the terminal."),
-        "explain": ("kvframework-observe", "Say what requests found in the cache, and why not more."),
-        "logs": ("kvframework-run", "Show the log of the server that `run` has started."),
-        "observe": ("kvframework-observe", "Serve metrics, health and a live page over HTTP."),
+        "explain": ("kvframework-observe", "Show what requests found in the cache, and why they missed the rest."),
+        "logs": ("kvframework-run", "Show the log of the server that `kvframework run` started."),
+        "observe": ("kvframework-observe", "Serve metrics, health and a live web page over HTTP."),
     },
     "Operate": {
         "doctor": ("kvframework.doctor.checkup:app", "Check machine, installation and configuration, with advice."),
         "config": ("kvframework.cli.config:app", "Check and show the configuration."),
         "plugins": ("kvframework.cli.plugins:app", "List, describe and check plugins."),
-        "clear": ("kvframework-observe", "Drop what a running server caches. Engines compute it again."),
+        "clear": ("kvframework-observe", "Delete all KV that a running server caches; engines recompute it."),
         "drain": ("kvframework-observe", "Have a running server write to its tiers what only L1 holds, and end."),
-        "dump": ("kvframework-observe", "Write what a bug report needs into one file."),
-        "keys": ("kvframework-observe", "CURVE keys, for servers at tcp:// endpoints."),
-        "tenants": ("kvframework-observe", "Tenants by name, with shares of L1."),
-        "plan": ("kvframework-plan", "Size a cache for a trace and a goal."),
-        "simulate": ("kvframework-plan", "Replay a trace against a configuration, in virtual time."),
+        "dump": ("kvframework-observe", "Write the data for a bug report into one file."),
+        "keys": ("kvframework-observe", "Make CURVE keys, which protect tcp:// connections."),
+        "tenants": ("kvframework-observe", "Show tenants, and make digests of their salts."),
+        "plan": ("kvframework-plan", "Find the cache size that reaches a goal for a trace."),
+        "simulate": ("kvframework-plan", "Simulate a configuration on a recorded trace, in virtual time."),
         "trace": ("kvframework-plan", "Record, check and describe traces of requests."),
-        "route": ("kvframework-route", "Tell which node holds how much of a prompt."),
+        "route": ("kvframework-route", "Show how much of a prompt each node has cached."),
     },
     "Develop": {
-        "new": ("kvframework-dev", "Write a new plugin's distribution, which works as it is."),
-        "bench": ("kvframework-bench", "Measure this machine, and kvframework next to it."),
+        "new": ("kvframework-dev", "Write a new plugin's distribution that works at once."),
+        "bench": ("kvframework-bench", "Benchmark kvframework and the machine that it runs on."),
     },
 }
 _ALL = {name: row for section in SECTIONS.values() for name, row in section.items()}
@@ -101,7 +101,7 @@ class CommandGroup(QuickGroup):
             super().format_commands(ctx, formatter)
             return
         others = [name for name in self.list_commands(ctx) if name not in _ALL]
-        for title, names in {**SECTIONS, "Of other distributions": others}.items():
+        for title, names in {**SECTIONS, "Commands of other distributions": others}.items():
             helps = [(name, self.get_command(ctx, name).get_short_help_str(formatter.width - 14)) for name in names]
             if helps:
                 with formatter.section(title):
@@ -178,7 +178,7 @@ def _load(name: str, offers: list[EntryPoint]) -> typer.Typer:
         fact, hint = f"the command cannot be loaded: {described(error)}", f"install {origin} again, or uninstall it"
         raise PluginBroken(fact, where=where, hint=hint) from error
     if not isinstance(loaded, typer.Typer):
-        raise PluginBroken(f"{offer.value} is no typer.Typer", where=where, hint=f"a bug of {origin}")
+        raise PluginBroken(f"{offer.value} is not a typer.Typer", where=where, hint=f"report it to {origin}")
     return loaded
 
 

@@ -63,7 +63,7 @@ def check(file: _File = None, overrides: command.Overrides = None) -> None:
         print_text(f"{config.server.endpoint or default_endpoint()}: {running}")
     offers = [registry.offer(descriptor.kind, table.use) for table, descriptor in named_tables(config)]
     if unknown := [f"{each.title} ({each.origin})" for each in offers if each.distribution != "kvframework"]:
-        print_text(f"unknown until the start: whether `create` of {' and '.join(dict.fromkeys(unknown))} works")
+        print_text(f"not checked before the server starts: `create` of {' and '.join(dict.fromkeys(unknown))}")
 
 
 def _summary(config: Config) -> str:
@@ -182,7 +182,7 @@ def apply(
             applied = client.request("APPLY_CONFIG", asked, m.ConfigApplied, timeout=timeout)
         except UnknownRequest:
             raise VersionMismatch(
-                "this server is older: its configuration changes by a restart only", where=client.endpoint
+                "this server's release is older: only a restart changes its configuration", where=client.endpoint
             ) from None
     if as_json:
         print_document(applied)
@@ -204,8 +204,8 @@ def _show_changes(applied: m.ConfigApplied, *, dry_run: bool) -> None:
         print_rows(("KEY", "RUNNING", "NEW", "CHANGES"), rows)
     waiting = sum(not each.now for each in applied.changes)
     if not rows:
-        print_text("nothing differs")
+        print_text("the configuration has not changed")
     elif waiting:
-        print_text(f"nothing has changed: {waiting} of {len(rows)} need a restart")
+        print_text(f"nothing has changed: {waiting} of {len(rows)} changed keys need a restart")
     else:
-        print_text("nothing has changed: a dry run" if dry_run else f"applied: {len(rows)} changed")
+        print_text("dry run: nothing has changed" if dry_run else f"changed keys: {len(rows)}")

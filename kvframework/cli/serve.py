@@ -43,10 +43,10 @@ serve_app, hold_app = typer.Typer(), typer.Typer()
 def serve(
     config: ConfigFile = None,
     overrides: Overrides = None,
-    log_level: Annotated[LogLevel | None, typer.Option(help="Instead of [log] level.")] = None,
-    log_format: Annotated[LogFormat | None, typer.Option(help="Instead of [log] format.")] = None,
+    log_level: Annotated[LogLevel | None, typer.Option(help="The log level, instead of that in [log].")] = None,
+    log_format: Annotated[LogFormat | None, typer.Option(help="The log format, instead of that in [log].")] = None,
     takeover: Annotated[
-        bool, typer.Option("--takeover", help="Take the place and L1 of the server that runs at the endpoint.")
+        bool, typer.Option("--takeover", help="Replace the server that runs at the endpoint, and take over its memory.")
     ] = False,
 ) -> None:
     """Run the server of this node in the foreground.
@@ -77,13 +77,13 @@ def hold(
     serve: Annotated[
         list[str] | None, typer.Argument(metavar="[-- OPTIONS OF SERVE]", help="The options of `kvframework serve`.")
     ] = None,
-    status: Annotated[bool, typer.Option("--status", help="Show what the running keeper keeps.")] = False,
+    status: Annotated[bool, typer.Option("--status", help="Show the memory that the running keeper holds.")] = False,
     reload: Annotated[
-        bool, typer.Option("--reload", help="Have it start a new server that takes over from the running one.")
+        bool, typer.Option("--reload", help="Make the keeper start a new server that replaces the running one.")
     ] = False,
-    drop: Annotated[bool, typer.Option("--drop", help="Have it free what it keeps.")] = False,
+    drop: Annotated[bool, typer.Option("--drop", help="Make the keeper free the memory that it holds.")] = False,
     restart: Annotated[
-        bool, typer.Option("--restart", help="With --drop: end the server that uses it, and start it cold.")
+        bool, typer.Option("--restart", help="With --drop: stop the server that uses the memory, and start it empty.")
     ] = False,
     endpoint: Endpoint = None,
     config: EndpointConfig = None,
@@ -101,13 +101,13 @@ def hold(
     """
     asked = [name for name, chosen in (("status", status), ("reload", reload), ("drop", drop)) if chosen]
     if len(asked) > 1 or (restart and not drop):
-        raise typer.BadParameter("--status, --reload and --drop are three commands; --restart goes with --drop")
+        raise typer.BadParameter("give only one of --status, --reload and --drop; --restart needs --drop")
     if not asked:
         if endpoint or config or as_json or overrides:
-            raise typer.BadParameter("options of the server come after `--`: kvframework hold -- --config kvf.toml")
+            raise typer.BadParameter("write the server's options after `--`: kvframework hold -- --config kvf.toml")
         _become(context, serve or [])
     if serve or overrides:
-        raise typer.BadParameter("options of the server are for its start")
+        raise typer.BadParameter("--status, --reload and --drop take no options of the server")
     _ask({"do": asked[0], "restart": restart}, keeper_path(server_endpoint(endpoint, config)), timeout, as_json)
 
 
@@ -136,15 +136,15 @@ def _ask(request: dict[str, object], base: str, timeout: float, as_json: bool) -
         raise EndpointError(
             "no `kvframework hold` runs here",
             where=base,
-            hint="start one, or name its --endpoint; under systemd: systemctl show kvframework -p NFileDescriptorStore",
+            hint="start one, or give its --endpoint; under systemd: systemctl show kvframework -p NFileDescriptorStore",
         ) from None
     except PermissionError:
-        raise EndpointError("the keeper answers its own user, and root, alone", where=base) from None
+        raise EndpointError("the keeper answers only its own user and root", where=base) from None
     except TimeoutError:
         raise EndpointError(
             f"the keeper does not answer within {short_number(timeout)} s",
             where=base,
-            hint="it may still do what it was asked: `kvframework hold --status`",
+            hint="the keeper may still carry the request out: see `kvframework hold --status`",
         ) from None
     except OSError as error:
         raise EndpointError(f"the keeper does not answer: {error.strerror or error}", where=base) from error

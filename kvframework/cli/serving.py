@@ -99,7 +99,7 @@ def run_server(options: ServeOptions) -> None:
 
     def reload() -> ConfigApplied:
         if Path(settings.source).is_fifo():  # it would wait for a writer, and with it each later SIGHUP
-            raise ConfigFileError("a pipe cannot be read again", where=settings.source, hint="write a file")
+            raise ConfigFileError("a pipe cannot be read twice", where=settings.source, hint="use a file")
         return server.running.apply(read())
 
     with ServerSignals() as signals:
@@ -116,7 +116,7 @@ def run_server(options: ServeOptions) -> None:
             if keeper is not None and server.drain.by_itself:
                 keeper.stopping()
         except StopRequested:
-            log.info("stopped before it served")
+            log.info("the server was stopped before it was ready")
         finally:
             end_logging()
 
@@ -136,15 +136,18 @@ def with_capacity(options: ServeOptions, keeper: Keeper | None) -> ServeOptions:
         return options
     running = running_server(load_config(None, options.overrides)) if options.takeover else None
     capacity = running.capacity if running else keeper.nbytes(ARENA) if keeper else 0
-    why = "as before"
+    why = "the size of the kept L1"
     if not capacity:
         available = available_memory()
         capacity = int(available * L1_SHARE) >> 21 << 21
-        why = f"{L1_SHARE:.0%} of the {ByteSize(available)} of memory that are available"
+        why = f"{L1_SHARE:.0%} of the {ByteSize(available)} of available memory"
     if capacity < LEAST_L1:
-        fact, hint = f"L1 would get {ByteSize(capacity)}, {why}", "free memory, or name a size: --set l1.capacity=32MiB"
+        fact, hint = (
+            f"L1 would get {ByteSize(capacity)}: {why}",
+            "free memory, or set the size: --set l1.capacity=32MiB",
+        )
         raise ArenaError(fact, where="[l1] capacity", available=f"{ByteSize(LEAST_L1)} or more", hint=hint)
-    log.info("L1 has %s, %s; [l1] capacity names another size", ByteSize(capacity), why)
+    log.info("L1 has %s: %s; set [l1] capacity for another size", ByteSize(capacity), why)
     return options._replace(overrides=(*options.overrides, f"l1.capacity={capacity}"))
 
 
@@ -192,7 +195,7 @@ def _started(settings: Config, signals: ServerSignals, keeper: Keeper | None, ta
         try:
             keeper.ready()
         except OSError as error:
-            log.warning("the keeper does not hear that this server is ready: %s", error)
+            log.warning("the keeper cannot be told that this server is ready: %s", error)
     return server
 
 
@@ -261,7 +264,7 @@ def take_over(endpoint: str, pid: int, keeper: L1Keeper | None) -> HandedOver:
         process = os.pidfd_open(pid)
     except ProcessLookupError:
         raise EndpointError(
-            f"the server, process {pid}, has ended meanwhile", where=endpoint, hint="start without --takeover"
+            f"the server, process {pid}, ended before the takeover", where=endpoint, hint="start without --takeover"
         ) from None
     # Its own, beside another that takes over: no longer than the name of any endpoint's socket with its suffix.
     path = f"{os.path.dirname(endpoint.removeprefix('ipc://'))}/{os.getpid():x}"
@@ -286,7 +289,7 @@ def take_over(endpoint: str, pid: int, keeper: L1Keeper | None) -> HandedOver:
         ended = select.poll()
         ended.register(process, select.POLLIN)
         if not ended.poll(END_S * 1000):
-            raise EndpointError(f"the server, process {pid}, does not end", where=endpoint, hint=f"kill -9 {pid}")
+            raise EndpointError(f"the old server, process {pid}, does not end", where=endpoint, hint=f"kill -9 {pid}")
     finally:
         os.close(process)
     log.info("took over from process %d", pid)

@@ -125,19 +125,19 @@ class ServerSignals:
         while self._hung_up.wait():
             self._hung_up.clear()
             if self._has_terminal and not os.isatty(STDERR):
-                log.info("SIGHUP: the terminal has closed")
+                log.info("SIGHUP: the terminal was closed, the server stops")
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
             try:
                 applied = reload()
             except KVFrameworkError as error:
-                log.error("SIGHUP: the configuration is refused, nothing has changed: %s", error)
+                log.error("SIGHUP: nothing has changed, because the configuration is wrong: %s", error)
             except Exception:
-                log.exception("SIGHUP: the configuration could not be read again, nothing has changed")
+                log.exception("SIGHUP: nothing has changed, because reading the configuration failed")
             else:
                 waiting = [each.key for each in applied.changes if not each.now]
                 if waiting:
-                    log.error("SIGHUP: nothing has changed, since these keys need a restart: %s", ", ".join(waiting))
+                    log.error("SIGHUP: nothing has changed, because these keys need a restart: %s", ", ".join(waiting))
                 elif not applied.changes:
                     log.info("SIGHUP: the configuration has not changed")
 
@@ -152,7 +152,7 @@ def end_process() -> NoReturn:
         thread.join(max(deadline - time.monotonic(), 0.0))
     names = [thread.name for thread in lingering if thread.is_alive()]
     if names:
-        log.warning("ended without waiting for %s", ", ".join(names))
+        log.warning("the process ended without waiting for these threads: %s", ", ".join(names))
     end_logging()
     os._exit(0)
 

@@ -35,7 +35,7 @@ def check_by_writing(gather: GatherBlocks, layout: KVLayout, view: EngineView) -
                 written = pattern(index, group, before[index][0][0].device)
                 _write(view, index, written)
                 if not torch.equal(_as_bytes(_read(view, index, group)), _as_bytes(written)):
-                    raise BadLayout("the engine's view does not read what it wrote", where=_at(view, index))
+                    raise BadLayout("the engine's view reads other values than it wrote", where=_at(view, index))
             _compare(gather, layout, view)
         finally:
             for index, values in enumerate(before):
@@ -58,11 +58,11 @@ def _compare(gather: GatherBlocks, layout: KVLayout, view: EngineView) -> None:
     for index, (group, raw) in enumerate(zip(layout.groups, gather(view.spare_blocks), strict=True)):
         expected = _as_bytes(_read(view, index, group))
         if len(raw) != expected.numel():
-            raise BadLayout(f"the transport gathered {len(raw)} bytes", available=f"{expected.numel()} bytes a block")
+            raise BadLayout(f"a gathered block has {len(raw)} bytes", available=f"{expected.numel()} bytes")
         found = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(expected.shape)
         if not torch.equal(found, expected):
             raise BadLayout(
-                f"the declared layout is not the engine's: {_difference(found, expected)}",
+                f"the declared layout differs from the engine's: {_difference(found, expected)}",
                 where=_at(view, index),
                 available="axes in the order in which the engine's attention uses them",
                 hint="correct the axes (or strides) in the layout's options",

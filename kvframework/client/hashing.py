@@ -59,12 +59,12 @@ def _kernel() -> _Pack | None:
     ):
         return None
     # With the GIL: the list must not change meanwhile.
-    library = load_library(_LIBRARY, "kvf_token_ids", _ABI, instead="Python packs", load=ctypes.PyDLL)
+    library = load_library(_LIBRARY, "kvf_token_ids", _ABI, instead="Python code packs token ids", load=ctypes.PyDLL)
     if library is None:
         return None
     pack = _pack_by(library)
     if not _is_right(pack):
-        log.warning("%s does not read this interpreter's integers; Python packs instead", _LIBRARY)
+        log.warning("%s cannot read this interpreter's integers; Python code packs token ids instead", _LIBRARY)
         return None
     return pack
 
@@ -141,7 +141,7 @@ def granted_ranges(transfer: Transfer, grant: LoadGrant) -> tuple[ArenaRange, ..
     offsets = unpack_offsets(grant.offsets, where="offsets")
     objects = unpack_indices(grant.objects, where="objects") or range(len(offsets))
     if len(objects) != len(offsets):
-        raise ProtocolError(f"the server grants {len(offsets)} places", available=f"{len(objects)} objects")
+        raise ProtocolError(f"the server granted {len(offsets)} ranges", available=f"{len(objects)} objects")
     sizes = [group.nbytes for group in transfer.registration.desc.groups]
     groups = len(sizes)
     return tuple(
@@ -266,15 +266,15 @@ class RequestHashes:
         added, where = {}, f"request {self.request_id}"
         for index, extra in extras.items():
             if index < 0:
-                raise RequestError(f"an extra for chunk {index}", available="0 or more, counted from the first chunk")
+                raise RequestError(f"an extra names chunk {index}", available="0 or more, counted from the first chunk")
             if index < self._made_elsewhere or extra == self._extras.get(index, b""):
                 continue
             if index in self._extras:
-                hint = "join what is folded into one chunk"
-                raise RequestError(f"two different extras for chunk {index}", where=where, available="one", hint=hint)
+                hint = "join all extras of one chunk into one"
+                raise RequestError(f"chunk {index} has two different extras", where=where, available="one", hint=hint)
             if index < self._hashed_chunks:
                 raise RequestError(
-                    f"an extra for chunk {index}, which is hashed without it",
+                    f"an extra names chunk {index}, which is already hashed without it",
                     where=where,
                     available=f"chunk {self._hashed_chunks} or later",
                     hint="give extras before their chunk's last token",

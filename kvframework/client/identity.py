@@ -65,8 +65,8 @@ def named_identity(
     words of transformers (rope scaling is in it), `dtype`, in which it computes, `quantization`, "" for none, and its
     own `settings` that change KV, except those that are off. Raises `RequestError` for an empty name."""
     if not model or not weights:
-        fact, available = f"the model is called {model!r} and its weights {weights!r}", "a name for each"
-        raise RequestError(fact, available=available, hint="give both, the same ones to every engine that is to share")
+        fact, available = f"the model name is {model!r}, the weights name {weights!r}", "two names that are not empty"
+        raise RequestError(fact, available=available, hint="give the same two names to every engine that shares KV")
     dtype = dtype.removeprefix("torch.")
     more = {name: value for name, value in (settings or {}).items() if value}
     described = msgspec.json.encode([_kv_part(config), dtype, more], enc_hook=str, order="deterministic")
@@ -188,10 +188,10 @@ def digest_files(paths: Iterable[Path], memory: Path | None = None) -> dict[Path
     by_size = sorted(states.keys() - found.keys(), key=lambda path: states[path].size, reverse=True)
     if by_size:
         total, started = sum(states[path].size for path in by_size), time.monotonic()
-        log.info("reading %d files to name their content, %.1f GB", len(by_size), total / 1e9)
+        log.info("reading %d weight files to name their content, %.1f GB", len(by_size), total / 1e9)
         with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), thread_name_prefix="kvf-digest") as pool:
             read = list(pool.map(_read, by_size))
-        log.info("read %.1f GB in %.1f s", total / 1e9, time.monotonic() - started)
+        log.info("read %.1f GB of weight files in %.1f s", total / 1e9, time.monotonic() - started)
         _remember(memory, {state: digest for state, digest, began in read if state.rested(began)})
         for path, (state, digest, _) in zip(by_size, read, strict=True):
             found[path] = FileDigest(state.size, digest)
@@ -240,11 +240,11 @@ def load_digests(memory: Path | None) -> dict[FileState, str]:
             _check_private(os.fstat(file.fileno()))
             content = msgspec.json.decode(file.read(_MAX_BYTES + 1), type=_Content)
         if content.version != _VERSION:
-            raise ValueError(f"it has version {content.version}, this is {_VERSION}")
+            raise ValueError(f"the file has version {content.version}, expected {_VERSION}")
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        log.warning("remembered digests are not used, %s will be written again: %s", path, error)
+        log.warning("cached weight digests are not used, and %s is written again: %s", path, error)
         return {}
     return dict(content.entries)
 
@@ -267,13 +267,13 @@ def _remember(memory: Path | None, digests: Mapping[FileState, str]) -> None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(written)
     except OSError as error:
-        log.warning("digests are not remembered: %s", error)
+        log.warning("weight digests cannot be cached for the next start: %s", error)
 
 
 def _check_private(found: os.stat_result) -> None:
     """Raise `OSError` for a file that other users may write: they could give one content the name of another."""
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
-        raise OSError("others than this user may write it")
+        raise OSError("other users may write the file")
 
 
 def fingerprint(files: Sequence[Path]) -> str:
@@ -373,14 +373,14 @@ def _weights(kind: EngineKind, facts: ModelFacts) -> str:
     if facts.load_format == "dummy":
         return f"dummy-{facts.seed}"
     if facts.load_format not in kind.formats:
-        why = f"are loaded as {facts.load_format!r}, which need not be the model's files"
+        why = f"are loaded as {facts.load_format!r}, which may differ from the model's files"
         raise _unnamed(kind, facts, "weights", why)
     return _content(kind, facts, facts.files, "weights")
 
 
 def _content(kind: EngineKind, facts: ModelFacts, files: tuple[Path, ...], what: str) -> str:
     if not files:
-        raise _unnamed(kind, facts, what, "are no local files")
+        raise _unnamed(kind, facts, what, "are not local files")
     try:
         content = fingerprint(files)
         changed = changed_since(files, facts.started)
@@ -390,7 +390,7 @@ def _content(kind: EngineKind, facts: ModelFacts, files: tuple[Path, ...], what:
         return content
     # The engine may have loaded the former contents of the file.
     log.warning(
-        "%s of %s changed after this engine started: its KV is shared with no other engine until it starts again",
+        "%s of %s changed after this engine started: no other engine shares its KV until it restarts",
         ", ".join(path.name for path in changed[:3]),
         facts.name,
     )
@@ -399,8 +399,8 @@ def _content(kind: EngineKind, facts: ModelFacts, files: tuple[Path, ...], what:
 
 def _unnamed(kind: EngineKind, facts: ModelFacts, what: str, why: str) -> ConfigFieldError:
     return ConfigFieldError(
-        f"the {what} of {facts.name!r} {why}, so that they cannot be distinguished from others",
+        f"the {what} of {facts.name!r} {why}, so their content cannot be named",
         where="kvframework.weights",
-        available="any text that is another one for other weights",
+        available="a text that differs for different weights",
         hint=f'set "kvframework.weights" in {kind.options}',
     )

@@ -149,14 +149,16 @@ class Instance:
                     error, (errors.DeviceError, errors.BadLayout, errors.TransportMismatch)
                 ):
                     raise
-                log.warning("transport %s cannot be used for this engine's memory and is left out: %s", name, error)
+                log.warning("transport %s is left out, because it cannot use this engine's memory: %s", name, error)
                 refused.append(_reason(name, error))
                 last = error if isinstance(error, errors.BadLayout) else None
             else:
                 return
         if last is not None and len(refused) == 1:
             raise last
-        raise errors.TransportMismatch("no transport works on both sides", where=where, available="; ".join(refused))
+        raise errors.TransportMismatch(
+            "engine and server share no transport", where=where, available="; ".join(refused)
+        )
 
     def recover(self) -> None:
         """Register again, in the background, since the server lost this instance's memory; not after a refusal that no
@@ -168,7 +170,7 @@ class Instance:
             try:
                 again.start()
             except RuntimeError as error:  # no thread is left; the next transfer that fails comes here again
-                log.warning("instance %d cannot register again yet: %s", self.identity.instance_id, error)
+                log.warning("instance %d cannot register again for now: %s", self.identity.instance_id, error)
                 return
             self._again = again
 
@@ -182,7 +184,7 @@ class Instance:
                 return
             except _REFUSALS as error:
                 self._refused = True
-                log.error("instance %d stays unregistered at this server: %s", self.identity.instance_id, error)
+                log.error("instance %d stays unregistered, the server refused it: %s", self.identity.instance_id, error)
                 return
             except errors.KVFrameworkError as error:
                 log.warning("instance %d could not register again: %s", self.identity.instance_id, error)
@@ -279,13 +281,13 @@ class Instance:
         """Return the shards that the server asks for; None if it asks for none, or the objects are no whole shards."""
         if hello.tp_lcm == hello.pp_lcm == 1:
             return None
-        part, why = self.identity.part, "the engine's integration does not tell which part of it a rank holds"
+        part, why = self.identity.part, "the engine's integration does not say which part of the model a rank holds"
         if part is not None:
             try:
                 return shards_of(self._declared, desc, part, tp_lcm=hello.tp_lcm, pp_lcm=hello.pp_lcm)
             except errors.BadLayout as error:
                 why = error.fact
-        text = "instance %d shares objects only with engines of its own sizes, although tp_lcm is %d, pp_lcm %d: %s"
+        text = "instance %d shares KV only with engines of equal parallel sizes, although tp_lcm is %d, pp_lcm %d: %s"
         log.warning(text, self.identity.instance_id, hello.tp_lcm, hello.pp_lcm, why)
         return None
 
@@ -300,7 +302,7 @@ class Instance:
         except errors.ServerGone:
             pass  # and its mappings ended with it
         except errors.KVFrameworkError as error:
-            doubt = ", its memory may be in use" if self._exports else ""
+            doubt = ", whose memory the server may still use" if self._exports else ""
             log.warning("instance %d could not unregister%s: %s", self.identity.instance_id, doubt, error)
 
 
@@ -344,7 +346,7 @@ class CanonicalInstance:
 
     @property
     def namespace(self) -> bytes:
-        """The registration's namespace digest."""
+        """The registration's namespace, 16 bytes."""
         return self.registration.namespace
 
     def transfer(self, key: CacheKey) -> Transfer:

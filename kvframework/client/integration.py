@@ -42,12 +42,12 @@ class EngineOptions(Options, frozen=True):
     """Base of an integration's options, with those of every engine; each field is a key `kvframework.<field>`."""
 
     endpoint: Annotated[
-        str, _described('the server; "": $KVFRAMEWORK_ENDPOINT, then the private endpoint of this user')
+        str, _described('endpoint of the server; "": $KVFRAMEWORK_ENDPOINT, else the private endpoint of this user')
     ] = ""
     deadline_scale: Annotated[
         Annotated[float, msgspec.Meta(ge=0.1, le=100)] | None,
         _described(
-            "makes the deadlines of calls to the server longer or shorter, 0.1 to 100; "
+            "factor for the deadlines of calls to the server, 0.1 to 100; null: $KVFRAMEWORK_DEADLINE_SCALE, else 1"
             "null: $KVFRAMEWORK_DEADLINE_SCALE, else 1"
         ),
     ] = None
@@ -72,7 +72,7 @@ def engine_options(extra: Mapping[str, object], kind: type[O], *, where: str, pa
     for name in mine:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            fact = f"there is no option {PREFIX}{name}"
+            fact = f"unknown option {PREFIX}{name}"
             hint = f"did you mean {PREFIX}{near[0]}?" if near else "leave it out"
             raise ConfigFieldError(fact, where=where, available=", ".join(PREFIX + each for each in known), hint=hint)
     try:
@@ -163,7 +163,7 @@ class ErrorNotes(Counter[str]):
         self._counted()
         if self[kind] == 1:
             known = isinstance(error, KVFrameworkError)
-            text = "%s failed, the engine continues without the cache there: %s"
+            text = "%s failed, and the engine continues without the cache: %s"
             log.error(text, where.lstrip("_"), error if known else repr(error), exc_info=None if known else error)
 
 

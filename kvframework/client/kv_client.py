@@ -53,7 +53,7 @@ SPARE_S = 5.0
 PIECES_S = 15.0
 _NO_ARENA = memoryview(b"")
 _HELD = LoadOutcome(True)
-_PINS_LOST = LoadOutcome(False, "the pins on the objects lapsed while they were read")
+_PINS_LOST = LoadOutcome(False, "the pins on the objects expired while the engine read them")
 
 
 def checked_tokens(registration: Registration, request_id: str, start: int, end: int) -> tuple[int, int]:
@@ -72,7 +72,7 @@ def checked_start(request_id: str, start: int, chunk_tokens: int) -> int:
     first = _as_int(start, "start")
     if first < 0 or first % chunk_tokens:
         where, available = f"request {request_id!r}", f"multiples of {chunk_tokens} tokens"
-        hint = "round down to a chunk, and skip what the engine has with skip_first_n_tokens"
+        hint = "round down to a chunk, and skip tokens that the engine has by skip_first_n_tokens"
         raise BadRange(f"start is {first}", where=where, available=available, hint=hint)
     return first
 
@@ -129,17 +129,17 @@ def check_ranges(transfer: Transfer, ranges: Sequence[ArenaRange], arena_bytes: 
     chunks, sizes = transfer.chunks, [group.nbytes for group in transfer.registration.desc.groups]
     for place in ranges:
         if not (0 <= place.group < len(sizes) and 0 <= place.chunk < chunks):
-            raise ProtocolError(f"the server names {place}", available=f"{chunks} chunks of {len(sizes)} groups")
+            raise ProtocolError(f"the server named {place}", available=f"{chunks} chunks of {len(sizes)} layer groups")
         if place.length != sizes[place.group]:
-            raise ProtocolError(f"the server names {place}", available=f"{sizes[place.group]} bytes an object")
+            raise ProtocolError(f"the server named {place}", available=f"objects of {sizes[place.group]} bytes")
         if arena_bytes is not None and not 0 <= place.offset <= arena_bytes - place.length:
-            raise ProtocolError(f"the server names {place}", available=f"an arena of {arena_bytes} bytes")
+            raise ProtocolError(f"the server named {place}", available=f"ranges within the arena's {arena_bytes} bytes")
     if len({(place.chunk, place.group) for place in ranges}) < len(ranges):
-        raise ProtocolError("the server names an object twice", available="a range for each object")
+        raise ProtocolError("the server named an object twice", available="one range for each object")
     if arena_bytes is not None:
         for before, after in pairwise(sorted(ranges, key=_offset)):
             if after.offset < before.offset + before.length:
-                raise ProtocolError(f"the server names {before} and {after}", available="ranges apart from each other")
+                raise ProtocolError(f"the server named {before} and {after}", available="ranges that do not overlap")
 
 
 def check_held(transfer: Transfer, ranges: Sequence[ArenaRange], others: StoreOutcome) -> None:
@@ -147,11 +147,11 @@ def check_held(transfer: Transfer, ranges: Sequence[ArenaRange], others: StoreOu
     firsts = transfer.first_chunks
     for place in ranges:
         if place.chunk < firsts[place.group]:
-            raise ProtocolError(f"the server asks for {place}, which is not held")
+            raise ProtocolError(f"the server asked for {place}, which the engine does not hold")
     counts = (others.stored, others.present, others.in_flight, others.dropped, others.unknown)
     held = sum(transfer.chunks - first for first in firsts)
     if min(counts) < 0 or len(ranges) + sum(counts) != held:
-        raise ProtocolError(f"the server asks for {len(ranges)} objects beside {others}", available=f"{held} objects")
+        raise ProtocolError(f"the server asked for {len(ranges)} objects beside {others}", available=f"{held} objects")
 
 
 def check_complete(transfer: Transfer, ranges: Sequence[ArenaRange]) -> None:
@@ -160,7 +160,7 @@ def check_complete(transfer: Transfer, ranges: Sequence[ArenaRange]) -> None:
     for group, first in enumerate(transfer.first_chunks):
         missing = [chunk for chunk in range(first, transfer.chunks) if (chunk, group) not in given]
         if missing:
-            raise ProtocolError(f"the server names no object for chunks {missing} of layer group {group}")
+            raise ProtocolError(f"the server named no object for chunks {missing} of layer group {group}")
 
 
 def _as_int(number: SupportsIndex, name: str) -> int:
@@ -333,7 +333,7 @@ class KVClient(ServerSession, EngineLink):
     def _check_same(self, arena: MappedArena | None) -> None:
         """Raise `ServerGone` unless `arena` is still mapped: ranges mean nothing in another server's memory."""
         if self._arena is not arena:
-            raise ServerGone("the server was restarted in between")
+            raise ServerGone("the server restarted during the request")
 
     def _commit_store(self, commit: m.Commit, objects: int, others: StoreOutcome, waits: bool) -> Future[StoreOutcome]:
         def failed(error: BaseException) -> StoreOutcome:
@@ -379,7 +379,7 @@ class KVClient(ServerSession, EngineLink):
             if not as_response(answer.payload, m.ChunksSent).held:
                 return ()
             if [buffer.nbytes for buffer in answer.buffers] != lengths:
-                raise ProtocolError("the server sent buffers of other sizes than were asked for")
+                raise ProtocolError("the server sent buffers of wrong sizes")
             return answer.buffers
 
         return mapped(sent, received)

@@ -35,7 +35,7 @@ _MOST_BLOCK = 1 << 24
 
 @dataclass(frozen=True)
 class OpaqueObjects:
-    """What an engine keeps, and its name. `object_bytes` has the size of an object of each group, `unit_tokens` divides
+    """An engine's objects and their name. `object_bytes` has the size of an object of each group, `unit_tokens` divides
     the tokens of each group's chunk. `revision`, `quantization` and `packing` go into the namespace: every difference
     between the bytes of two engines must show there."""
 
@@ -90,7 +90,7 @@ class OpaqueInstance:
             threading.Thread(target=self._register_first, name="kvf-register", daemon=True).start()
 
     def close(self) -> None:
-        """End the registration, if the server is there. Never blocks."""
+        """End the registration. Never blocks, never raises."""
         self._closed.set()
         self._client.forget(self._register)
         if self._namespace is not None:
@@ -98,7 +98,7 @@ class OpaqueInstance:
 
     @property
     def is_ready(self) -> bool:
-        """Whether calls are worth making now."""
+        """Whether the instance is registered at a server that answers. Never blocks."""
         return self._namespace is not None and self._client.usable and self._session == self._client.hello.session
 
     @property
@@ -116,17 +116,17 @@ class OpaqueInstance:
         pending its one grant has the places in the arena, see `granted_objects`. Never blocks, never raises."""
         key = self._key(prompt, None)
         if key is None:
-            return Future.failed(ServerGone("not registered"))
+            return Future.failed(ServerGone("this engine is not registered at the server"))
         freed = self._client.take_freed()
         payload = m.LookupKeys(key, wait_s, speed, freed, (self._id,), groups=tuple(groups))
         return self._client.begin("LOOKUP_KEYS", payload, m.LookupReply)
 
     def ask_again(self, ticket: str, *, wait_s: float = 0.0) -> Future[m.LookupReply]:
-        """Ask for the state of a lookup that was pending. Never waits, never raises."""
+        """Return the future of a pending lookup's new state. Never blocks, never raises."""
         return self._client.begin("QUERY_PREFETCH_STATUS", m.PrefetchQuery(ticket, wait_s), m.LookupReply, waits=False)
 
     def release(self, *tickets: str) -> None:
-        """Give back tickets, and leases of grants that no load uses. Never blocks."""
+        """Free tickets, and leases of grants that no load uses. Never blocks, never raises."""
         self._client.free_soon(*[ticket for ticket in tickets if ticket])
 
     def loaded(self, lease: str, took_s: float) -> None:
@@ -138,14 +138,14 @@ class OpaqueInstance:
         it nor the plan's `commit` waits or raises."""
         key = self._key(prompt, 0)
         if key is None:
-            return Future.failed(ServerGone("not registered"))
+            return Future.failed(ServerGone("this engine is not registered at the server"))
         payload = m.PrepareKeys(key, self._id, tuple(groups))
         sizes = self._objects.object_bytes
 
         def check(ranges: Sequence[ArenaRange]) -> None:
             for place in ranges:
                 if not 0 <= place.group < len(sizes) or place.length != sizes[place.group]:
-                    raise ProtocolError(f"the server names {place}", available=f"objects of {list(sizes)} bytes")
+                    raise ProtocolError(f"the server named {place}", available=f"objects of {list(sizes)} bytes")
 
         return self._client.prepare_store_keys(payload, check)
 
@@ -175,12 +175,12 @@ class OpaqueInstance:
             except ServerGone:
                 pass
             except DeadlineExceeded as error:
-                log.warning("not registered yet: %s", error)
+                log.warning("the engine is not registered yet: %s", error)
                 self.is_registering = False
                 self._closed.wait(backoff.delay(time.monotonic()))
                 continue
             except KVFrameworkError as error:
-                log.error("nothing is stored or loaded at this server: %s", error)
+                log.error("the engine stores and loads nothing, because the server refused it: %s", error)
             break
         self.is_registering = False
 
@@ -208,7 +208,7 @@ class OpaqueInstance:
             payload = m.RegisterKvCache(instance_id, model, 1, 0, namespace, transport, self._layout, model_dtype=dtype)
             reply = client.request("REGISTER_KV_CACHE", payload, m.Registered, urgent=True)
             if reply.desc != desc:
-                raise VersionMismatch(f"the server computes {reply.desc}", available=str(desc))
+                raise VersionMismatch(f"the server computes the object layout {reply.desc}", available=str(desc))
             self._namespace, self._session, self._id = namespace, hello.session, instance_id
 
 
@@ -216,7 +216,7 @@ def _declared(objects: OpaqueObjects) -> KVLayout:
     groups, unit = [], objects.unit_tokens
     for nbytes in objects.object_bytes:
         if not 0 < nbytes <= MAX_OBJECT_BYTES:
-            raise BadLayout(f"objects of {nbytes} bytes", available=f"1 to {MAX_OBJECT_BYTES}")
+            raise BadLayout(f"an object has {nbytes} bytes", available=f"1 to {MAX_OBJECT_BYTES} bytes")
         parts = next(n for n in itertools.count(math.ceil(nbytes / _MOST_BLOCK)) if not nbytes % n)
         block = LayerGroup(parts, unit, 1, nbytes // parts, "uint8", 1, ("block", "dim"), packing=objects.packing)
         groups.append(block)
@@ -231,7 +231,7 @@ def granted_objects(reply: m.LookupReply, groups: Sequence[KeyGroup]) -> Iterato
     offsets = unpack_offsets(reply.grants[0].offsets, where="offsets")
     positions = unpack_indices(reply.grants[0].objects, where="objects")
     if len(offsets) != len(positions):
-        raise ProtocolError(f"the server grants {len(offsets)} places", available=f"{len(positions)} objects")
+        raise ProtocolError(f"the server granted {len(offsets)} ranges", available=f"{len(positions)} objects")
     ends = list(itertools.accumulate(len(group.digests) // DIGEST_BYTES for group in groups))
     group = 0
     for position, offset in zip(positions, offsets, strict=True):

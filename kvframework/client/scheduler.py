@@ -135,7 +135,7 @@ class SchedulerAdapter:
         return found
 
     def poll(self, result: LookupResult) -> LookupResult:
-        """Return the state of a pending lookup. Replaces `result`, whose ticket may have ended."""
+        """Return the new state of a pending lookup, which replaces `result`. Blocks as `lookup`, never raises."""
         return self._query(result) if result.pending else result
 
     def wait(self, result: LookupResult, timeout: float, more_than: int = _ALL) -> LookupResult:
@@ -172,14 +172,14 @@ class SchedulerAdapter:
         self._client.free_soon(*(each.lease for each in result.take_grants()))
 
     def release_ticket(self, ticket: str) -> None:
-        """Free a ticket, also of a plugin's request. Never blocks, never raises, also in callbacks."""
+        """Free a ticket of a lookup or of a plugin's request. Never blocks, never raises; callbacks may call it."""
         if ticket and self._client.has(SINCE_0_3):
             self._client.free_soon(ticket)
         elif ticket:
             self._client.send("FREE_LOOKUP_LOCKS", m.TicketRef(ticket))
 
     def end_request(self, request_id: str) -> None:
-        """End all that this client holds under a request id. Request ids of other clients are not touched."""
+        """Free all pins that this client holds under a request id, not those of other clients. Never blocks."""
         payload = m.EndSession(request_id)
         if not request_id:
             return
@@ -219,12 +219,12 @@ class SchedulerAdapter:
             boot_id, began = client.boot_id if self._instances else None, time.monotonic()
             reply = client.request(name, payload, m.LookupReply, timeout=timeout, on_late=late)
             if not 0 <= reply.hit_tokens <= before.asked_tokens:
-                raise ProtocolError(f"a hit of {reply.hit_tokens} tokens, {before.asked_tokens} were asked for")
+                raise ProtocolError(f"a hit of {reply.hit_tokens} tokens in a lookup of {before.asked_tokens}")
         except LeaseUnknown:
             return MISS
         except KVFrameworkError as error:
             self._failed(error)
-            log.warning("%s failed, taken as a miss: %s", name, error)
+            log.warning("%s failed and counts as a miss: %s", name, error)
             return None
         # An answer of another server than before may be from either.
         if reply.grants and before.key is not None and boot_id is not None and client.boot_id == boot_id:

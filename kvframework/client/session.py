@@ -28,8 +28,8 @@ from kvframework.wire.protocol import REQUESTS, SALTED_TOKEN_IDS, TOKEN_IDS, dea
 
 ENDPOINT_VARIABLE = "KVFRAMEWORK_ENDPOINT"
 _START_HINT = (
-    "start one with: kvframework serve; where it runs already, compare the user and XDG_RUNTIME_DIR of both sides, or "
-    "name the endpoint on both"
+    "start one with: kvframework serve; if one runs, compare user and XDG_RUNTIME_DIR of both sides, or "
+    "set one endpoint for both"
 )
 
 
@@ -41,7 +41,7 @@ S = TypeVar("S", bound="ServerSession")
 def as_response(reply: Message, response: type[M]) -> M:
     """Return the response in an answer. Raises `ServerGone` for an answer of another type."""
     if not isinstance(reply, response):
-        raise ServerGone(f"answered with {type(reply).__name__}, not {response.__name__}")
+        raise ServerGone(f"the server answered with {type(reply).__name__}, expected {response.__name__}")
     return reply
 
 
@@ -133,31 +133,31 @@ class ServerSession:
 
     @property
     def usable(self) -> bool:
-        """Whether calls are worth making now: connected, set up, and not in doubt."""
+        """Whether the client is connected and the server answers. Never blocks."""
         return self._connection.state == "up"
 
     def wants_tokens(self, cache_salt: str = "") -> bool:
-        """Return whether the server wants the tokens of prompts with this salt, for routers, see `RequestHashes`."""
+        """Return whether the server wants token ids of prompts with this salt, see `RequestHashes`. Never blocks."""
         return self.has(SALTED_TOKEN_IDS if cache_salt else TOKEN_IDS)
 
     def has(self, feature: str) -> bool:
-        """Return whether the server has a feature of HELLO, see `wire/protocol.py`."""
+        """Return whether the server named a feature in its HELLO, see `wire/protocol.py`. Never blocks."""
         return self._reply is not None and feature in self._reply.features
 
     @property
     def maps_arena(self) -> bool:
-        """Whether the server's arena is mapped in this process now; it cannot be over TCP."""
+        """Whether this process maps the server's arena now; over TCP it never does."""
         return self._arena is not None
 
     @property
     def arena(self) -> MappedArena | None:
-        """The server's arena as it is mapped in this process now. `view` is its bytes, and `is_served` whether the
-        session for which it was mapped goes on: what was read before is whole only if it does."""
+        """The server's arena as this process maps it, or None. `view` has the arena's bytes. Bytes that were read are
+        whole only if `is_served` is true afterwards: the session for which the arena was mapped still lasts."""
         return self._arena
 
     @property
     def plugins(self) -> PluginRegistry:
-        """The plugins of this process; if the constructor got none, found at the first use, which reads files."""
+        """The plugins of this process. Without those of the constructor, the first use finds them; that blocks."""
         with self._finding_plugins:
             if self._plugins is None:
                 self._plugins = PluginRegistry()
@@ -165,35 +165,37 @@ class ServerSession:
 
     @property
     def boot_id(self) -> bytes | None:
+        """The random id of the server's start; None before the first connection."""
         return self._connection.boot_id
 
     @property
     def chunk_size(self) -> int:
-        """The server's configured chunk size, in tokens. Raises `ServerGone` if there never was a connection."""
+        """The server's configured chunk size, in tokens. Blocks and raises as `hello` does."""
         return self.hello.chunk_size
 
     @property
     def hasher(self) -> KeyHasher:
-        """The hasher that the server named, loaded in this process. Raises `ServerGone` like `chunk_size`."""
+        """The hasher that the server named, loaded in this process. Blocks and raises as `hello` does."""
         if self.hello and self._hasher:
             return self._hasher
-        raise ServerGone("not connected yet")
+        raise ServerGone("the client has not connected to the server yet")
 
     @property
     def hello(self) -> m.HelloReply:
-        """The server's reply at the last handshake; waits for the first one, at most the connect timeout."""
+        """The server's reply in the last handshake. Blocks until the first handshake, for the connect timeout at most;
+        raises `ServerGone`, or the error by which the server refused this client."""
         if not self._connection.was_up and not self.wait_up(self._connect_timeout_s):
             self.raise_down()
         if self._reply is None:
-            raise ServerGone("not connected yet")
+            raise ServerGone("the client has not connected to the server yet")
         return self._reply
 
     def wait_up(self, timeout: float) -> bool:
-        """Wait until calls are possible; False after `timeout` seconds."""
+        """Wait until the client is connected, for `timeout` seconds at most, and return whether it is."""
         return self._connection.wait_up(timeout)
 
     def raise_down(self) -> None:
-        """Raise the reason why there is no connection: the server's refusal, or `ServerGone`."""
+        """Raise the error by which the server refused this client, else `ServerGone`. Never blocks."""
         error = self._connection.last_error
         if isinstance(error, KVFrameworkError) and not isinstance(error, ServerGone):
             raise error
@@ -202,15 +204,16 @@ class ServerSession:
         raise ServerGone(fact, available=available, hint=getattr(error, "hint", "") or _START_HINT)
 
     def when_up(self, callback: Callable[[], None]) -> None:
-        """Register a callback for all further handshakes: it runs in the connection's thread, before others call."""
+        """Call `callback` after each further handshake, in the connection's thread, before other calls are sent."""
         self._on_up.append(callback)
 
     def forget(self, callback: Callable[[], None]) -> None:
+        """Remove a callback of `when_up`, if it is there. Never blocks."""
         with contextlib.suppress(ValueError):
             self._on_up.remove(callback)
 
     def cancel_when_down(self, work: Future[Any]) -> None:
-        """Cancel `work`, which waits for a thread of the engine's, at the end of this connection."""
+        """Cancel `work` when this connection ends. Never blocks."""
         self._until_down.add(work)
         work.add_done_callback(self._until_down.discard)
         if self._connection.state == "down":
@@ -232,8 +235,9 @@ class ServerSession:
         urgent: bool = False,
         on_late: Callable[[M], None] | None = None,
     ) -> M:
-        """Send a request and wait for its answer; `timeout` in seconds, None: that of the table. `on_late` gets a later
-        answer, in the connection's thread. Raises typed errors, `DeadlineExceeded` and `ServerGone`."""
+        """Send a request and return the answer. Blocks for `timeout` seconds at most, None: as `deadlines` says.
+        `on_late` gets an answer that arrives later, in the connection's thread. Raises the server's error,
+        `DeadlineExceeded` or `ServerGone`."""
         wait = self.deadlines.of(name) if timeout is None else timeout
         late = only(response, on_late)
         return as_response(self._connection.ask(name, payload, timeout=wait, urgent=urgent, on_late=late), response)
@@ -241,27 +245,27 @@ class ServerSession:
     def begin(
         self, name: str, payload: Message, response: type[M], *, urgent: bool = False, waits: bool = True
     ) -> Future[M]:
-        """Send a request from an engine's thread, which waits `deadlines.engine_s` at most if it `waits`: the future is
-        resolved by then, or later, by the request's own deadline. Never raises."""
+        """Send a request and return the future of its answer, which is resolved by the request's deadline. Blocks for
+        `deadlines.engine_s` seconds at most, without `waits` not at all. Never raises."""
         sent = self._begin(name, payload, urgent=urgent, waits=waits)
         return mapped(sent, lambda answer: as_response(answer.payload, response))
 
     def reachable(self, request: str) -> bool:
-        """Return whether `begin` would send this request: connected, and the server not silent for its deadline."""
+        """Return whether `begin` would send this request: the server is connected and answers. Never blocks."""
         return self._connection.reachable(self.deadlines.of(request))
 
     def lost(self, kind: LostKind, code: str, nbytes: int = 0) -> None:
-        """Count a failed lookup, load or store of `nbytes`, by its error's code, for the server's status."""
+        """Count a failed lookup, load or store of `nbytes` bytes, by its error code, for the server's status."""
         if code == ServerGone.code and self._connection.state == "suspect":
             code = DeadlineExceeded.code  # the server is there, and does not answer
         self._connection.reports.lost(kind, code, nbytes)
 
     def send(self, name: str, payload: Message) -> None:
-        """Send a request without interest in its answer. Never blocks, never raises."""
+        """Send a request and ignore the answer. Never blocks, never raises."""
         self._connection.begin(name, payload, timeout=self.deadlines.of(name), urgent=True)
 
     def free_soon(self, *tickets: str) -> None:
-        """Free tickets, and leases of grants, with the next LOOKUP or PING, ahead of a store, if the server can."""
+        """Free tickets and leases of grants, by the next LOOKUP or PING. Never blocks, never raises."""
         self._connection.reports.free(tickets)
 
     def take_freed(self) -> tuple[str, ...]:
@@ -277,18 +281,18 @@ class ServerSession:
         )
 
     def ping(self, timeout: float | None = None) -> float:
-        """Return the seconds that one round trip through the server's loop takes (NOOP). Raises as `request` does."""
+        """Return the seconds of one round trip through the server's loop (NOOP). Blocks and raises as `request`."""
         started = time.perf_counter()
         self.request("NOOP", m.Empty(), m.Empty, timeout=timeout)
         return time.perf_counter() - started
 
     def chunk_tokens(self, namespace: bytes) -> int:
-        """Return the tokens of a chunk of a registered namespace, of this client or another. Blocking. Raises
-        `RequestError` for a namespace that is not registered, and the errors of `request`."""
+        """Return the number of tokens in a chunk of a namespace that any client has registered. Blocks and raises as
+        `request`, and `RequestError` for another namespace."""
         return self.request("GET_CHUNK_SIZE", m.GetChunkSize(namespace), m.ChunkSize).chunk_size
 
     def close(self) -> None:
-        """Close the liveness socket, which ends all that the server holds for this process. Idempotent."""
+        """End the session: the server releases all pins and leases of this process. Idempotent, never raises."""
         self._connection.close()
         self._down()
 
@@ -339,7 +343,9 @@ class ServerSession:
         hasher: KeyHasher = self.plugins.create("hasher", reply.hasher, {}, where="the server's hasher")
         if hasher.fingerprint != reply.hasher_fingerprint:
             hint, available = "install the same hasher beside the engine and the server", f"{hasher.fingerprint} here"
-            raise VersionMismatch(f"the server hashes with {reply.hasher_fingerprint}", available=available, hint=hint)
+            raise VersionMismatch(
+                f"the server uses the hasher {reply.hasher_fingerprint}", available=available, hint=hint
+            )
         return hasher
 
 

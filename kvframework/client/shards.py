@@ -124,9 +124,9 @@ def shards_of(declared: KVLayout, desc: MemoryLayoutDesc, part: ModelPart, *, tp
     """Return the shards of an instance. Raises `BadLayout`, with the reason, for what may not be whole shards."""
     heads, size, rank = part.kv_heads, part.tp_size, part.tp_rank
     if heads < 1 or not 0 <= rank < size:
-        raise _refused(f"{heads} KV heads, rank {rank} of {size}")
+        raise _refused(f"the model has {heads} KV heads, and this is rank {rank} of {size}")
     if part.stage and not part.layers:
-        raise _refused("the numbers of the layers of its pipeline stage are not known")
+        raise _refused("the layer numbers of this pipeline stage are unknown")
     if tp_lcm % size:
         raise _refused(f"the tensor-parallel size {size} does not divide tp_lcm, {tp_lcm}")
     if heads % size and size % heads:
@@ -135,9 +135,9 @@ def shards_of(declared: KVLayout, desc: MemoryLayoutDesc, part: ModelPart, *, tp
     for index, (group, stored) in enumerate(zip(declared.groups, desc.groups, strict=True)):
         if group.packing or group.state or stored.form != CANONICAL:
             kind = "recurrent states" if group.state else "opaque blocks"
-            raise _refused(f"layer group {index} holds {kind}, which cannot be split")
+            raise _refused(f"layer group {index} holds {kind}, which cannot be split between ranks")
         if group.heads != own:
-            text = f"layer group {index} has {group.heads} heads; of {heads} KV heads, a rank of {size} has {own}"
+            text = f"layer group {index} has {group.heads} KV heads, expected {own} of {heads} on a rank of {size}"
             raise _refused(text)
         if stored.shape[-1] != group.hidden or stored.shape[:2] != (group.planes, group.num_layers):
             raise _refused(f"the objects of layer group {index} have the shape {stored.shape}")
@@ -148,9 +148,9 @@ def shards_of(declared: KVLayout, desc: MemoryLayoutDesc, part: ModelPart, *, tp
     parts = layers // height
     ranks = tuple(row * columns + column for row in rows for column in range(first, first + width))
     if len(ranks) * len(declared.groups) > MAX_GROUPS:
-        raise _refused(f"more than {MAX_GROUPS} layer groups")
+        raise _refused(f"the split has more than {MAX_GROUPS} layer groups")
     if sum(group.planes * group.num_layers for group in declared.groups) * width > MAX_HANDLES - _ALLOCATIONS:
-        raise _refused(f"more than {MAX_HANDLES - _ALLOCATIONS} views")
+        raise _refused(f"the split has more than {MAX_HANDLES - _ALLOCATIONS} views of the engine's memory")
     split, heads = (heads, columns, layers, parts), heads // columns
     return Shards(ranks, columns * parts, split, heads, height if parts > 1 else 0, width)
 
@@ -165,11 +165,11 @@ def _layer_ranges(declared: KVLayout, part: ModelPart, pp_lcm: int) -> tuple[ran
     height = layers // parts
     if first < 0 or first + here > layers or first % height or here % height:
         raise _refused(
-            f"the {here} layers from layer {first} on, of {layers}, are no whole ranges of {height}",
-            hint="give every engine of the fleet stages that pp_lcm divides alike",
+            f"the {here} layers from layer {first} on, of {layers}, are not whole ranges of {height} layers",
+            hint="give every engine pipeline stages whose number divides pp_lcm",
         )
     if parts > 1 and names != sorted(names, key=natural):
-        raise _refused("the layers do not lie in the order of their names")
+        raise _refused("the layers are not in the order of their names")
     return range(first // height, (first + here) // height), height, layers
 
 

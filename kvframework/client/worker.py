@@ -67,8 +67,8 @@ class WorkerAdapter(InstanceIdentity):
         `Instance`, for the errors. Blocking. After a restart of the server the instance registers again by itself."""
         if self._instance is not None:
             raise errors.RequestError(
-                f"instance {self.instance_id} is already registered, perhaps with other tensors",
-                hint="close() the adapter before the old tensors are freed, then register the new ones",
+                f"instance {self.instance_id} is already registered",
+                hint="call close() before you free the old tensors, then register the new ones",
             )
         self._instance = Instance(self.client, self, kv_caches, block_size=block_size, view=view)
         registration = self._instance.registered.own
@@ -84,7 +84,7 @@ class WorkerAdapter(InstanceIdentity):
 
     @property
     def registration(self) -> Registration | None:
-        """The current registration; None before `register_kv_caches` and after `close`."""
+        """The current registration; None before `register_kv_caches` and after `close`. Never blocks."""
         return self._instance.registered.own if self._instance else None
 
     def scheduler(self) -> SchedulerAdapter:
@@ -100,7 +100,7 @@ class WorkerAdapter(InstanceIdentity):
         )
 
     def key(self, request: RequestHashes, start: int, end: int) -> CacheKey:
-        """Return the cache key of this rank for tokens `[start, end)`, both multiples of the chunk."""
+        """Return this rank's cache key for tokens `[start, end)`. Raises `BadRange` unless both are chunk multiples."""
         return self._key(self._registered(), request, start, end)
 
     def _key(self, of: Registration, request: RequestHashes, start: int, end: int) -> CacheKey:
@@ -310,7 +310,7 @@ class WorkerAdapter(InstanceIdentity):
         try:
             future = start()
             if not isinstance(future, Future):
-                raise TypeError(f"the transport returned {future!r}, no future")
+                raise TypeError(f"the transport returned {future!r}, expected a future")
         except (errors.BadLayout, errors.BadBlockIds):
             raise  # the engine's tensors differ from those that it registered
         except Exception as error:
@@ -343,7 +343,7 @@ def _keep(
 def _check_lengths(*lists: Sequence[object]) -> None:
     lengths = [len(each) for each in lists]
     if len({*lengths}) > 1:
-        raise errors.RequestError(f"a batch of lists of {lengths} items", available="lists of equal length")
+        raise errors.RequestError(f"the lists of the batch have {lengths} items", available="lists of equal length")
 
 
 def _code_of(future: Future[StoreOutcome] | Future[LoadOutcome]) -> str:

@@ -76,7 +76,7 @@ def check_directory(path: Path, *, shared: bool = False) -> None:
     except OSError:
         place, missing = next((each for each in path.parents if each.exists()), Path("/")), True
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        fact = f"it does not exist, and this user may not make it in {place}" if missing else "this user may not write"
+        fact = f"this user may not make the directory in {place}" if missing else "this user may not write to it"
         raise EndpointError(fact, where=str(path), hint="make it with mode 0700, or set [server] endpoint")
 
 
@@ -92,8 +92,8 @@ def check_private_directory(path: Path, *, owner: int | None = None) -> None:
         raise EndpointError(
             f"the directory belongs to uid {status.st_uid}, not to {owner}",
             where=str(path),
-            hint=f"a server sets [server] endpoint to a separate directory; a client that trusts uid {status.st_uid}"
-            f" sets {SERVER_UID_VARIABLE}={status.st_uid}",
+            hint=f"server: set [server] endpoint to another directory; client that trusts uid {status.st_uid}:"
+            f" set {SERVER_UID_VARIABLE}={status.st_uid}",
         )
     forbidden = 0o077 if path == default_directory() else 0o022
     if status.st_mode & forbidden:
@@ -106,7 +106,7 @@ def check_private_directory(path: Path, *, owner: int | None = None) -> None:
 
 def trusted_server_uid(environ: Mapping[str, str] = os.environ) -> int:
     """The user whose server a client of this process trusts: this user, or the one that `KVFRAMEWORK_SERVER_UID`
-    names. Raises `EndpointError` for text that is no user id."""
+    names. Raises `EndpointError` for text that is not a user id."""
     named = environ.get(SERVER_UID_VARIABLE, "")
     if not named:
         return os.getuid()
@@ -121,7 +121,7 @@ def _check_shared(path: Path, shared: bool) -> None:
     if not shared:
         return
     if path == default_directory():
-        fact = "the default directory is private, and [server] admit_uids names other users"
+        fact = "the default directory is private, but [server] admit_uids names other users"
         hint = "set [server] endpoint to a socket in another directory, such as ipc:///run/kvframework/server.sock"
         raise EndpointError(fact, where=str(path), hint=hint)
     if path.exists() and not path.stat().st_mode & 0o011:

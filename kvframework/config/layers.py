@@ -28,7 +28,7 @@ def apply_override(raw: dict[str, object], override: str) -> None:
             node[index:] = node[index:] or [empty]
             node = node[index]
         else:
-            raise _refusal(override, f"goes through {key!r}, but its parent is a value, not a table")
+            raise _refusal(override, f"leads through {key!r}, which lies in a value, not in a table")
     value, last = parse_value(text.strip()), keys[-1]
     if isinstance(node, dict):
         node[last] = value
@@ -36,7 +36,7 @@ def apply_override(raw: dict[str, object], override: str) -> None:
         index = _index(node, last, override)
         node[index : index + 1] = [value]
     else:
-        raise _refusal(override, f"sets {last!r} in a value that is not a table")
+        raise _refusal(override, f"sets {last!r} in a value, not in a table")
 
 
 def override_keys(override: str) -> tuple[str, ...]:
@@ -62,7 +62,7 @@ def parse_value(text: str) -> object:
 
 def _index(node: list[object], key: str, override: str) -> int:
     if not (key.isascii() and key.isdecimal()) or int(key) > len(node):
-        raise _refusal(override, f"uses {key!r} to index an array of {len(node)}", available=f"0 to {len(node)}")
+        raise _refusal(override, f"uses {key!r} as the index of {len(node)} items", available=f"0 to {len(node)}")
     return int(key)
 
 

@@ -73,16 +73,16 @@ def _server(table: dict[str, object], where: str) -> schema.ServerConfig:
     server = convert(table, schema.ServerConfig, where=where)
     over_tcp = bool(server.endpoint) and parse_endpoint(server.endpoint, where=f"{where} endpoint").kind == "tcp"
     if over_tcp and server.admit_uids:
-        fact = "admit_uids is about a local socket, and the endpoint is none"
-        hint = "name an ipc:// endpoint, or leave admit_uids out: over TCP, [server.curve] admits clients"
+        fact = "admit_uids needs a local socket, and the endpoint is not one"
+        hint = "set an ipc:// endpoint, or leave out admit_uids and admit TCP clients by [server.curve]"
         raise EndpointError(fact, where=f"{where} admit_uids", hint=hint)
     if server.tcp and parse_endpoint(server.tcp, where=f"{where} tcp").kind != "tcp":
-        raise EndpointError("not an endpoint of other hosts", where=f"{where} tcp", available="tcp://HOST:PORT")
+        raise EndpointError("the endpoint is not a TCP endpoint", where=f"{where} tcp", available="tcp://HOST:PORT")
     # No server exposes the KV of prompts to a network by accident.
     for name in [*(["endpoint"] if over_tcp else []), *(["tcp"] if server.tcp else [])]:
         if server.curve is None and not server.insecure:
             raise EndpointError(
-                "tcp:// needs CURVE keys, or insecure = true",
+                "a tcp:// endpoint needs CURVE keys, or insecure = true",
                 where=f"{where} {name}",
                 available="[server.curve] secret_key = FILE, clients = DIR; or [server] insecure = true",
                 hint="make keys with: kvframework keys new DIR",
@@ -91,7 +91,7 @@ def _server(table: dict[str, object], where: str) -> schema.ServerConfig:
             raise EndpointError(
                 "insecure = true contradicts [server.curve]",
                 where=f"{where} {name}",
-                hint="leave one of them out of the file",
+                hint="leave out one of them",
             )
     return server
 
@@ -100,7 +100,7 @@ def _observe(table: dict[str, object], where: str) -> ObserveConfig:
     observe = convert(table, ObserveConfig, where=where)
     parse_listen(observe.listen, where=f"{where} listen")
     if bool(observe.tls_cert) != bool(observe.tls_key):
-        raise ConfigFieldError("tls_cert and tls_key go together", where=where, hint="give both, or none")
+        raise ConfigFieldError("tls_cert and tls_key need each other", where=where, hint="set both, or none")
     if observe.traces:
         collector_url(observe.traces, where=where)
     return observe
@@ -164,7 +164,7 @@ def _check_named_once(tables: tuple[schema.PluginTable, ...]) -> None:
     for table in tables:
         first = seen.setdefault(table.use, table)
         if first is not table:
-            raise ConfigFieldError(f"{table.use!r} is named twice, first in {first.where}", where=table.where)
+            raise ConfigFieldError(f"{table.use!r} is configured twice, first in {first.where}", where=table.where)
 
 
 def _array(tables: object, name: str, where: str) -> list[tuple[dict[str, object], str]]:

@@ -60,8 +60,8 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
         Meta(
             ge=0,
             le=65536,
-            description="tokens of a stored object, rounded up to whole blocks of the engine; 0: by the model, the "
-            "fewest of 64, 128 and 256 at which a rank's object has 256 KiB",
+            description="tokens in a stored object, rounded up to whole blocks of the engine; 0: the least "
+            "of 64, 128 and 256 at which a rank's object has 256 KiB",
         ),
     ] = 0
     tp_lcm: Annotated[
@@ -73,23 +73,23 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = 1
     pp_lcm: Annotated[
-        int, Meta(ge=1, le=64, description="the same of their pipeline-parallel sizes, beside `tp_lcm`")
+        int, Meta(ge=1, le=64, description="least common multiple of the pipeline-parallel sizes that share objects")
     ] = 1
     store_lease_s: Annotated[
-        Seconds, Meta(description="how long an engine may take from a reservation to its commit")
+        Seconds, Meta(description="longest time an engine may take to write a store into its reservation")
     ] = 30.0
-    retrieve_lease_s: Annotated[Seconds, Meta(description="how long an engine may take to copy what it loads")] = 30.0
+    retrieve_lease_s: Annotated[Seconds, Meta(description="longest time an engine may take to copy a load")] = 30.0
     store_share: Annotated[
-        Fraction, Meta(description="share of L1 that one client may have reserved at once while others have instances")
+        Fraction, Meta(description="share of L1 that one client may reserve at once while other clients have instances")
     ] = 0.5
     pin_share: Annotated[
         Fraction,
-        Meta(description="share of L1 that one client keeps from eviction, pinned or reserved, while others need room"),
+        Meta(description="share of L1 that one client may pin or reserve while other clients need room"),
     ] = 0.5
-    ticket_s: Annotated[Seconds, Meta(description="how long a hit stays pinned for its engine at most")] = 60.0
+    ticket_s: Annotated[Seconds, Meta(description="longest time a hit stays pinned for its engine")] = 60.0
     price: Annotated[
         bool,
-        Meta(description="what an engine computes sooner than a tier loads it is computed, if it says how fast it is"),
+        Meta(description="recompute tokens that the engine computes sooner than a tier loads them"),
     ] = False
     session_timeout_s: Annotated[Seconds, Meta(description="longest silence of a client without a liveness socket")] = (
         30.0
@@ -100,19 +100,19 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     drain_s: Annotated[float, Meta(ge=0, le=3600.0, description="most time to write the rest of L1 after SIGTERM")] = (
         0.0
     )
-    workers: Annotated[int, Meta(ge=1, le=256, description="threads that copy the KV of clients over TCP")] = 2
+    workers: Annotated[int, Meta(ge=1, le=256, description="number of threads that copy KV for TCP clients")] = 2
     trace_memory: Annotated[
         ByteSize,
-        Meta(description="most memory for lookups that `kvframework trace record` has yet to fetch; 0: it is refused"),
+        Meta(description="most memory for lookups that `kvframework trace record` has not fetched yet; 0: no traces"),
     ] = ByteSize(32 << 20)
     tcp: Annotated[
-        str, Meta(description="a second endpoint, `tcp://ADDRESS:PORT`, for other hosts and users; empty: none")
+        str, Meta(description="second endpoint, `tcp://ADDRESS:PORT`, for other hosts and users; empty: none")
     ] = ""
-    insecure: Annotated[bool, Meta(description="serves `tcp://` in plain text to any client, for tests")] = False
+    insecure: Annotated[bool, Meta(description="serve `tcp://` without encryption to any client; for tests")] = False
     admit_uids: Annotated[
         tuple[Uid, ...], Meta(max_length=64, description="further users whose processes may use the `ipc://` socket")
     ] = ()
-    curve: Annotated[CurveConfig | None, Meta(description="the table `[server.curve]`, which `tcp` needs")] = None
+    curve: Annotated[CurveConfig | None, Meta(description="table with the CURVE keys that `tcp` needs")] = None
 
     @property
     def most_chunk(self) -> int:
@@ -123,28 +123,25 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class LogConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """`[log]`: the form of the server's log on standard error."""
 
-    level: Annotated[LogLevel, Meta(description="least level of a line that is written")] = "info"
-    format: Annotated[LogFormat, Meta(description="form of the lines on standard error; `json`: one object a line")] = (
-        "human"
-    )
+    level: Annotated[LogLevel, Meta(description="least level of the log lines that are written")] = "info"
+    format: Annotated[LogFormat, Meta(description="format of the log lines; `json`: one object per line")] = "human"
 
 
 class L1Keys(Struct, frozen=True, forbid_unknown_fields=True):
     """The core's own keys of `[l1]`."""
 
-    high_watermark: Annotated[
-        Fraction, Meta(description="share of the capacity above which L1 evicts, before it is full")
-    ] = 1.0
+    high_watermark: Annotated[Fraction, Meta(description="share of the capacity above which L1 begins to evict")] = 1.0
     low_watermark: Annotated[
-        Fraction, Meta(description="share down to which it evicts then; never above `high_watermark`")
+        Fraction, Meta(description="share of the capacity down to which L1 then evicts; at most `high_watermark`")
     ] = 0.9
     ghosts: Annotated[
-        int, Meta(ge=0, le=1 << 22, description="objects that left L1 and why, remembered in about 256 bytes each")
+        int,
+        Meta(ge=0, le=1 << 22, description="number of evicted objects whose reason L1 remembers, about 256 bytes each"),
     ] = 65536
     keep: Annotated[
         Keep,
         Meta(
-            description="`auto`: systemd or `kvframework hold`, where one started the server, keeps L1 over its end;"
+            description="`auto`: systemd or `kvframework hold`, if it started the server, keeps L1 when that ends;"
             " `off`: L1 ends with the server"
         ),
     ] = "auto"
@@ -153,31 +150,31 @@ class L1Keys(Struct, frozen=True, forbid_unknown_fields=True):
 class L2Keys(Struct, frozen=True, forbid_unknown_fields=True):
     """The core's own keys of each `[[l2]]`. `codec` "none" stores bytes as they are."""
 
-    codec: Annotated[CodecName, Meta(description="how values are packed, a codec plugin")] = NO_CODEC
+    codec: Annotated[CodecName, Meta(description="codec plugin that packs the stored values")] = NO_CODEC
     timeout_s: Annotated[Seconds, Meta(description="longest wait for one call of the tier")] = 2.0
     loads: Annotated[
         AtOnce | None,
-        Meta(description="how many batches are loaded at once, also of one prompt; not set: as the tier says"),
+        Meta(description="most batches loaded at once, also of one prompt; not set: the tier's default"),
     ] = None
-    writes: Annotated[
-        AtOnce | None, Meta(description="how many batches are written at once; not set: as the tier says")
-    ] = None
+    writes: Annotated[AtOnce | None, Meta(description="most batches written at once; not set: the tier's default")] = (
+        None
+    )
     write_queue: Annotated[
-        int, Meta(ge=1, le=1 << 20, description="objects that may wait to be written; further ones are not written")
+        int, Meta(ge=1, le=1 << 20, description="most objects that wait to be written; more are not written")
     ] = 1024
     write_policy: Annotated[
         WritePolicyName,
         Meta(
-            description="which objects are written, and when: all after their commit, at their second use, or at their"
+            description="when objects are written: after their store, at their second use, or at their"
             " eviction from L1, which needs `high_watermark` of `[l1]` below 1"
         ),
     ] = "write_through"
-    promote: Annotated[bool, Meta(description="whether it also gets what a later tier had")] = True
+    promote: Annotated[bool, Meta(description="also write objects here that a later tier had")] = True
     high_watermark: Annotated[
-        Fraction, Meta(description="share of its capacity above which a tier that knows it is emptied")
+        Fraction, Meta(description="share of the tier's capacity, if known, above which objects are deleted")
     ] = 0.95
     low_watermark: Annotated[
-        Fraction, Meta(description="share down to which it is emptied then; never above `high_watermark`")
+        Fraction, Meta(description="share of the capacity down to which they are deleted; at most `high_watermark`")
     ] = 0.85
 
 
@@ -186,12 +183,10 @@ class TenantKeys(Struct, frozen=True, forbid_unknown_fields=True):
 
     salts: Annotated[
         tuple[str, ...],
-        Meta(min_length=1, max_length=4096, description="digests of its salts, of `kvframework tenants digest`"),
+        Meta(min_length=1, max_length=4096, description="digests of the tenant's salts: `kvframework tenants digest`"),
     ]
-    min: Annotated[
-        str, Meta(description="what others never evict, as a share of L1 such as `20%` or a size such as `4GiB`")
-    ] = "0%"
-    max: Annotated[str, Meta(description="the most that it gets of L1, in the same form")] = "100%"
+    min: Annotated[str, Meta(description="share (`20%`) or size (`4GiB`) of L1 that other tenants never evict")] = "0%"
+    max: Annotated[str, Meta(description="most of L1 that the tenant gets: a share or a size")] = "100%"
 
 
 class TenantConfig(Struct, frozen=True):

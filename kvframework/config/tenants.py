@@ -25,26 +25,26 @@ def check_tenants(tenants: Sequence[TenantConfig]) -> None:
     """Check tenants as far as possible without the capacity of L1. Raises `ConfigFieldError`."""
     if len(tenants) > MAX_TENANTS:
         raise ConfigFieldError(
-            f"{len(tenants)} tenants", where=tenants[MAX_TENANTS].where, available=f"at most {MAX_TENANTS}"
+            f"found {len(tenants)} tenants", where=tenants[MAX_TENANTS].where, available=f"at most {MAX_TENANTS}"
         )
     owners: dict[str, str] = {}
     for tenant in tenants:
         if not _NAME.fullmatch(tenant.name) or tenant.name == OTHER:
-            fact = f"{tenant.name[:64]!r} is no name for a tenant"
-            available = f"1 to 32 letters, digits, '-' and '_', except {OTHER!r}: the requests of no tenant"
+            fact = f"{tenant.name[:64]!r} is not a tenant name"
+            available = f"1 to 32 letters, digits, '-' and '_', except {OTHER!r}, the requests without a tenant"
             raise ConfigFieldError(fact, where=tenant.where, available=available)
         for number, digest in enumerate(tenant.keys.salts, 1):
             place = f"{tenant.where} salts #{number}"
             if not _DIGEST.fullmatch(digest):
                 raise ConfigFieldError(
-                    "this is no digest of a salt",
+                    "the value is not the digest of a salt",
                     where=place,
-                    available="32 hexadecimal digits in lower case",
+                    available="32 hexadecimal digits, in lower case",
                     hint="make it with: kvframework tenants digest",
                 )
             if digest in owners:
                 raise ConfigFieldError(
-                    f"the digest is in {owners[digest]} already", where=place, hint="a salt is of one tenant"
+                    f"the digest is in {owners[digest]} already", where=place, hint="give each salt to one tenant only"
                 )
             owners[digest] = f"[tenants.{tenant.name}]"
     # What holds for every capacity: shares among themselves, and sizes among themselves.
@@ -96,7 +96,7 @@ def _share(tenant: TenantConfig, name: str, capacity: int | None) -> Fraction:
             return Fraction(ByteSize.parse(text))
         except ValueError:
             pass
-    fact = f"{text[:64]!r} is no share of L1"
+    fact = f"{text[:64]!r} is not a share of L1"
     raise ConfigFieldError(fact, where=f"{tenant.where} {name}", available='"0%" to "100%", or a size such as "4GiB"')
 
 
@@ -109,6 +109,4 @@ def _check_order(tenant: TenantConfig, least: Fraction | int, most: Fraction | i
 
 def _too_much(tenants: Sequence[TenantConfig], found: str, most: str) -> ConfigFieldError:
     where = next(tenant.where for tenant in reversed(tenants) if tenant.keys.min)
-    return ConfigFieldError(
-        f"the min of all tenants are {found} of L1 together", where=where, available=f"at most {most}"
-    )
+    return ConfigFieldError(f"the min of all tenants add up to {found} of L1", where=where, available=f"at most {most}")

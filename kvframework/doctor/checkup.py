@@ -55,7 +55,7 @@ def examine(path: Path | None = None, overrides: Iterable[str] = ()) -> Checkup:
     except ConfigError as error:
         findings.append(plugins.refusal(error))
     else:
-        findings.append(Finding("config.load", "ok", f"read from {config.source}"))
+        findings.append(Finding("config.load", "ok", f"the configuration comes from {config.source}"))
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         for found in pool.map(lambda each: run_check(*each), _checks(config)):
             findings += found
@@ -85,10 +85,10 @@ def kept(endpoint: str) -> Iterator[Finding]:
     if keeper is None:
         return
     nbytes = ByteSize(sum(row["bytes"] for row in keeper["held"]))
-    fact = f"`kvframework hold`, process {keeper['pid']}, keeps {nbytes}, charged to the cgroup that touched it first"
+    fact = f"`kvframework hold`, process {keeper['pid']}, holds {nbytes} of memory of the server"
     if keeper["server"] is None and nbytes:
-        advice = "its log says why; `kvframework hold --drop` frees it"
-        yield Finding("memory.kept", "warn", f"{fact}, and no server runs", advice)
+        advice = "see the log of `kvframework hold`; `kvframework hold --drop` frees the memory"
+        yield Finding("memory.kept", "warn", f"{fact}, but no server runs", advice)
     else:
         yield Finding("memory.kept", "ok", fact)
 
@@ -98,18 +98,18 @@ def socket_findings(endpoint: str, running: RunningServer | None = None) -> Iter
     try:
         parsed = parse_endpoint(endpoint)
         if parsed.kind == "tcp":
-            yield Finding("socket.path", "ok", f"{endpoint} is no local socket")
+            yield Finding("socket.path", "ok", f"{endpoint} is not a local socket")
             return
         path = Path(parsed.path)
-        yield Finding("socket.path", "ok", f"{path}, {len(os.fsencode(path))} bytes")
+        yield Finding("socket.path", "ok", f"the socket path {path} has {len(os.fsencode(path))} bytes")
         check_directory(path.parent)
     except EndpointError:
         return
-    mode = "does not exist; the server makes it"
+    mode = "does not exist; the server will make it"
     if path.parent.exists():
         mode = f"is private: {stat.filemode(path.parent.stat().st_mode)}"
     yield Finding("socket.directory", "ok", f"{path.parent} {mode}")
-    yield Finding("socket.server", "ok", str(running) if running else "no server of this user answers there")
+    yield Finding("socket.server", "ok", str(running) if running else "no server of this user answers at the endpoint")
 
 
 def run_check(subject: str, check: Check, timeout_s: float | None = None) -> list[Finding]:
@@ -128,7 +128,7 @@ def run_check(subject: str, check: Check, timeout_s: float | None = None) -> lis
     thread.start()
     thread.join(timeout_s)
     if thread.is_alive():
-        failure.append(f"it did not end within {timeout_s:g} s")
+        failure.append(f"no result within {timeout_s:g} s")
     ended = [Finding(f"{subject}.check", "fail", f"the check itself failed: {each}", "report it") for each in failure]
     return [*found, *ended]
 
@@ -165,6 +165,6 @@ def _text(finding: Finding) -> Text:
     text = Text(f"{place}: {finding.fact}" if place else finding.fact)
     if finding.advice:
         text.append("\n" if stdout.is_terminal else "; ")
-        label = "" if finding.advice.startswith("available: ") else "hint: "
+        label = "" if finding.advice.startswith("expected: ") else "hint: "
         text.append(f"{label}{finding.advice}", "bold" if finding.level != "ok" else "dim")
     return text

@@ -22,28 +22,28 @@ def python() -> Iterator[Finding]:
     what = f"{platform.python_implementation()} {platform.python_version()}, {sys.executable}"
     yield Finding("python.version", "ok", what)
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
-        fact = "this build has no global interpreter lock; kvframework is not tested on it"
-        yield Finding("python.gil", "warn", fact, "run the server with the usual build of the same version")
+        fact = "this Python has no global interpreter lock; kvframework is not tested without it"
+        yield Finding("python.gil", "warn", fact, "run the server with the standard build of this Python version")
     else:
-        yield Finding("python.gil", "ok", "a build with the global interpreter lock")
+        yield Finding("python.gil", "ok", "this Python has a global interpreter lock")
     if sys.platform != "linux":
-        yield Finding("python.platform", "fail", f"this is {sys.platform}", "the server needs Linux")
+        yield Finding("python.platform", "fail", f"the platform is {sys.platform}", "the server needs Linux")
 
 
 def installation() -> Iterator[Finding]:
     yield Finding("kvframework.version", "ok", f"kvframework {kvframework.__version__}")
     if missing := missing_kernels():
-        what = f"no compiled kernels for {', '.join(missing)}, which is slower"
+        what = f"compiled kernels are missing, so these are slower: {', '.join(missing)}"
         yield Finding("kvframework.kernels", "warn", what, kernels_hint())
     else:
-        yield Finding("kvframework.kernels", "ok", "the compiled kernels are there")
+        yield Finding("kvframework.kernels", "ok", "the compiled kernels are installed")
     for engine, package in (("vllm", "kvf_vllm"), ("sglang", "kvf_sglang")):
         if find_spec(engine) is not None:
             distribution = f"kvframework-{engine}"
             if find_spec(package) is not None:
-                yield Finding("kvframework.engine", "ok", f"{engine} has {distribution} beside it")
+                yield Finding("kvframework.engine", "ok", f"{engine} and {distribution} are installed")
             else:
-                what = f"{engine} is installed here without {distribution}: it computes everything"
+                what = f"{engine} is installed without {distribution}, so it does not use the cache"
                 yield Finding("kvframework.engine", "warn", what, install_command(distribution=distribution))
 
 
@@ -60,13 +60,13 @@ def limits() -> Iterator[Finding]:
 def _descriptors() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
-        return Finding("limits.descriptors", "ok", "no limit")
+        return Finding("limits.descriptors", "ok", "open files have no limit")
     clients = max(int(SESSIONS_SHARE * hard) - _SERVER_DESCRIPTORS, 0) // _CLIENT_DESCRIPTORS
-    fact = f"{hard} descriptors ({soft} until `serve` raises it): enough for {clients} client processes"
+    fact = f"the limit of {hard} open files ({soft} until `serve` raises it) is enough for {clients} client processes"
     if hard >= SAFE_LIMIT:
         return Finding("limits.descriptors", "ok", fact)
-    fact += f"; below {SAFE_LIMIT} a burst of connections may use them up before the server reacts"
-    advice = "raise it: LimitNOFILE=65536 under systemd, or ulimit -Hn"
+    fact += f"; with fewer than {SAFE_LIMIT}, a burst of connections may use them up"
+    advice = "raise the limit: LimitNOFILE=65536 under systemd, or ulimit -Hn"
     return Finding("limits.descriptors", "warn" if clients else "fail", fact, advice)
 
 
@@ -74,12 +74,12 @@ def memlock(needed_by: str = "") -> Finding:
     """The check of lockable memory. `needed_by` is the transport that pins L1, if one does."""
     soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
-        return Finding("limits.memlock", "ok", "no limit")
-    fact = f"{ByteSize(soft)} of memory may be locked"
+        return Finding("limits.memlock", "ok", "locked memory has no limit")
+    fact = f"a process may lock {ByteSize(soft)} of memory"
     if not needed_by:
         return Finding("limits.memlock", "ok", f"{fact}; only device transports lock memory")
-    advice = "LimitMEMLOCK=infinity under systemd, --ulimit memlock=-1 for a container, or ulimit -l unlimited"
-    return Finding("limits.memlock", "warn", f"{fact}, and {needed_by} pins L1 for its device", advice)
+    advice = "set LimitMEMLOCK=infinity under systemd, --ulimit memlock=-1 for a container, or ulimit -l unlimited"
+    return Finding("limits.memlock", "warn", f"{fact}, but {needed_by} locks all of L1", advice)
 
 
 def _text(path: Path) -> str:
@@ -97,7 +97,7 @@ def memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -
     rows = [line.split() for line in _text(proc / "meminfo").splitlines()]
     sizes = {row[0]: ByteSize(int(row[1]) * 1024) for row in rows if len(row) > 1 and row[1].isdigit()}
     if "MemAvailable:" in sizes and "MemTotal:" in sizes:
-        yield Finding("memory.machine", "ok", f"{sizes['MemAvailable:']} available of {sizes['MemTotal:']}")
+        yield Finding("memory.machine", "ok", f"{sizes['MemAvailable:']} of {sizes['MemTotal:']} are available")
     yield _cgroup(proc, cgroups)
 
 
@@ -106,8 +106,8 @@ def _cgroup(proc: Path, cgroups: Path) -> Finding:
     limit, used, where = min(limits, default=(_NO_LIMIT, 0, cgroups))
     if limit >= _NO_LIMIT:
         return Finding("memory.cgroup", "ok", "no cgroup limits the memory")
-    fact = f"{where} allows {ByteSize(limit)}, {ByteSize(used)} used, caches included"
+    fact = f"the cgroup {where} allows {ByteSize(limit)} and uses {ByteSize(used)}, page cache included"
     if used > _ALMOST * limit:
-        advice = "give the container L1 + 512 MiB or more, or lower [l1] capacity"
+        advice = "allow the container 512 MiB more than L1, or lower [l1] capacity"
         return Finding("memory.cgroup", "warn", fact, advice)
     return Finding("memory.cgroup", "ok", fact)

@@ -43,7 +43,7 @@ class Subject(msgspec.Struct, frozen=True):
 
 def refusal(error: KVFrameworkError) -> Finding:
     """The finding for an error with which a server would refuse to start; its name is the error's code."""
-    advice = error.hint or (f"available: {error.available}" if error.available else "")
+    advice = error.hint or (f"expected: {error.available}" if error.available else "")
     return Finding(error.code, "fail", error.fact, advice, error.where)
 
 
@@ -60,8 +60,8 @@ def common_findings(config: Config, *, serving: bool, deadline_s: float) -> list
     ran = run_isolated(__name__, request, function="check_configuration", deadline_s=deadline_s)
     found = [msgspec.json.decode(line, type=Finding) for line in ran.lines]
     if ran.ended:
-        found.append(Finding("config.check", "fail", f"the process that checks it {ran.ended}", "report it"))
-    return found or [Finding("config.start", "ok", "keys, stores, socket and ports let a server start")]
+        found.append(Finding("config.check", "fail", f"the process of this check {ran.ended}", "report it"))
+    return found or [Finding("config.start", "ok", "key files, stores, socket and ports allow a server to start")]
 
 
 def table_findings(subject: Subject, *, deadline_s: float) -> Iterator[Finding]:
@@ -73,7 +73,7 @@ def table_findings(subject: Subject, *, deadline_s: float) -> Iterator[Finding]:
     yield from (msgspec.json.decode(line, type=Finding) for line in ran.lines)
     if ran.ended:
         said = ran.printed.strip().splitlines()
-        fact = f"{use}: the process that runs its diagnosis {ran.ended}{f': {said[-1]}' if said else ''}"
+        fact = f"{use}: the process that diagnoses the plugin {ran.ended}{f': {said[-1]}' if said else ''}"
         name = "plugin.diagnose" if ran.lines else "plugin.usable"
         yield Finding(name, "fail", fact, "run kvframework plugins check, or ask the plugin's author", where)
 
@@ -135,5 +135,5 @@ def _findings(subject: Subject, provider: AnyProvider, options: Options, deadlin
         where = error.where if placed else place
         yield Finding("plugin.diagnose", "fail", fact, error.hint or error.available, where)
     except Exception as error:  # noqa: BLE001  whatever a plugin raises
-        fact = f"{use}: its diagnosis failed with {described(error)}"
+        fact = f"{use}: the plugin's diagnosis failed with {described(error)}"
         yield Finding("plugin.diagnose", "fail", fact, "ask the plugin's author")

@@ -84,7 +84,7 @@ def listen_variables(names: list[str], pid: int) -> dict[str, str]:
 
 def _checked(name: str) -> str:
     if not is_name(name):
-        raise ValueError(f"no descriptor can have the name {name!r}")
+        raise ValueError(f"not a valid name of a descriptor: {name!r}")
     return name
 
 

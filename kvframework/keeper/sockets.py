@@ -150,5 +150,5 @@ def ask(path: str, request: dict[str, object], timeout: float) -> Any:
             socket.send_fds(sending, [json.dumps(request).encode()], [theirs.fileno()])
         packet = ours.recv(_MAX_REPLY_BYTES)
     if not packet:
-        raise ConnectionResetError("it has ended")
+        raise ConnectionResetError("the keeper has ended")
     return json.loads(packet)

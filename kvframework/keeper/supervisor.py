@@ -156,7 +156,7 @@ class FdStoreSupervisor:
             self._main = self._start(now)
         for server in self._servers.values():
             if server.must_be_killed(now):
-                self._log.write(f"the server, process {server.pid}, did not end in time, and is killed", "error")
+                self._log.write(f"the server, process {server.pid}, did not end in time and is killed", "error")
                 server.send(signal.SIGKILL)
         return min([self._start_at, *(server.kill_at for server in self._servers.values())])
 
@@ -164,12 +164,12 @@ class FdStoreSupervisor:
         try:
             pid = start_server([*self._command, *further], os.environ, self._kept, self._base + sockets.CONTROL_SUFFIX)
         except OSError as error:
-            self._log.write(f"no server can be started: {error.strerror}", "error")
+            self._log.write(f"the server cannot be started: {error.strerror}", "error")
             if not further:
                 self._start_at = now + self._backoff.delay(now)
             return None
         self._starts += 1
-        self._log.write(f"server is process {pid}, start {self._starts}; kept: {', '.join(self._kept) or 'nothing'}")
+        self._log.write(f"server is process {pid}, start {self._starts}; holds {', '.join(self._kept) or 'no memory'}")
         server = self._servers[pid] = Server(pid, now, takeover=bool(further))
         return server
 
@@ -193,19 +193,19 @@ class FdStoreSupervisor:
             if note.name in self._kept or len(self._kept) < MAX_KEPT:
                 self._forget(note.name)
                 self._kept[note.name] = fd
-                self._log.write(f"keeps {note.name} of process {pid}")
+                self._log.write(f"holds the memory {note.name!r} of process {pid}")
                 return
-            self._log.write(f"does not keep {note.name} of process {pid}: there are {len(self._kept)} others", "error")
+            self._log.write(f"cannot hold {note.name!r} of process {pid}, beside {len(self._kept)} others", "error")
         if fd is not None:
             os.close(fd)
         if server is None:
             self._strangers += 1
             if self._strangers & (self._strangers - 1) == 0:  # the 1st, 2nd, 4th, ...
-                text = f"ignored process {pid} of uid {received.uid}: {self._strangers} such messages in all"
+                text = f"ignored a message of process {pid}, uid {received.uid}: {self._strangers} such messages in all"
                 self._log.write(text, "warning")
             return
         if note.remove and self._forget(note.name):
-            self._log.write(f"keeps {note.name} no longer")
+            self._log.write(f"released the memory {note.name!r}")
         if note.ready and server.ready_at is None:
             self._is_ready(server)
         if note.extend_s and server.stopping:
@@ -253,10 +253,10 @@ class FdStoreSupervisor:
                 self._main.send(number)
 
     def _stop(self, number: signal.Signals) -> None:
-        self._log.write(f"{number.name}: the server ends, and what is kept with it")
+        self._log.write(f"{number.name}: the server ends, and its memory is released")
         self._stopping, self._start_at = True, math.inf
         if self._pending is not None:
-            self._finish(self._pending[0], False, "the keeper ends")
+            self._finish(self._pending[0], False, "the keeper is ending")
         for server in self._servers.values():
             self._end(server, number)
         if not self._servers:
@@ -292,9 +292,9 @@ class FdStoreSupervisor:
             self._after_end(server, status, how)
         else:
             beside = server.takeover and self._main is not None
-            self._log.write(f"{how}{' before it was ready: the old one stays' if beside else ''}")
+            self._log.write(f"{how}{' before it was ready: the old server keeps running' if beside else ''}")
             if beside:
-                text = f"{how} before it was ready: the old one stays; the log of the keeper says why"
+                text = f"{how} before it was ready: the old server keeps running; see the keeper's log"
                 self._finish("reload", False, text)
         if self._stopping and not self._servers:
             self._status = status
@@ -302,7 +302,7 @@ class FdStoreSupervisor:
     def _after_end(self, server: Server, status: int, how: str) -> None:
         now = time.monotonic()
         if server.takeover:
-            self._finish("reload", False, f"{how} before it was ready, and the old one has ended: it starts again")
+            self._finish("reload", False, f"{how} before it was ready, and the old server has ended: a new one starts")
         if self._stopping:
             self._log.write(how)
         elif self._pending is not None and self._pending[0] == "drop":
@@ -310,7 +310,7 @@ class FdStoreSupervisor:
             self._drop()
             self._start_at = now
         elif status == EXIT_REFUSED and not self._kept:
-            self._log.write(f"{how}: a restart does not help, and nothing is kept", "error")
+            self._log.write(f"{how}: a restart would fail too, and no memory is held", "error")
             self._status = EXIT_REFUSED
         else:
             if server.ready_at is not None or now - server.started >= HEALTHY_S:
@@ -327,32 +327,32 @@ class FdStoreSupervisor:
             sockets.reply(caller, {"done": True, **self._report()})
             return None
         if asked not in ("drop", "reload"):
-            return "it knows no such request"
+            return "unknown request"
         if self._stopping:
-            return "the keeper ends"
+            return "the keeper is ending"
         if self._pending is not None:
-            return "another --drop or --reload is under way"
+            return "another --drop or --reload is in progress"
         if asked == "reload":
             if server is None:
-                return "no server runs: the next start has the new version"
+                return "no server runs; the next start uses the new version"
             if server.ready_at is None:
                 # It may not have stored anything yet: the two would each make an arena.
-                return f"the server, process {server.pid}, has only just started: it is not ready yet"
+                return f"the server, process {server.pid}, is not ready yet"
             if self._start(time.monotonic(), TAKEOVER) is None:
-                return "no server can be started"
+                return "the server cannot be started"
         elif server is not None and request.get("restart") is not True:
-            return f"the server, process {server.pid}, uses what is kept; --drop --restart ends it first"
+            return f"the server, process {server.pid}, uses the memory; --drop --restart stops it first"
         self._pending = (asked, caller)
         if asked == "drop" and server is None:
             self._drop()
         elif asked == "drop" and server is not None:
-            self._log.write(f"--drop: the server, process {server.pid}, ends and starts cold")
+            self._log.write(f"--drop: the server, process {server.pid}, ends and starts with an empty cache")
             self._end(server)
         return None
 
     def _drop(self) -> None:
-        names, nbytes = ", ".join(self._kept) or "nothing", sum(row["bytes"] for row in self._rows())
-        text = f"keeps {names} no longer, which another process uses: the memory is free when that ends"
+        names, nbytes = ", ".join(self._kept) or "no memory", sum(row["bytes"] for row in self._rows())
+        text = f"released {names}; another process still uses the memory, which is freed when that process ends"
         freed = 0
         if sd_notify.free_unused(self._kept.values()):
             freed = nbytes - sum(row["bytes"] for row in self._rows())
@@ -406,7 +406,7 @@ def main(argument: str) -> int:
         return FdStoreSupervisor(options["command"], options["base"], lines).run()
     except sockets.AlreadyHeldError as error:
         lines.write(
-            f"another `kvframework hold`, process {error}, keeps the server at this endpoint; --status asks it", "error"
+            f"another `kvframework hold`, process {error}, serves this endpoint; see kvframework hold --status", "error"
         )
     except OSError as error:
         lines.write(f"{options['base']}: {error}", "error")

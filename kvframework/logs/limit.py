@@ -51,7 +51,7 @@ class LogLimit(logging.Filter):
             return True
         passes, suppressed = self._count((record.name, record.levelno, str(record.msg)))
         if suppressed:
-            record.msg = f"{record.getMessage()} ({suppressed} more such lines in between)"
+            record.msg = f"{record.getMessage()} ({suppressed} similar lines left out)"
             record.args = None
         return passes
 

@@ -193,7 +193,7 @@ def _log_thread_error(failure: threading.ExceptHookArgs) -> None:
         return
     name = failure.thread.name if failure.thread else "a thread"
     error = failure.exc_value
-    log.error("%s ended by an error", name, exc_info=(type(error), error, error.__traceback__))
+    log.error("%s ended with an error", name, exc_info=(type(error), error, error.__traceback__))
 
 
 LIMIT = 4 << 20
@@ -278,7 +278,7 @@ class QueuedHandler(logging.Handler):
         try:
             message = record.getMessage()
         except Exception as error:  # noqa: BLE001  a log call must not fail its caller
-            message = f"{record.msg} (its arguments do not fit: {type(error).__name__})"
+            message = f"{record.msg} (the log arguments do not fit the text: {type(error).__name__})"
         record = copy.copy(record)
         record.msg = message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}..."
         record.args = None

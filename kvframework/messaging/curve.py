@@ -59,7 +59,7 @@ class AdmittedClients:
             if changed_at != self._seen or self._clock() >= self._look_again_at:
                 self._names = self._read(changed_at)
         except OSError as error:
-            logger.error("the client keys cannot be read any more: %s: %s", self._directory, error.strerror)
+            logger.error("the directory of client keys %s can no longer be read: %s", self._directory, error.strerror)
             return None
         return self._names.get(key)
 
@@ -110,7 +110,7 @@ class ZapHandler:
         if name is None:
             self._counters["curve_refused"] += 1
             where = frames[3].decode("ascii", "replace") if len(frames) > 3 else "?"
-            logger.warning("a client at %s was refused: its public key is not among those admitted", where)
+            logger.warning("refused a client at %s, whose public key is not admitted", where)
             return [_ZAP_VERSION, request_id, b"400", b"not admitted", b"", b""]
         return [_ZAP_VERSION, request_id, b"200", b"", name.encode()[:255], b""]
 
@@ -169,10 +169,10 @@ def keys_for(endpoint: str, given: CurveKeys | None, environ: Mapping[str, str] 
         return given.load()
     server, secret = environ.get(SERVER_VARIABLE, ""), environ.get(SECRET_VARIABLE, "")
     if not server and not secret:
-        logger.warning("no CURVE keys for %s: all that is sent there can be read on its way", endpoint)
+        logger.warning("the connection to %s has no CURVE keys, so anyone on the network can read it", endpoint)
         return None
     if not server or not secret:
-        hint = f"set {SERVER_VARIABLE} to the server's public key file and {SECRET_VARIABLE} to your secret one"
+        hint = f"set {SERVER_VARIABLE} to the server's public key file and {SECRET_VARIABLE} to your secret key file"
         raise CurveKeyError(f"{SECRET_VARIABLE if server else SERVER_VARIABLE} is not set", where=endpoint, hint=hint)
     return CurveKeys(Path(server), Path(secret)).load()
 
@@ -200,7 +200,7 @@ def _check_not_writable(directory: Path) -> None:
     read_only = os.statvfs(directory).f_flag & os.ST_RDONLY  # such as a secret that is mounted into a container
     if mode & 0o022 and not read_only:
         raise CurveKeyError(
-            f"others may add keys: {stat.filemode(mode)}", where=str(directory), hint=f"chmod 700 {directory}"
+            f"other users may add keys: {stat.filemode(mode)}", where=str(directory), hint=f"chmod 700 {directory}"
         )
 
 
@@ -210,9 +210,9 @@ def _read(path: Path, kind: str) -> bytes:
         with open(fd, "rb") as file:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
-                raise CurveKeyError("not a file", where=str(path))
+                raise CurveKeyError("the path is not a file", where=str(path))
             if kind == _SECRET and status.st_mode & 0o077:
-                fact = f"others may use the secret key: {stat.filemode(status.st_mode)}"
+                fact = f"other users may use the secret key: {stat.filemode(status.st_mode)}"
                 hint = f"chmod 600 {path}, and make a new pair if others have read it"
                 raise CurveKeyError(fact, where=str(path), hint=hint)
             words = file.read(_MAX_FILE_BYTES).split()
@@ -221,7 +221,7 @@ def _read(path: Path, kind: str) -> bytes:
             f"cannot be read: {error.strerror}", where=str(path), hint="make keys with: kvframework keys new DIR"
         ) from None
     if len(words) != 2 or words[0] not in (_PUBLIC.encode(), _SECRET.encode()) or not _is_key(words[1]):
-        raise CurveKeyError("no CURVE key", where=str(path), available=f"one line: {kind} and 40 characters")
+        raise CurveKeyError("no CURVE key is in it", where=str(path), available=f"one line: {kind} and 40 characters")
     if words[0] != kind.encode():
         raise CurveKeyError(f"this is a {words[0].decode()} file", where=str(path), available=f"a {kind} file")
     return words[1]
@@ -240,8 +240,8 @@ def _write(path: Path, text: str, mode: int) -> None:
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     except FileExistsError:
-        raise CurveKeyError("the file exists", where=str(path), hint="move it away, or choose another place") from None
+        raise CurveKeyError("the file exists", where=str(path), hint="move the file, or choose another path") from None
     except OSError as error:
-        raise CurveKeyError(f"cannot be made: {error.strerror}", where=str(path)) from None
+        raise CurveKeyError(f"the key file cannot be made: {error.strerror}", where=str(path)) from None
     with open(fd, "w") as file:
         file.write(text)

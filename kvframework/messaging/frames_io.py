@@ -57,13 +57,13 @@ def outgoing(frames: Sequence[Buffer]) -> list[Any]:
     and stay unchanged until they are sent. Raises `MessageTooLarge` for a message that the peer would refuse,
     `InvalidPayload` for a buffer that is not contiguous. Any thread."""
     if len(frames[2]) > MAX_PAYLOAD_BYTES:
-        raise MessageTooLarge(f"the payload has {len(frames[2])} bytes", available=f"at most {MAX_PAYLOAD_BYTES}")
+        raise MessageTooLarge(f"the payload has {len(frames[2])} bytes", available=f"at most {MAX_PAYLOAD_BYTES} bytes")
     ready: list[Any] = list(frames[:HEAD_FRAMES])
     size = 0
     for buffer in frames[HEAD_FRAMES:]:
         view = memoryview(buffer)
         if not view.c_contiguous:
-            raise InvalidPayload(f"buffer {len(ready) - HEAD_FRAMES} is not contiguous")
+            raise InvalidPayload(f"buffer {len(ready) - HEAD_FRAMES} of the request is not contiguous memory")
         size += view.nbytes
         ready.append(bytes(view) if view.nbytes < ZERO_COPY_BYTES else zmq.Frame(buffer, copy=False))
     if len(ready) > HEAD_FRAMES + MAX_BUFFERS or size > MAX_BUFFER_BYTES:

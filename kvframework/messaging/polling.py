@@ -24,7 +24,7 @@ FOR_A_CONNECTION = 16
 _OPEN = "/proc/self/fd"
 _NO_LIMIT = 1 << 30
 _RUN_OUT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
-_LIMITS = "raise the limits: of descriptors LimitNOFILE (ulimit -n), of threads TasksMax, --pids-limit (ulimit -u)"
+_LIMITS = "raise the limit of open files (LimitNOFILE, ulimit -n) or threads (TasksMax, --pids-limit, ulimit -u)"
 # Sent with the arena's descriptor, or without one.
 WITH_ARENA = b"\x01"
 WITHOUT_ARENA = b"\x00"
@@ -140,7 +140,7 @@ def need(*, descriptors: int, threads: int = 0) -> None:
     counted, so that no other thread lacks them meanwhile; threads are started: no count covers all limits."""
     limit = descriptor_limit()
     if limit - descriptors_in_use() < descriptors:
-        raise OutOfResources(f"fewer than {descriptors} of this process's {limit} descriptors are free", hint=_LIMITS)
+        raise OutOfResources(f"this process has fewer than {descriptors} of its {limit} open files left", hint=_LIMITS)
     end = threading.Event()
     started: list[threading.Thread] = []
     try:

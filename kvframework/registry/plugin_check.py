@@ -144,16 +144,16 @@ def pick(manager: pluggy.PluginManager, plugin: object, offer: EntryPointInfo) -
     title, hook, implemented = str(offer), KINDS[offer.kind].hook, hooks_of(manager, plugin)
     if hook not in implemented:
         error = PluginWrongKind if implemented else PluginBroken
-        fact = f"{title}: it does not implement {hook}"
+        fact = f"{title}: the plugin does not implement {hook}"
         hint = f"mark {hook} with @kvframework.api.plugin.hookimpl, or rename the entry point"
-        raise error(fact, available=", ".join(sorted(implemented)) or "no hook at all", hint=hint)
+        raise error(fact, available=", ".join(sorted(implemented)) or "the plugin has no hook", hint=hint)
     providers = offered(manager, plugin, offer.kind, title)
     matching = [provider for provider in providers if provider.name == offer.name]
     if len(matching) != 1:
         raise PluginBroken(
             f"{title}: {hook} returned {len(matching)} providers named {offer.name!r}",
             available=", ".join(sorted(provider.name for provider in providers)) or "no provider",
-            hint="an entry point is named <kind>.<name>, after its one provider",
+            hint="name the entry point <kind>.<name>, after its one provider",
         )
     check_requires(matching[0].requires_api, title)
     return matching[0]
@@ -191,6 +191,6 @@ def _checked(provider: object, kind: str, title: str) -> AnyProvider:
         what = " and ".join(lacking) or "create"
         raise PluginBroken(f"{title}: {hook} returned a {found} without a name or {what}()")
     if kind == "codec" and not (provider.name.isascii() and len(provider.name) <= MAX_CODEC_NAME):
-        fact = f"{title}: the name of codec {provider.name!r} does not fit into a value's header"
+        fact = f"{title}: the name of codec {provider.name!r} is too long"
         raise PluginBroken(fact, available=f"at most {MAX_CODEC_NAME} ASCII characters", hint="choose a shorter name")
     return provider

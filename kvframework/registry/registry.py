@@ -25,7 +25,7 @@ from kvframework.registry.discovery import FIRST_PARTY, KINDS, EntryPointInfo, d
 
 # The distribution of plugins that are registered as objects: who uses one can read its code.
 IN_PROCESS = "in-process"
-_MORE = "`kvframework plugins check` says more"
+_MORE = "run `kvframework plugins check` for details"
 
 
 class PluginInfo(msgspec.Struct, frozen=True):
@@ -61,7 +61,7 @@ class PluginRegistry:
         value = f"{getattr(plugin, '__name__', type(plugin).__name__)} at {id(plugin):#x}"
         title = f"{value} of {distribution}"
         if self.manager.is_registered(plugin):
-            raise errors.PluginBroken(f"{title}: it is registered already")
+            raise errors.PluginBroken(f"{title}: the plugin is already registered")
         plugin_check.adopt(self.manager, plugin, title)
         outcomes: dict[EntryPointInfo, plugin_check.AnyProvider | errors.PluginError] = {}
         try:
@@ -72,7 +72,7 @@ class PluginRegistry:
                     outcomes[offer] = self._attempt(offer, plugin)
             if not outcomes:
                 hint = "mark a hook with @kvframework.api.plugin.hookimpl"
-                raise errors.PluginBroken(f"{title}: it offers nothing", hint=hint)
+                raise errors.PluginBroken(f"{title}: the plugin offers nothing", hint=hint)
         except errors.PluginError:
             self.manager.unregister(plugin)
             raise
@@ -94,7 +94,7 @@ class PluginRegistry:
                 if offer not in self._able:
                     reason = plugin_check.probed(provider, str(offer))
                     if reason is not None:
-                        raise errors.PluginUnavailable(f"{offer} cannot run here: {reason}")
+                        raise errors.PluginUnavailable(f"{offer} cannot run on this machine: {reason}")
                     self._able.add(offer)
         except errors.PluginError as error:
             shown = hint if isinstance(error, errors.PluginBroken | errors.PluginWrongKind) and hint else error.hint
@@ -145,7 +145,7 @@ class PluginRegistry:
         `PluginWrongKind` or `PluginWrongApi`."""
         if kind not in KINDS:
             raise errors.PluginWrongKind(
-                f"there is no kind of plugin called {kind!r}", available=", ".join(KINDS), hint=closest(kind, KINDS)
+                f"unknown kind of plugin {kind!r}", available=", ".join(KINDS), hint=closest(kind, KINDS)
             )
         named = [offer for offer in self._listed() if offer.name == name]
         offers = [offer for offer in named if offer.kind == kind]
@@ -160,12 +160,12 @@ class PluginRegistry:
         others = sorted({offer.kind for offer in named if offer.kind})
         if others:
             raise errors.PluginWrongKind(
-                f"{name!r} is no {kind}, but there is a plugin of that name of another kind: {', '.join(others)}",
+                f"{name!r} is not a {kind}, but the name of a plugin of another kind: {', '.join(others)}",
                 available=available,
             )
         title = f"{kind}.{name}"
         known = [*self.names(kind), *(each.partition(".")[2] for each in FIRST_PARTY if each.startswith(f"{kind}."))]
-        hint = closest(name, known) or f"install a distribution with the entry point {title}"
+        hint = closest(name, known) or f"install a distribution that has the entry point {title}"
         if title in FIRST_PARTY:
             hint = install_command(distribution=FIRST_PARTY[title])
         raise errors.PluginNotFound(
@@ -215,9 +215,9 @@ class PluginRegistry:
         plugin_check.check_major(offer.api_major, str(offer))
         plugin_check.check_release(offer.distribution, str(offer))
         if not offer.kind:
-            raise errors.PluginBroken(f"{offer}: an entry point is named <kind>.<name>")
+            raise errors.PluginBroken(f"{offer}: the entry point's name is not of the form <kind>.<name>")
         if offer.kind not in KINDS:
-            raise errors.PluginWrongKind(f"{offer}: there is no kind of plugin called {offer.kind!r}")
+            raise errors.PluginWrongKind(f"{offer}: unknown kind of plugin {offer.kind!r}")
         rivals = [each for each in self._offers if each.title == offer.title and _same_major(each)]
         if len(rivals) > 1:
             raise _conflict(rivals)

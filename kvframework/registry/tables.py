@@ -30,7 +30,7 @@ from kvframework.masking import secret_mark
 from kvframework.registry.registry import PluginRegistry
 from kvframework.text import described
 
-_HINT = "report it to the plugin's author; `kvframework plugins check` says more"
+_HINT = "report it to the plugin's author; run `kvframework plugins check` for details"
 
 
 def declared_attributes(contract: type[Any]) -> list[str]:
@@ -54,7 +54,7 @@ class Creator:
             raise self._broken(kind, table, f"create returned {type(made).__name__}", contract.__name__)
         lacking = [name for name in declared_attributes(contract) if not hasattr(made, name)]
         if lacking:
-            raise self._broken(kind, table, f"what create returned has no {', '.join(lacking)}", contract.__name__)
+            raise self._broken(kind, table, f"the result of create has no {', '.join(lacking)}", contract.__name__)
         return made
 
     def several(
@@ -67,7 +67,7 @@ class Creator:
             raise self._broken(kind, table, f"create returned {type(made).__name__}", expected)
         for each in made:
             if not isinstance(each, contract):
-                raise self._broken(kind, table, f"create returned a list with {type(each).__name__}", expected)
+                raise self._broken(kind, table, f"create returned a list of {type(each).__name__}", expected)
         return list(made)
 
     def call(
@@ -118,8 +118,8 @@ def codec_tables(config: Config) -> list[PluginTable]:
     given = {table.use: table for table in config.codecs.options}
     for name, table in given.items():
         if name not in named:
-            fact = f"codec {name!r} is not in use"
-            hint = f'write codec = "{name}" into an [[l2]], or allow = ["{name}"] into [codecs]'
+            fact = f"codec {name!r} is not configured"
+            hint = f'write codec = "{name}" into an [[l2]] table, or allow = ["{name}"] into [codecs]'
             raise ConfigFieldError(fact, where=table.where, available=", ".join(named) or "no codec", hint=hint)
     return [given.get(name, PluginTable(name, {}, where)) for name, where in named.items()]
 

@@ -237,9 +237,9 @@ class CacheService(CacheServices):
         who = (client.name, client.pid)
         amounts = (counted(instances, "instances"), counted(tickets, "tickets"), counted(leases, "leases"))
         if self._stopping:
-            log.info("session of %s (process %d) closed, as the server stops: %s, %s and %s", *who, *amounts)
+            log.info("closed the session of %s (process %d), because the server stops: %s, %s and %s", *who, *amounts)
         else:
-            log.info("client %s (process %d) has ended, and with it %s, %s and %s", *who, *amounts)
+            log.info("client %s (process %d) has ended, which frees %s, %s and %s", *who, *amounts)
 
     def tick(self) -> None:
         """Maintain leases, tickets and watermarks; called about every 100 ms, on the serving thread."""

@@ -132,7 +132,7 @@ class ChunkTransfers:
         """Wait for the running copies (others never begin) and for bytes that ZMQ still sends. Blocks for a moment."""
         self._pool.shutdown(cancel_futures=True)
         if not self.settle():
-            log.error("ZMQ still sends %d pieces of the arena", len(self._send_pins))
+            log.error("ZMQ still sends %d parts of the arena", len(self._send_pins))
 
     def _store(
         self, client: ClientInfo, payload: m.StoreCpuChunks, buffers: Sequence[memoryview]
@@ -203,17 +203,17 @@ class ChunkTransfers:
             raise MessageTooLarge(
                 f"{len(wanted)} objects of {size} bytes",
                 where="objects",
-                available=f"{MAX_BUFFER_BYTES} bytes a message",
-                hint="ask for fewer at once",
+                available=f"at most {MAX_BUFFER_BYTES} bytes per message",
+                hint="ask for fewer objects at once",
             )
         self.tick()
         unsent = self._send_pins.unsent_bytes[client.session_id]
         if unsent + size > MAX_UNSENT_BYTES:
             raise MessageTooLarge(
-                f"{unsent} bytes are on their way to this client, {size} more were asked for",
+                f"{unsent} bytes are being sent to this client, which asked for {size} more",
                 where="objects",
-                available=f"at most {MAX_UNSENT_BYTES}",
-                hint="receive the chunks on their way before asking for more",
+                available=f"at most {MAX_UNSENT_BYTES} bytes",
+                hint="receive those chunks before asking for more",
             )
         # The client's own pins lapse, however slowly it reads.
         pin = self._table.pin_again(payload.lease, wanted, owner=client.session_id)
@@ -228,11 +228,11 @@ def _checked_objects(grid: KeyGrid, packed: bytes, buffers: Sequence[memoryview]
     objects = unpack_indices(packed, where="objects")
     if len(objects) != len(buffers):
         raise MalformedFrames(
-            f"{len(buffers)} buffers", where="STORE_CPU_CHUNKS", available=f"{len(objects)}, one each"
+            f"found {len(buffers)} buffers", where="STORE_CPU_CHUNKS", available=f"{len(objects)}, one for each object"
         )
     if objects[-1] >= len(grid.flat) or any(a >= b for a, b in pairwise(objects)):
-        fact = "the objects are out of range or out of order"
-        raise BadRange(fact, where="objects", available=f"ascending, 0 to {len(grid.flat) - 1} for this key")
+        fact = "the object indices are out of range or out of order"
+        raise BadRange(fact, where="objects", available=f"ascending indices, 0 to {len(grid.flat) - 1} for this key")
     groups = grid.row_groups
     for index, buffer in zip(objects, buffers, strict=True):
         expected = groups[index % len(groups)].nbytes

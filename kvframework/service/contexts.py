@@ -90,9 +90,9 @@ class RegisteredContext(InstanceContext):
         ):
             if sent != known:
                 where = f"key of instance {self.instance_id}"
-                raise NamespaceMismatch(f"{what} {sent!r}", where=where, available=f"{known!r} as registered")
+                raise NamespaceMismatch(f"the {what} is {sent!r}", where=where, available=f"{known!r} as registered")
         if key.worker_id is None or (self.rank is not None and key.worker_id != self.rank):
-            fact = f"worker id {key.worker_id}"
+            fact = f"the worker id is {key.worker_id}"
             available = "one rank" if self.rank is None else f"rank {self.rank} as registered"
             raise NamespaceMismatch(fact, where=f"key of instance {self.instance_id}", available=available)
 
@@ -145,8 +145,8 @@ def own_context(contexts: Contexts, instance_id: int, client: ClientInfo) -> Reg
         # A snapshot, since pooled handlers of plugins also call this.
         mine = [str(each.instance_id) for each in list(contexts.values()) if each.session_id == client.session_id]
         fact = f"instance {instance_id} is not registered by this client"
-        hint = "send REGISTER_KV_CACHE first, again after a restart of the server"
-        raise NotRegistered(fact, available=f"your instances: {', '.join(mine) or 'none'}", hint=hint)
+        hint = "send REGISTER_KV_CACHE first, and again after the server restarts"
+        raise NotRegistered(fact, available=f"the client's instances: {', '.join(mine) or 'none'}", hint=hint)
     return context
 
 

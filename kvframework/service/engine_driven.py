@@ -233,7 +233,7 @@ class EngineDrivenTransfers:
         if not client.local:
             # Such a client could only commit bytes that it has not written.
             available = "a client on the server's node" if groups else "STORE_CPU_CHUNKS"
-            raise TransportMismatch("this client does not map the arena", available=available)
+            raise TransportMismatch("this client has not mapped the arena", available=available)
         grid = self.transfers.engine_driven(client, payload.instance_id, key, groups)
         wanted = grid.stored(payload.first_chunks if isinstance(payload, m.Prepare) else ())
         begun = self.transfers.begun("STORE", client, key, "engine")

@@ -25,7 +25,7 @@ REFUSED_LATELY_S = 10.0
 # Refusals that leave a client without any cache.
 SHUT_OUT = ("HELLO", "server")
 # Doors of the server's gate, and the newcomers that each refuses.
-SHUT = {"sessions": "new clients", "readers": "new readers of events"}
+SHUT = {"sessions": "new clients", "readers": "new event readers"}
 
 Document = Mapping[str, Any]
 
@@ -67,11 +67,11 @@ def _said(name: str, counter: Counter, amount: int, document: Document) -> str:
 def _problems(document: Document) -> Iterator[tuple[str, str]]:
     l1 = document["l1"]
     if l1["ready_bytes"] < l1["capacity_bytes"]:
-        yield "l1", f"{ByteSize(l1['ready_bytes'])} of {ByteSize(l1['capacity_bytes'])} are resident"
+        yield "l1", f"{ByteSize(l1['ready_bytes'])} of {ByteSize(l1['capacity_bytes'])} of L1 are in memory so far"
     for number, tier in enumerate(document["l2"]):
         if tier["state"] != "closed":
             down = " and ".join(f"{name}s" for name, state in tier["circuits"].items() if state != "closed")
-            fact = f"{tier['name']} is down for {down} since {tier['state_s']:.0f} s: {tier['last_error']}"
+            fact = f"{tier['name']} is down for {down} for {tier['state_s']:.0f} s: {tier['last_error']}"
             yield f"l2.{number}", fact
         for fact in tier.get("problems", ()):
             yield f"l2.{number}", f"{tier['name']}: {fact}"
@@ -80,7 +80,7 @@ def _problems(document: Document) -> Iterator[tuple[str, str]]:
             yield f"l2.{number}", fact
     log = document.get("log", {})
     if log.get("problem"):
-        yield "log", f"it {log['problem']}"
+        yield "log", f"the log {log['problem']}"
     for part in ("observe", "events"):
         if document.get(part, {}).get("problem"):
             yield part, document[part]["problem"]
@@ -93,7 +93,7 @@ def _problems(document: Document) -> Iterator[tuple[str, str]]:
     descriptors = document["messaging"].get("descriptors", {})
     shut = [what for name, what in SHUT.items() if not descriptors.get(name, True)]
     if shut:
-        in_use = f"{descriptors['in_use']} of {descriptors['limit']} descriptors are in use"
+        in_use = f"{descriptors['in_use']} of {descriptors['limit']} open files are in use"
         yield "messaging.descriptors", f"{in_use}: {' and '.join(shut)} are not accepted"
     for refusal in document["messaging"].get("refused", ()):
         if refusal["what"] in SHUT_OUT and refusal["ago_s"] < REFUSED_LATELY_S:
@@ -110,6 +110,4 @@ def _lost(recent: Mapping[str, Any]) -> str:
     codes = ", ".join(f"[{code}] {count}" for code, count in recent["codes"].items())
     who = f"{recent['client'][:128]!r} (process {recent['pid']})"
     advice = f"; {HINT}" if "run.deadline" in recent["codes"] else "; see its log"
-    return (
-        f"{who} lost {calls} ({ByteSize(recent['bytes'])}), the last one {recent['ago_s']:.0f} s ago: {codes}{advice}"
-    )
+    return f"{who} failed {calls} ({ByteSize(recent['bytes'])}), last {recent['ago_s']:.0f} s ago: {codes}{advice}"

@@ -111,7 +111,7 @@ class KeySet(KeyGrid):
 
     def stored(self, first_chunks: Sequence[int]) -> list[int]:
         if first_chunks:
-            raise BadRange("first_chunks of keys by group", where="first_chunks", available="()")
+            raise BadRange("first_chunks is set in a request with keys by group", where="first_chunks", available="()")
         return list(range(len(self.flat)))
 
     def _hit(self, rows: Sequence[Sequence[object]], most: int | None) -> int:
@@ -156,35 +156,35 @@ def key_set(resolver: KeyResolver, key: CacheKey, desc: MemoryLayoutDesc, groups
     fit what was registered."""
     if len(groups) != len(desc.groups):
         raise NamespaceMismatch(
-            f"keys of {len(groups)} groups", where="groups", available=f"{len(desc.groups)} as registered"
+            f"found keys of {len(groups)} layer groups", where="groups", available=f"{len(desc.groups)} as registered"
         )
     objects, unit = sum(len(group.digests) for group in groups) // DIGEST_BYTES, desc.chunk_tokens
     if not 0 < objects <= MAX_OBJECTS:
-        raise MessageTooLarge(f"{objects} keys", where="groups", available=f"1 to {MAX_OBJECTS}")
+        raise MessageTooLarge(f"the request has {objects} keys", where="groups", available=f"1 to {MAX_OBJECTS}")
     if key.start % unit or key.end % unit or key.tokens or key.digests:
-        fact = f"start {key.start} and end {key.end}, or separate content"
-        raise BadRange(fact, where="key", available=f"multiples of {unit} tokens, and keys by group only")
+        fact = f"start is {key.start}, end is {key.end}, or the request has content of its key"
+        raise BadRange(fact, where="key", available=f"multiples of {unit} tokens, and no content")
     ends = (key.end - key.start) // unit
     if ends * len(groups) > MOST_ENDS:
         raise MessageTooLarge(
-            f"{ends} places where a hit may end, for {len(groups)} groups",
+            f"the request has {ends} tokens where a hit may end, for {len(groups)} layer groups",
             where="key",
-            available=f"a product of {MOST_ENDS}",
+            available=f"a product of at most {MOST_ENDS}",
             hint="ask for fewer tokens at once, or register chunks whose greatest common divisor is larger",
         )
     for index, group in enumerate(groups):
         if len(group.digests) % DIGEST_BYTES or group.tokens % unit:
             raise BadRange(
-                f"{len(group.digests)} bytes of digests, chunks of {group.tokens} tokens",
+                f"a layer group has {len(group.digests)} bytes of digests for chunks of {group.tokens} tokens",
                 where=f"groups[{index}]",
-                available=f"{DIGEST_BYTES} bytes each, chunks of whole {unit} tokens",
+                available=f"{DIGEST_BYTES} bytes for each chunk, chunks of multiples of {unit} tokens",
             )
         chunks = len(group.digests) // DIGEST_BYTES
         if chunks and (group.first + chunks - 1) * group.tokens >= key.end:
             raise BadRange(
-                f"{chunks} chunks of {group.tokens} tokens from chunk {group.first} on",
+                f"a layer group has {chunks} chunks of {group.tokens} tokens from chunk {group.first} on",
                 where=f"groups[{index}]",
-                available=f"chunks that begin before token {key.end}, the end of the key",
+                available=f"chunks that begin before the key's end, token {key.end}",
             )
     prefixes = resolver.prefixes(key.namespace, key.cache_salt, (0,), len(groups))
     return KeySet(desc, prefixes, groups, key.start, key.end)

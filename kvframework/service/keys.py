@@ -247,23 +247,23 @@ class KeyResolver:
         `BadRange` if start, end, content and chunk size do not fit each other, `MessageTooLarge` beyond bounds."""
         chunk = desc.chunk_tokens
         if key.start % chunk or key.end % chunk:
-            fact = f"start {key.start} and end {key.end} are no chunk boundaries"
-            hint = "round to the namespace's chunk"
+            fact = f"start {key.start} and end {key.end} are not chunk boundaries"
+            hint = "round to whole chunks"
             raise BadRange(fact, where="key", available=f"multiples of {chunk} tokens", hint=hint)
         ranks = ranks or (range(key.world_size) if key.worker_id is None else (key.worker_id,))
         chunks = (key.end - key.start) // chunk
         if chunks * len(ranks) * len(desc.groups) > MAX_OBJECTS:
             raise MessageTooLarge(
-                f"{chunks} chunks of {len(ranks)} ranks and {len(desc.groups)} layer groups",
+                f"the request has {chunks} chunks of {len(ranks)} ranks and {len(desc.groups)} layer groups",
                 where="key",
-                available=f"at most {MAX_OBJECTS} objects a request",
+                available=f"at most {MAX_OBJECTS} objects in all",
             )
         if key.tokens and key.end > MAX_RAW_TOKENS:
             raise MessageTooLarge(
-                f"{key.end} tokens to hash",
+                f"the request has {key.end} token ids",
                 where="key",
-                available=f"at most {MAX_RAW_TOKENS} as token ids",
-                hint="hash once and send digests",
+                available=f"at most {MAX_RAW_TOKENS} token ids",
+                hint="hash the tokens in the client and send digests",
             )
         digests = self._digests(key, chunk)
         prefixes = self.prefixes(key.namespace, key.cache_salt, ranks, len(desc.groups))
@@ -271,14 +271,14 @@ class KeyResolver:
 
     def _digests(self, key: CacheKey, chunk: int) -> Sequence[bytes]:
         if bool(key.tokens) == bool(key.digests):
-            fact = "the content has both forms" if key.tokens else "the content is empty"
-            raise BadRange(fact, where="key", available="either tokens or digests")
+            fact = "the content has both tokens and digests" if key.tokens else "the content is empty"
+            raise BadRange(fact, where="key", available="tokens or digests")
         if key.digests:
             packed, expected, unit = key.digests, key.end // chunk * DIGEST_BYTES, "digests"
         else:
             packed, expected, unit = key.tokens, key.end * TOKEN_BYTES, "tokens"
         if len(packed) != expected:
-            hint = "the content covers the request from its first token to end"
+            hint = "send the content from the request's first token to end"
             available = f"{expected} bytes for end {key.end}"
             raise BadRange(f"{unit} has {len(packed)} bytes", where="key", available=available, hint=hint)
         if key.tokens:
@@ -319,10 +319,10 @@ def check_key(key: CacheKey) -> None:
     if len(key.namespace) != NAMESPACE_BYTES:
         raise NamespaceMismatch(f"the namespace has {len(key.namespace)} bytes", available=f"{NAMESPACE_BYTES} bytes")
     if not 1 <= key.world_size <= MAX_WORLD_SIZE:
-        raise NamespaceMismatch(f"world size {key.world_size}", where="key", available=f"1 to {MAX_WORLD_SIZE}")
+        raise NamespaceMismatch(f"the world size is {key.world_size}", where="key", available=f"1 to {MAX_WORLD_SIZE}")
     if key.worker_id is not None and not 0 <= key.worker_id < key.world_size:
         raise NamespaceMismatch(
-            f"worker id {key.worker_id}", where="key", available=f"0 to {key.world_size - 1}, or none for all ranks"
+            f"worker id is {key.worker_id}", where="key", available=f"0 to {key.world_size - 1}, or none for all ranks"
         )
     for name, text in (("request_id", key.request_id), ("model_name", key.model_name), ("cache_salt", key.cache_salt)):
         if len(text) > MAX_TEXT:

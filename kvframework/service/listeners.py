@@ -65,10 +65,10 @@ class _Running:
         try:
             self.listener.listen(self.reader)
             if not self.reader.ended:
-                self.problem = "it has ended"
+                self.problem = "the listener has ended"
         except Exception as error:
-            self.problem = f"it has failed: {error!r}"
-            log.exception("the listener %s has failed and hears no more", self.name)
+            self.problem = f"the listener failed: {error!r}"
+            log.exception("the listener %s failed and gets no more records", self.name)
         finally:
             self.reader.close()
 
@@ -124,5 +124,5 @@ def _status(running: _Running) -> dict[str, object]:
         status = dict(running.listener.status())
         msgspec.json.encode(status)
     except Exception as error:  # noqa: BLE001  one listener must not hide the rest of the status
-        status = {"problem": f"its status fails: {error!r}"}
+        status = {"problem": f"the listener's status failed: {error!r}"}
     return status | {"problem": running.problem} if running.problem else status

@@ -315,7 +315,7 @@ class Lookups:
         key = asked.key
         if (key.model_name, key.world_size) != (record.model_name, record.world_size):
             raise NamespaceMismatch(
-                f"model {key.model_name!r}, world size {key.world_size}",
+                f"the key has model {key.model_name!r} and world size {key.world_size}",
                 where="key",
                 available=f"model {record.model_name!r}, world size {record.world_size} in this namespace",
             )

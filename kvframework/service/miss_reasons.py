@@ -43,28 +43,28 @@ def decide(
     if down:
         return MissReason("tier_down", down)
     if refused:
-        return MissReason("timed_out", "the load did not begin, as too many were under way")
+        return MissReason("timed_out", "the load did not begin, because too many loads were in progress")
     if ghost is not None:
         if tiers_cleared_at >= ghost.at:
-            return MissReason("cleared", "from L2, too", tiers_cleared_at)
+            return MissReason("cleared", "an operator cleared L1 and L2", tiers_cleared_at)
         if ghost.cause <= LAST_EVICTION:
             return MissReason("evicted", _EVICTED.get(ghost.cause, ""), ghost.at, ghost.idle_s, ghost.by)
         return MissReason(CAUSES[ghost.cause], "", ghost.at)
     if elsewhere is not None:
         return elsewhere
     if from_before and up_s < START_EXPLAINS_S:
-        return MissReason("server_started", "its client was connected to the server before its last start")
+        return MissReason("server_started", "the client had used the server before the server's last start")
     if not named:
-        return MissReason("unknown_namespace", "no instance has registered it here, and no tier knows it")
+        return MissReason("unknown_namespace", "no instance has registered the namespace, and no tier knows it")
     return MissReason("never_stored")
 
 
 # Of a load that found all its objects.
-_LOAD_REFUSED = MissReason("dropped_share", "its load was refused, as its client keeps its share of L1 from eviction")
+_LOAD_REFUSED = MissReason("dropped_share", "the load was refused, because the client pins its full share of L1")
 _EVICTED = {
-    Cause.WATERMARK: "to stay below the high watermark",
-    Cause.TENANT: "by the share of its tenant",
-    Cause.HINTED: "as a request had said that no one asks for it again",
+    Cause.WATERMARK: "L1 was above its high watermark",
+    Cause.TENANT: "the tenant was above its share of L1",
+    Cause.HINTED: "a request had said that nobody needs the object again",
 }
 
 
@@ -80,7 +80,7 @@ def elsewhere(key: bytes, mine: NamespaceRecord | None, model: str, rows: Iterab
         if prefix[:NAMESPACE_BYTES] == key[:NAMESPACE_BYTES]:
             if prefix[_SALT] == key[_SALT]:
                 rank = int.from_bytes(key[_RANK], "little")
-                return MissReason("never_stored", f"by rank {rank}, while another rank or layer group has it")
+                return MissReason("never_stored", f"rank {rank} did not store it, another rank or layer group did")
             return MissReason("other_salt", _salts(key[_SALT], prefix[_SALT]))
         if theirs is None:
             continue
@@ -96,26 +96,26 @@ def _salts(mine: bytes, theirs: bytes) -> str:
         return "stored with a salt, asked without one"
     if theirs == _PLAIN_SALT:
         return "stored without a salt, asked with one"
-    return "stored with another salt, or another order of layers"
+    return "stored with another salt or another order of layers"
 
 
 def _difference(mine: NamespaceRecord | None, theirs: NamespaceRecord) -> str:
     if mine is None:
-        return "stored under a namespace that is known here, asked under one that is not"
+        return "stored under a known namespace, asked under an unknown one"
     if theirs.world_size != mine.world_size:
-        return f"world size {theirs.world_size}, not {mine.world_size}"
+        return f"stored with world size {theirs.world_size}, asked with {mine.world_size}"
     found = _layout_difference(mine.desc, theirs.desc)
-    return found or "other weights, revision, quantisation or packing"
+    return found or "stored with other weights, revision, quantisation or packing"
 
 
 def _layout_difference(mine: MemoryLayoutDesc, theirs: MemoryLayoutDesc) -> str:
     if len(theirs.groups) != len(mine.groups):
-        return f"{len(theirs.groups)} layer groups, not {len(mine.groups)}"
+        return f"stored with {len(theirs.groups)} layer groups, asked with {len(mine.groups)}"
     for number, (here, there) in enumerate(zip(mine.groups, theirs.groups, strict=True)):
         for name in GroupDesc.__struct_fields__:
             if getattr(there, name) != getattr(here, name):
                 of = f" in layer group {number}" if len(mine.groups) > 1 else ""
-                return f"{name} {_shown(getattr(there, name))}, not {_shown(getattr(here, name))}{of}"
+                return f"stored with {name} {_shown(getattr(there, name))}, not {_shown(getattr(here, name))}{of}"
     return ""
 
 
@@ -153,10 +153,10 @@ class MissFacts:
 
     def of_lookup(self, asked: PendingLookup, *, unanswered: bool) -> MissReason:
         if unanswered:
-            return MissReason("timed_out", "its client did not wait for the end of the load")
+            return MissReason("timed_out", "the client did not wait for the end of the load")
         cut = asked.priced
         if cut and asked.missing and asked.missing[0] == cut.chunks < cut.found:
-            times = f"its load would take {short_number(cut.load_s)} s, its computation {short_number(cut.compute_s)} s"
+            times = f"loading would take {short_number(cut.load_s)} s, computing {short_number(cut.compute_s)} s"
             return MissReason("priced", times)
         refused = asked.grid is not None and asked.task is None and bool(self._storage.tiers.stores)
         missing = asked.missing[1] if asked.missing else _first_key(asked)

@@ -193,7 +193,7 @@ class HandOver:
             reason = getattr(error, "strerror", None) or str(error)
             raise RequestError(f"L1 cannot be handed over: {reason}", where=os.path.basename(payload.path)) from None
         self.done = True
-        log.info("process %d takes over: this server ends", client.pid)
+        log.info("this server ends, because process %d takes over", client.pid)
         self.drain.cancel()
         self.drain.stop()
         return m.Empty()

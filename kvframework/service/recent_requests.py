@@ -180,7 +180,10 @@ class Recording:
     def _trace(self, client: ClientInfo, payload: m.Trace, _buffers: Sequence[memoryview]) -> m.TraceReply:
         check_own_user(client, "record a trace")
         if not self._most_bytes:
-            fact, available = "this server records no traces: [server] trace_memory is 0", "a size, such as 32MiB"
+            fact, available = (
+                "the server records no traces, because [server] trace_memory is 0",
+                "a size, such as 32MiB",
+            )
             raise RequestError(fact, available=available, hint="set it in the TOML, then: kvframework config apply")
         now = self._clock()
         with self._lock:
@@ -188,7 +191,7 @@ class Recording:
                 self._last = self.count
             after = self._last if payload.after < 0 else min(payload.after, self._last)
             if not self.on:
-                log.info("a trace of the lookups is recorded, for %s (process %d)", client.name, client.pid)
+                log.info("recording a trace of lookups for %s (process %d)", client.name, client.pid)
             self.on = True
             self._readers[client.session_id] = now + READER_S, after
             acknowledged = min(number for _, number in self._readers.values())
@@ -223,4 +226,4 @@ class Recording:
         self.on = False
         self._ring.clear()
         self._bytes = 0
-        log.info("the recording of a trace has ended")
+        log.info("recording the trace has ended")

@@ -140,7 +140,7 @@ class RequestLog:
         with self._counting:
             batch = self._reader.take()
             if batch.lost:
-                log.error("%d records were lost, and are missing in the counts", batch.lost)
+                log.error("%d records of finished requests were lost and are not counted", batch.lost)
             self._taken += [record for record in batch.records if isinstance(record, RequestRecord)]
             for _ in range(len(self._taken) if most is None else min(most, len(self._taken))):
                 record = self._taken.popleft()
@@ -275,7 +275,7 @@ class Transfers:
         if context.memory is not None:
             raise TransportMismatch(
                 f"instance {context.instance_id} uses {context.transport}, which the server drives",
-                available="STORE and RETRIEVE",
+                available="the requests STORE and RETRIEVE",
             )
         return self.grid(context, key, groups)
 
@@ -348,7 +348,7 @@ class Transfers:
             missing=key.start + missing[0] * grid.desc.chunk_tokens if missing else -1,
             chunk_tokens=grid.desc.chunk_tokens,
         )
-        return "not all objects are in L1" if missing else "this client keeps its share of L1 from eviction"
+        return "some objects are not in L1" if missing else "this client already pins its full share of L1"
 
     def keep(self, plan: Plan) -> None:
         """Keep a transfer that goes on under a lease of its client until `end_lease`."""
@@ -397,7 +397,7 @@ class Transfers:
             return
         problem = content.problem(key.end - key.start, chunk_tokens)
         if problem:
-            available = f"that of the tokens {key.start} to {key.end}, in chunks of {chunk_tokens}"
+            available = f"the content of tokens {key.start} to {key.end}, in chunks of {chunk_tokens} tokens"
             raise BadRange(problem, where="content", available=available)
 
     def _transfer(

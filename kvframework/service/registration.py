@@ -124,22 +124,22 @@ class Registrations:
             )
         if (transport.server is None) == bool(payload.handles):
             raise errors.TransportMismatch(
-                f"{len(payload.handles)} memory handles for transport {transport.name!r}",
-                available="none: it is engine-driven" if transport.server is None else "at least one",
+                f"the request has {len(payload.handles)} memory handles for transport {transport.name!r}",
+                available="none: the transport is engine-driven" if transport.server is None else "at least one",
             )
         if transport.server is not None and not client.local:
             # Memory is exported to processes of the same user and node; a client without a liveness socket is neither.
             raise errors.TransportMismatch(
-                f"transport {transport.name!r} needs a client on this node",
+                f"transport {transport.name!r} needs a client on the server's node",
                 available="ipc://, or cpu_gather over tcp://",
             )
         if any(len(handle) > MAX_HANDLE_FRAME_BYTES for handle in payload.handles):
             raise errors.MessageTooLarge(
-                "a memory handle is too long", where="handles", available=f"{MAX_HANDLE_FRAME_BYTES} bytes each"
+                "a memory handle is too long", where="handles", available=f"at most {MAX_HANDLE_FRAME_BYTES} bytes"
             )
         if len(msgspec.msgpack.encode(payload.layout)) > MAX_LAYOUT_BYTES:
             raise errors.MessageTooLarge(
-                "the layout's names are too long", where="layout", available=f"{MAX_LAYOUT_BYTES} bytes"
+                "the layout's names are too long", where="layout", available=f"at most {MAX_LAYOUT_BYTES} bytes"
             )
         _check_identity(payload.model_name, payload.world_size, payload.rank)
         _check_shown("model_dtype", payload.model_dtype)
@@ -183,13 +183,13 @@ class Registrations:
         mine = sum(1 for context in self.contexts.values() if context.session_id == client.session_id)
         if mine >= MAX_INSTANCES or len(self.contexts) >= MAX_INSTANCES_IN_ALL:
             fact = f"{len(self.contexts)} instances are registered, {mine} of them by this client"
-            raise errors.AlreadyRegistered(fact, available="one per rank, usually")
+            raise errors.AlreadyRegistered(fact, available="usually one instance per rank")
         known = self.contexts.get(payload.instance_id)
         if known is not None:
             if known.memory is None or known.memory.failure() is None:
                 raise errors.AlreadyRegistered(
                     f"instance {payload.instance_id} is registered by process {known.pid}",
-                    hint="unregister it first; every worker process needs a separate instance id",
+                    hint="unregister that instance first; every worker process needs its own instance id",
                 )
             self._end(known)
         if len(namespace) != 16:
@@ -250,10 +250,10 @@ class Registrations:
             for rank in _shared_ranks(context, other):
                 if not same_layers(context.layout_of(rank), other.layout_of(rank)):
                     raise errors.NamespaceMismatch(
-                        "its layers are in another order, or in other layer groups",
+                        "the instance has its layers in another order, or in other layer groups",
                         where=f"layers of instance {context.instance_id}",
                         available=f"the order of instance {other.instance_id} (process {other.pid})",
-                        hint="list both engines' layers alike, or give one another revision",
+                        hint="list the layers of both engines alike, or give one engine another revision",
                     )
 
     def _check_shards(self, context: RegisteredContext) -> None:
@@ -276,7 +276,9 @@ class Registrations:
                 f"{len(desc.groups)} layer groups", where="layout.groups", available=f"equal ones of {len(held)} ranks"
             )
         if any(group.form != CANONICAL for group in desc.groups):
-            raise errors.BadLayout("shards of opaque objects", where="layout.groups", available=f"form {CANONICAL}")
+            raise errors.BadLayout(
+                "opaque objects cannot have shards", where="layout.groups", available=f"form {CANONICAL}"
+            )
 
     def _end(self, context: RegisteredContext) -> None:
         del self.contexts[context.instance_id]
@@ -317,9 +319,9 @@ def _check_identity(model_name: str, world_size: int, rank: int) -> None:
         raise errors.MessageTooLarge("model_name has 0 characters", available=f"1 to {MAX_TEXT}")
     _check_shown("model_name", model_name)
     if not 1 <= world_size <= MAX_WORLD_SIZE:
-        raise errors.NamespaceMismatch(f"world size {world_size}", available=f"1 to {MAX_WORLD_SIZE}")
+        raise errors.NamespaceMismatch(f"the world size is {world_size}", available=f"1 to {MAX_WORLD_SIZE}")
     if not 0 <= rank < world_size:
-        raise errors.NamespaceMismatch(f"rank {rank}", available=f"0 to {world_size - 1}")
+        raise errors.NamespaceMismatch(f"the rank is {rank}", available=f"0 to {world_size - 1}")
 
 
 def _check_shown(name: str, text: str) -> None:
@@ -328,5 +330,5 @@ def _check_shown(name: str, text: str) -> None:
         raise errors.MessageTooLarge(f"{name} has {len(text)} characters", available=f"at most {MAX_TEXT}")
     if not text.isprintable():
         raise errors.RequestError(
-            f"{name} has characters that cannot be shown", available="printable ones, on one line"
+            f"{name} has characters that cannot be shown", available="printable characters, on one line"
         )

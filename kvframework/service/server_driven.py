@@ -34,12 +34,12 @@ log = logging.getLogger(__name__)
 def _unpack(packed: Sequence[bytes], expected: Sequence[int]) -> list[list[int]]:
     """Return the u32 block ids of each layer group. Raises `BadBlockIds` for a wrong number of groups or ids."""
     if len(packed) != len(expected):
-        raise BadBlockIds(f"block ids of {len(packed)} layer groups", available=f"{len(expected)} as registered")
+        raise BadBlockIds(f"found block ids of {len(packed)} layer groups", available=f"{len(expected)} as registered")
     result = []
     for group, (frame, count) in enumerate(zip(packed, expected, strict=True)):
         if len(frame) != count * INDEX_BYTES:
             raise BadBlockIds(
-                f"{len(frame)} bytes", where=f"block_ids[{group}]", available=f"{count} packed u32 for the key's tokens"
+                f"the block ids have {len(frame)} bytes", where=f"block_ids[{group}]", available=f"{count} packed u32"
             )
         result.append(unpack_indices(frame, where=f"block_ids[{group}]"))
     return result
@@ -90,7 +90,7 @@ class ServerDrivenTransfers:
         context, grid, blocks = self._checked(client, payload, storing=False)
         if not 0 <= payload.skip_first_n_tokens < payload.key.end - payload.key.start:
             raise BadRange(
-                f"skip_first_n_tokens is {payload.skip_first_n_tokens}", available="0 up to the key's number of tokens"
+                f"skip_first_n_tokens is {payload.skip_first_n_tokens}", available="0 to the key's number of tokens"
             )
         check_skip(context.layout, payload.skip_first_n_tokens)
         plan = self._transfers.pin(begun, payload.key, grid, owner=INTERNAL_OWNER, lease_s=None)
@@ -219,7 +219,7 @@ def _run(context: RegisteredContext, job: CopyJob, finish: Callable[[bool], Mess
 
     reply: Promise[Message] = Promise(cancel)
     if context.memory is None:
-        raise TransportMismatch(f"instance {context.instance_id} has no server half")
+        raise TransportMismatch(f"instance {context.instance_id} has no server part")
     try:
         copy = context.memory.copy(job)
     except Exception as error:  # noqa: BLE001 - an error of the plugin becomes the copy's failure

@@ -63,7 +63,7 @@ class StorageManager:
             try:
                 self.tiers.learn(self.records)
             except TierError as error:
-                hint = "nothing is cleared: a namespace of the model may be there alone; clear again when it works"
+                hint = "nothing is cleared, because the tier may have objects of the model; clear again when it works"
                 raise TierError(error.fact, where=error.where, hint=hint) from None
         of_model = self.records.of_model(model) if model else ()
 
@@ -91,7 +91,7 @@ class StorageManager:
         if self.tiers.join(deadline - time.monotonic()) and ended:
             self.table.close(deadline, process_ends=process_ends)
         else:
-            log.error("a tier blocks a storage thread past its deadline; the arena stays mapped")
+            log.error("the arena stays mapped, because a call of a tier still runs after its deadline")
 
     @property
     def at_rest(self) -> bool:

@@ -81,27 +81,27 @@ def unseal(
     were read into header and place together; bytes behind them are from earlier use. `place` is as long as the object;
     no packed form is longer. Raises `Damaged`."""
     if memoryview(header).nbytes != HEADER_BYTES or received < HEADER_BYTES:
-        raise Damaged("no envelope")
+        raise Damaged("the value has no header of kvframework")
     fields = bytes(header)[: _FIELDS.size]
     magic, version, reserved, namespace, written, name, object_bytes, size = _FIELDS.unpack(fields)
     if magic != _MAGIC:
-        raise Damaged("no envelope")
+        raise Damaged("the value has no header of kvframework")
     if version != FORMAT_VERSION or reserved:
-        raise Damaged(f"format version {version}, expected {FORMAT_VERSION}")
+        raise Damaged(f"the value has format version {version}, expected {FORMAT_VERSION}")
     if namespace != key[:16]:
-        raise Damaged("another namespace")
+        raise Damaged("the value is of another namespace")
     if UNKNOWN_LAYOUT not in (written, layout) and written != layout:
-        raise Damaged("another object layout")
+        raise Damaged("the value is of another object layout")
     if object_bytes != place.nbytes or size > place.nbytes:
-        raise Damaged(f"{object_bytes} bytes in {size}, expected {place.nbytes}")
+        raise Damaged(f"the object has {object_bytes} bytes, packed into {size}, expected {place.nbytes}")
     if received != HEADER_BYTES + size:
-        raise Damaged(f"{received - HEADER_BYTES} of {size} bytes behind the header")
+        raise Damaged(f"the value has {received - HEADER_BYTES} of {size} bytes after its header")
     packed = place[:size]
     if _CHECKSUM.unpack_from(header, _FIELDS.size)[0] != _checksum(key, fields, [packed]):
-        raise Damaged("wrong checksum")
+        raise Damaged("the value has a wrong checksum")
     codec = name.rstrip(b"\0").decode("ascii", "replace")
     if codec == NO_CODEC and size != object_bytes:
-        raise Damaged(f"{size} bytes, expected {object_bytes}")
+        raise Damaged(f"the value has {size} bytes, expected {object_bytes}")
     return codec, packed
 
 
@@ -215,7 +215,7 @@ class NamespaceRecords:
                     hint="compute it with kvframework.api.keys.compute_namespace from everything that differs",
                 )
             if len(_encoded(record)) > RECORD_BYTES:
-                raise RequestError("the namespace's record is too long", hint="use a shorter model name")
+                raise RequestError("the description of the namespace is too long", hint="use a shorter model name")
             self._records.pop(namespace, None)
             if len(self._records) >= MAX_NAMESPACES:
                 oldest = next((each for each in self._records if each not in self._retained), next(iter(self._records)))
@@ -243,7 +243,7 @@ class NamespaceRecords:
         """Return the known namespaces of a model. Raises `RequestError` if there are none."""
         models = self.models()
         if model not in models:
-            fact = f"the model {model!r} is not known here"
+            fact = f"the model {model!r} is unknown to this server"
             raise RequestError(fact, available=", ".join(sorted(models)) or "no model", hint=closest(model, models))
         return models[model]
 

@@ -130,7 +130,7 @@ def _new(
                     keeper.store(name, fd)
         except (OSError, ValueError) as error:
             why_cold = f"keeper_failed: {error}"
-            log.error("L1 began empty, and ends with this server: %s", why_cold)
+            log.error("L1 began empty, and the keeper will not keep it: %s", why_cold)
             return memory, Recovery(why_cold=why_cold)
         undo.pop_all()
     return memory, Recovery(journal, why_cold=why_cold)
@@ -146,7 +146,7 @@ def _own_arena(fd: int) -> int:
     while not journals.lock_for_server(own):
         if time.monotonic() >= until:
             os.close(own)
-            fact = f"another server, or a copy of its, still uses the kept arena after {LOCK_S:.0f} s"
+            fact = f"another server still uses the kept arena after {LOCK_S:.0f} s"
             hint = "stop that server; `kvframework hold --status` names the process"
             raise ArenaError(fact, where="[l1] keep", hint=hint)
         time.sleep(_LOCK_STEP_S)
@@ -163,13 +163,13 @@ def _open(fd: int, arena: int, identity: Identity, tenants: Sequence[str]) -> tu
             journal.start = journals.read_start(journal.memory)
             if journal.start.failed >= MAX_FAILED:
                 raise Cold(
-                    "failed_starts", f"{journal.start.failed} in a row ended before they had served for a second"
+                    "failed_starts", f"{journal.start.failed} servers in a row ended within a second of their start"
                 )
             # It counts as failed until it serves, also if what follows ends the process.
             try:
                 journal.begin(tenants)
             except ValueError as error:
-                raise Cold("other_configuration", f"the names of all tenants since L1 began empty: {error}") from None
+                raise Cold("other_configuration", f"the tenants do not fit into the journal: {error}") from None
             found = journals.read(journal.memory, os.fstat(arena).st_size)
         except (OSError, ValueError) as error:
             raise Cold("damaged", str(error)) from None
@@ -180,9 +180,9 @@ def _open(fd: int, arena: int, identity: Identity, tenants: Sequence[str]) -> tu
 
 def _check_same(kept: Identity, here: Identity) -> None:
     if kept.machine != here.machine:
-        raise Cold("other_machine", "the machine has been started since")
+        raise Cold("other_machine", "the machine was restarted")
     if kept.arena != here.arena:
-        raise Cold("damaged", "the journal is that of another arena")
+        raise Cold("damaged", "the journal belongs to another arena")
     for field in Identity.__struct_fields__:
         was, now = getattr(kept, field), getattr(here, field)
         if was != now:
@@ -194,4 +194,4 @@ def _drop(keeper: Keeper, name: str, fd: int) -> None:
     try:
         keeper.remove(name)
     except OSError as error:
-        log.warning("the keeper still holds %r: %s", name, error)
+        log.warning("the keeper could not release %r: %s", name, error)

@@ -125,7 +125,7 @@ class Table(ObjectTable):
         which takes some microseconds an object. Raises `OSError`, and `ValueError` for too many tenants."""
         if self._journal is None:
             if self._shared or not journals.lock_for_server(self.arena_fd):
-                raise OSError(errno.EBUSY, "clients share this server's description of the arena")
+                raise OSError(errno.EBUSY, "clients share this server's lock on the arena")
             journal = Journal.create(identity.of(self.arena_fd), tenants)
             self.keep_in(journal)
             self.records.keep_in(journal)
@@ -267,7 +267,7 @@ class Table(ObjectTable):
             self.arena.release()
             self._memory.close()
         except BufferError:
-            log.error("a transport keeps views of the arena after its last request; the arena stays mapped")
+            log.error("the arena stays mapped, because a transport still uses it after its last request")
 
     @locked
     def status(self) -> dict[str, object]:
@@ -414,7 +414,7 @@ class Verification:
             if self._stop.wait(time.monotonic() - began):
                 return
         if self.known:
-            log.info("%d recovered objects are verified, %d were damaged", self.verified, self.damaged)
+            log.info("verified %d recovered objects, %d of them were damaged", self.verified, self.damaged)
 
     def _check(self, checksums: dict[PackedKey, int]) -> None:
         pinned = self._l1.pin_present(list(checksums))
@@ -434,6 +434,6 @@ class Verification:
             self._l1.release(pinned)
         for key in damaged:
             self.damaged += 1
-            log.error("a recovered object is damaged, and dropped (key %s)", key.hex())
+            log.error("dropped a recovered object that is damaged (key %s)", key.hex())
             while not self._l1.drop_damaged(key) and not self._stop.wait(AGAIN_S):
                 pass

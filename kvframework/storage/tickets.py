@@ -216,7 +216,7 @@ class LookupTickets:
     def _get(self, ticket_id: str, owner: int) -> Ticket:
         ticket = self._tickets.get(ticket_id)
         if ticket is None or ticket.owner != owner:
-            raise LeaseUnknown(f"there is no ticket {ticket_id!r} of this client", hint="look up again")
+            raise LeaseUnknown(f"unknown ticket {ticket_id!r} of this client", hint="look up again")
         return ticket
 
     def _answer(self, ticket: Ticket) -> Answer:

@@ -211,7 +211,7 @@ class SupervisedChild:
             if self._machine.must_start(now):
                 self._start()
             elif self._machine.must_kill(now):
-                late = f"it was not ready within {self._ready_s:g} s" if serving else "it did not end"
+                late = f"not ready within {self._ready_s:g} s" if serving else "did not end"
                 self._why = self._why or f"{self.title} was killed: {late}"
                 self._let_go(kill=True)
             else:
@@ -312,15 +312,15 @@ class NamedCall(msgspec.Struct, frozen=True, array_like=True):
         """Raise `PluginBroken`, with `where`, for a function or options that another process could not make."""
         kind = type(options).__qualname__
         if not isinstance(options, msgspec.Struct):
-            hint = "derive them from kvframework.api.plugin.Options"
-            raise PluginBroken(f"options of type {kind}", where=where, available="a struct", hint=hint)
+            hint = "derive the options from kvframework.api.plugin.Options"
+            raise PluginBroken(f"the options have type {kind}", where=where, available="a struct", hint=hint)
         names = _name(function, where), _name(type(options), where)
         try:
             call = cls(*names, msgspec.msgpack.encode(options, enc_hook=plain))
             call._unpacked(type(options))
         except (msgspec.MsgspecError, NotImplementedError, TypeError) as error:
             fact = f"{kind} cannot be sent to another process: {error}"
-            hint = "give its fields types that msgspec knows, or ByteSize"
+            hint = "use field types that msgspec knows, or ByteSize"
             raise PluginBroken(fact, where=where, hint=hint) from error
         return call
 
@@ -337,13 +337,13 @@ def plain(value: object) -> object:
     """Return a number of a type of its own, such as `ByteSize`, as an integer: a hook of msgspec's encoders."""
     if isinstance(value, int):
         return int(value)
-    raise NotImplementedError(f"{type(value).__name__} is no type for an option")
+    raise NotImplementedError(f"{type(value).__name__} is not a supported type for an option")
 
 
 def _number(kind: type, value: object) -> object:
     if issubclass(kind, int) and isinstance(value, int):
         return kind(value)
-    raise NotImplementedError(f"{kind.__name__} is no type for an option")
+    raise NotImplementedError(f"{kind.__name__} is not a supported type for an option")
 
 
 def _name(thing: Callable[..., object] | type, where: str) -> str:
@@ -355,7 +355,7 @@ def _name(thing: Callable[..., object] | type, where: str) -> str:
         raise PluginBroken(
             f"{name or repr(thing)} of {module or 'no module'} cannot be found by its name",
             where=where,
-            available="functions and classes at the top of a module that can be imported",
-            hint="another process imports it: define it there; what it needs comes with its options",
+            available="a function or class at the top of an importable module",
+            hint="define it at the top of a module, and pass what it needs by its options",
         )
     return f"{module}:{name}"

@@ -58,9 +58,9 @@ def split(frames: Sequence[Buffer]) -> Envelope:
     """Split a message, without the routing id, into its parts. Raises `MalformedFrames` for a wrong number, size or
     order of frames and `MessageTooLarge` beyond the bounds."""
     if len(frames) < 3:
-        raise MalformedFrames(f"{len(frames)} frames", available="request id, type, payload, then buffers")
+        raise MalformedFrames(f"found {len(frames)} frames", available="request id, type, payload, then buffers")
     if len(frames) - 3 > MAX_BUFFERS:
-        raise MessageTooLarge(f"{len(frames) - 3} buffer frames", available=f"at most {MAX_BUFFERS}")
+        raise MessageTooLarge(f"the message has {len(frames) - 3} buffer frames", available=f"at most {MAX_BUFFERS}")
     if len(frames[0]) != REQUEST_ID_BYTES:
         raise MalformedFrames(f"the request id frame has {len(frames[0])} bytes", available=f"{REQUEST_ID_BYTES}")
     if not 1 <= len(frames[1]) <= MAX_TYPE_BYTES:

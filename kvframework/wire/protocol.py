@@ -92,7 +92,7 @@ def negotiate(hello: Hello, hasher_fingerprint: str) -> int:
         raise VersionMismatch(fact, available=f"{MIN_VERSION} to {PROTOCOL_VERSION}", hint=hint)
     if hello.hasher and hello.hasher != hasher_fingerprint:
         raise VersionMismatch(
-            f"the client hashes with {hello.hasher}",
+            f"the client uses the hasher {hello.hasher}",
             available=hasher_fingerprint,
             hint="configure the same hasher on both sides",
         )
@@ -177,7 +177,7 @@ def deadlines_for(endpoint: str, scale: float | None = None) -> ClientDeadlines:
             value = float(str(given))
     if not SHORTEST_SCALE <= value <= LONGEST_SCALE:
         raise ConfigFieldError(
-            f"{given!r} is no scale of deadlines",
+            f"{given!r} is not a factor for deadlines",
             where=f"${SCALE_VARIABLE}" if scale is None else "deadline_scale",
             available=f"{SHORTEST_SCALE:g} to {LONGEST_SCALE:g}",
             hint="1 is the default, 2 makes deadlines twice as long",

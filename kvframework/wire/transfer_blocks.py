@@ -40,7 +40,7 @@ def unpack_offsets(packed: bytes, *, where: str) -> list[int]:
 
 def _unpack(kind: str, packed: bytes, each: int, where: str) -> list[int]:
     if len(packed) % each:
-        raise InvalidPayload(f"{len(packed)} bytes", where=where, available=f"packed u{8 * each}, {each} bytes each")
+        raise InvalidPayload(f"the field has {len(packed)} bytes", where=where, available=f"a multiple of {each} bytes")
     return _little_endian(array.array(kind, packed)).tolist()
 
 
@@ -49,7 +49,7 @@ def pack_block_ids(block_ids: BlockIds) -> tuple[bytes, ...]:
     try:
         return tuple(pack_indices(ids) for ids in block_ids)
     except (OverflowError, TypeError) as error:
-        raise BadBlockIds(f"a block id is no u32: {error}", where="block_ids") from None
+        raise BadBlockIds(f"a block id is not a u32: {error}", where="block_ids") from None
 
 
 def _little_endian(numbers: array.array[int]) -> array.array[int]:
@@ -67,19 +67,19 @@ def checked_blocks(
     are not checked. A store may name no touched block twice: it holds one part of a prompt."""
     if len(block_ids) != len(layout.groups):
         raise BadBlockIds(
-            f"{len(block_ids)} lists of block ids", available=f"{len(layout.groups)}, one per layer group"
+            f"the call has {len(block_ids)} lists of block ids", available=f"{len(layout.groups)}, one per layer group"
         )
     result = []
     for index, (group, ids) in enumerate(zip(layout.groups, block_ids, strict=True)):
         expected, own = tokens // group.block_size, _as_ints(ids, index)
         if len(own) != expected:
-            raise BadBlockIds(f"{len(own)} block ids", where=_place(index), available=f"{expected} for these tokens")
+            raise BadBlockIds(f"{len(own)} block ids given", where=_place(index), available=f"{expected}")
         touched = touched_blocks(group, chunk_tokens, own, storing=storing)
         if bounded or layout.blocks_of(index):
             check_bound(layout, index, touched.highest)
         held = touched.ids[touched.first :]
         if storing and len(set(held)) < len(held):
-            raise BadBlockIds("a block stands twice in one store", where=_place(index), available="each block once")
+            raise BadBlockIds("a store names a block twice", where=_place(index), available="different blocks")
         result.append(touched)
     return tuple(result)
 
@@ -88,7 +88,7 @@ def check_bound(layout: KVLayout, group: int, highest: int) -> None:
     """Raise `BadBlockIds` unless the layer group has the block `highest` (-1: no block)."""
     blocks = layout.blocks_of(group)
     if highest >= blocks:
-        fact = f"block id {highest}" + (", NO_BLOCK where the transfer needs a block" if highest == NO_BLOCK else "")
+        fact = f"block id {highest}" + (" is NO_BLOCK, where the transfer needs a block" if highest == NO_BLOCK else "")
         raise BadBlockIds(fact, where=_place(group), available=f"0 to {blocks - 1}")
 
 
@@ -119,7 +119,7 @@ def _as_ints(ids: Sequence[int], group: int) -> list[int]:
     try:
         return array.array("I", ids).tolist()
     except (TypeError, ValueError, OverflowError) as error:
-        raise BadBlockIds(f"block ids are no unsigned 32-bit integers: {error}", where=_place(group)) from None
+        raise BadBlockIds(f"block ids are not unsigned 32-bit integers: {error}", where=_place(group)) from None
 
 
 def _place(group: int) -> str:

@@ -236,10 +236,10 @@ def test_the_proof_sees_a_parameter_that_is_a_little_wrong(family, wrong):
 
 
 REFUSED = {
-    "learned positions": lambda t: (t.GPT2Config(**ENDS, n_embd=64, n_layer=2, n_head=4), "says nothing of rotary"),
-    "alibi": lambda t: (t.BloomConfig(**ENDS, hidden_size=64, n_layer=2, n_head=4), "says nothing of rotary"),
+    "learned positions": lambda t: (t.GPT2Config(**ENDS, n_embd=64, n_layer=2, n_head=4), "does not describe rotary"),
+    "alibi": lambda t: (t.BloomConfig(**ENDS, hidden_size=64, n_layer=2, n_head=4), "does not describe rotary"),
     "alibi beside a rotary configuration": lambda t: (t.FalconConfig(**SMALL, alibi=True), "layer 0 .* do not turn"),
-    "no attention": lambda t: (t.MambaConfig(**ENDS, hidden_size=32, num_hidden_layers=2), "says nothing of rotary"),
+    "no attention": lambda t: (t.MambaConfig(**ENDS, hidden_size=32, num_hidden_layers=2), "does not describe rotary"),
     "attention in some layers": lambda t: (
         t.Qwen3NextConfig(**SMALL, head_dim=16, num_experts=4, moe_intermediate_size=32, num_experts_per_tok=2),
         "cannot be asked",
@@ -300,7 +300,7 @@ def test_a_model_in_training_is_not_asked():
 def test_keys_that_are_zero_prove_nothing():
     model = made(transformers.LlamaConfig(**SMALL))
     model.model.layers[1].self_attn.k_proj.weight.data.zero_()
-    with pytest.raises(BadRotary, match=r"layer 1 .* prove nothing"):
+    with pytest.raises(BadRotary, match=r"layer 1 .* are all zero, so they cannot be checked"):
         rotary_of(model)
 
 
@@ -308,5 +308,5 @@ def test_an_encoder_decoder_is_refused():
     model = transformers.T5ForConditionalGeneration(
         transformers.T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4)
     )
-    with pytest.raises(BadRotary, match="says nothing of rotary"):
+    with pytest.raises(BadRotary, match="does not describe rotary positions"):
         rotary_of(model.eval())

@@ -96,7 +96,7 @@ def test_the_rotated_part_is_found(layer, config, found):
         ([(rotated(WHOLE), still(8)), (rotated(PART), still(8))], {}, "layer 1 .* have 24 elements a head, and 8"),
         ([((8, lambda row, _: row * float("nan")), still(8))], {}, "its keys at position 1 are not those"),
         ([(rotated(WHOLE), (8, lambda row, _: row * float("nan")))], {}, "its values depend on the position too"),
-        ([], {}, "fills no DynamicCache"),
+        ([], {}, "the model does not fill a DynamicCache"),
         ([((8, lambda row, _: row.long()), still(8))], {}, "layer 0: keys and values are torch.int64"),
     ],
 )

@@ -54,7 +54,7 @@ def test_a_flood_is_cut_and_counted(lines: Lines, clock: Clock) -> None:
     assert lines.said == ["lost 0", "lost 1", "lost 2"]
     clock.now = EVERY_S
     log.warning("lost %d", 100)
-    assert lines.said[-1] == "lost 100 (97 more such lines in between)"
+    assert lines.said[-1] == "lost 100 (97 similar lines left out)"
     log.warning("lost %d", 101)
     assert lines.said[-1] == "lost 101"
 

@@ -43,7 +43,7 @@ class OnGpu(TransportConformance):
         try:
             (status,) = cu.cuInit(0)
         except RuntimeError:
-            pytest.skip("there is no NVIDIA driver here")
+            pytest.skip("libcuda.so.1 cannot be loaded: install an NVIDIA driver, or give the container GPUs, with")
         if status:
             pytest.skip(f"there is no GPU here: {status.name}")
         return RigSpec("tests.cuda.rig:make", {"engine": cls.engine})

@@ -35,7 +35,7 @@ def test_a_gpu_is_named_as_its_driver_names_it(model: str, prefix: str, monkeypa
 @pytest.mark.parametrize("name", ["", "0", "GPU-", f"GPU-{UUID},GPU-{UUID}", f"GPU-{str(UUID).upper()}", "GPU-\0"])
 def test_what_is_no_name_of_a_gpu_gets_no_further(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    with pytest.raises(DeviceError, match="is no name of a GPU"):
+    with pytest.raises(DeviceError, match="is not the name of a GPU"):
         show_only(name)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
 
@@ -147,15 +147,15 @@ def test_the_driver_gets_no_handle_that_it_cannot_have() -> None:
     assert (event_of(top), stream_of(top)) == (top, top)
     for wrong in (-1, 1 << 64, 1 << 70, 10**5000):
         for ready in (wrong, Has(event_id=wrong)):
-            with pytest.raises(DeviceError, match=r"the handle of the engine's \w+ is none of the driver's"):
+            with pytest.raises(DeviceError, match=r"the handle of the engine's \w+ is not a handle of the driver"):
                 event_of(ready)
         for stream in (wrong, Has(cuda_stream=wrong), Has(__cuda_stream__=lambda wrong=wrong: (0, wrong))):
-            with pytest.raises(DeviceError, match=r"the handle of the engine's \w+ is none of the driver's"):
+            with pytest.raises(DeviceError, match=r"the handle of the engine's \w+ is not a handle of the driver"):
                 stream_of(stream)
     for no_number in ("a pointer", object(), float("inf")):
-        with pytest.raises(DeviceError, match="the handle of the engine's Has is none"):
+        with pytest.raises(DeviceError, match="the handle of the engine's Has is not"):
             event_of(Has(handle=no_number))
-        with pytest.raises(DeviceError, match="the handle of the engine's Has is none"):
+        with pytest.raises(DeviceError, match="the handle of the engine's Has is not"):
             stream_of(Has(cuda_stream=no_number))
 
 

@@ -41,7 +41,7 @@ def goes_without(client: KVClient, rig: CudaRig, caplog: pytest.LogCaptureFixtur
             stores_and_loads(engine)
             engine.close()
     found = lacks(client)
-    logged = [re.fullmatch(r"the copier of \S+ goes without: (.*)", each.message) for each in caplog.records]
+    logged = [re.fullmatch(r"the copier of \S+ lacks a feature: (.*)", each.message) for each in caplog.records]
     assert [each[1] for each in logged if each] == found
     assert len(found) == bool(told)
     assert all(told in each for each in found)
@@ -51,7 +51,7 @@ def goes_without(client: KVClient, rig: CudaRig, caplog: pytest.LogCaptureFixtur
     ("calls", "told"),
     [
         (("cuMemGetAddressRange, opened",), ""),
-        (("cuMemGetAddressRange, opened", f"{RANGE_SIZE}, opened"), "the size of opened memory is not compared"),
+        (("cuMemGetAddressRange, opened", f"{RANGE_SIZE}, opened"), "the size of opened memory is not verified:"),
         (("cuMemGetAddressRange",), ""),
         (("cuPointerGetAttribute 10",), ""),
     ],
@@ -84,7 +84,7 @@ def test_memory_that_is_smaller_than_its_engine_says_is_refused(
     monkeypatch.setattr(CudaEngine, "export", boasting)
     with (
         cuda_node.refusing(*refused),
-        pytest.raises(DeviceError, match=r"an allocation of \d+ bytes was opened, not of"),
+        pytest.raises(DeviceError, match=r"the opened allocation has \d+ bytes, expected"),
     ):
         KitEngine(rig, client, 1, NHD)
     assert cuda_node.mappings() == 0
@@ -109,11 +109,11 @@ def test_memory_whose_export_alone_says_no_is_refused_with_the_setting(
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        ("cuMemcpyBatchAsync", "no copy engine copies: cuMemcpyBatchAsync: CUDA_ERROR_NOT_SUPPORTED"),
-        ("cuMemcpyBatchAsync, its bytes", "no copy engine copies: bytes that were copied to the GPU and back are"),
-        ("cuLaunchKernel", "no kernel copies small fragments, the copy engines do, slowly: cuLaunchKernel"),
-        ("cuLaunchKernel, its bytes", "the copy engines do, slowly: bytes that were copied to the GPU and back are"),
-        ("cuMemHostGetDevicePointer", "the driver does not say where the GPU sees pinned memory"),
+        ("cuMemcpyBatchAsync", "the copy engines cannot copy: cuMemcpyBatchAsync: CUDA_ERROR_NOT_SUPPORTED"),
+        ("cuMemcpyBatchAsync, its bytes", "the copy engines cannot copy: bytes changed when they were copied"),
+        ("cuLaunchKernel", "the copy engines copy small fragments, slowly, because the kernel cannot: cuLaunchKernel"),
+        ("cuLaunchKernel, its bytes", "because the kernel cannot: bytes changed when they were copied"),
+        ("cuMemHostGetDevicePointer", "the driver does not report the GPU's address of pinned memory"),
         ("cuMemHostGetDevicePointer, registered", "the arena is not at its own address on this GPU"),
         ("cuMemHostGetDevicePointer, registered, same", "the arena is not at its own address on this GPU"),
         ("cuMemcpyBatchAsync, flags", ""),
@@ -130,7 +130,7 @@ def test_what_copies_wrongly_or_not_at_all_is_left_out(
 def test_where_nothing_copies_the_transport_is_refused(
     cuda_node: CudaNode, rig: CudaRig, client: KVClient, call: str
 ) -> None:
-    with cuda_node.refusing(call), pytest.raises(DeviceError, match="nothing can copy here: no copy engine copies"):
+    with cuda_node.refusing(call), pytest.raises(DeviceError, match="the copy engines cannot copy"):
         KitEngine(rig, client, 1, NHD)
 
 
@@ -141,7 +141,7 @@ def test_a_kernel_that_is_asked_for_and_does_not_reach_the_arena_is_refused(
 ) -> None:
     with (
         cuda_node.refusing("cuMemHostGetDevicePointer, registered, same"),
-        pytest.raises(DeviceError, match="nothing but the kernel copies") as refused,
+        pytest.raises(DeviceError, match=", and only the kernel could copy") as refused,
     ):
         KitEngine(rig, client, 1, NHD)
     assert "dma" in refused.value.hint
@@ -152,7 +152,7 @@ def test_without_priorities_streams_have_none(
     cuda_node: CudaNode, rig: CudaRig, client: KVClient, caplog: pytest.LogCaptureFixture, call: str
 ) -> None:
     with cuda_node.refusing(call):
-        goes_without(client, rig, caplog, "loads have no priority over stores")
+        goes_without(client, rig, caplog, "loads get no priority over stores:")
 
 
 def test_a_stream_that_cannot_wait_has_the_thread_wait(cuda_node: CudaNode, rig: CudaRig, client: KVClient) -> None:

@@ -46,13 +46,13 @@ def test_the_prefix_comes_from_the_tier_after_the_server_was_killed(temporary):
     ("arguments", "text"),
     [
         (["--text", "/nowhere"], "/nowhere"),
-        (["--text", sys.executable], "no UTF-8"),
-        (["--model", "/nowhere"], "/nowhere: there is no such model"),
-        (["--model", sys.executable], "the file is no GGUF"),
+        (["--text", sys.executable], "not UTF-8"),
+        (["--model", "/nowhere"], "/nowhere: unknown model"),
+        (["--model", sys.executable], "the file is not a GGUF file"),
         (["--model", "/etc"], "/etc: transformers does not load this model"),
-        (["--kill", "--l2", "disk"], "give one of them"),
+        (["--kill", "--l2", "disk"], "give only one"),
         (["--set", "path=/tmp/x"], "--l2"),
-        (["--l2", "disk", "--set", "path=/tmp/x"], "without a tier plugin"),
+        (["--l2", "disk", "--set", "path=/tmp/x"], "--set needs a tier plugin"),
         (["--l2", "filesystm", "--size", "tiny"], "did you mean 'filesystem'?"),
         (["--l2", "filesystem", "--set", "pth=/tmp/x", "--size", "tiny"], "unknown key 'pth'"),
         (["--l1-capacity", "a lot", "--size", "tiny"], "a lot"),
@@ -105,7 +105,7 @@ def test_it_passes_only_with_a_hit_and_equal_tokens():
 @pytest.mark.parametrize(
     ("warm", "text"),
     [
-        (EngineRun(hit_tokens=0, tokens=[1], prompt_tokens=9, ttft_s=1.0), "Nothing was hit"),
+        (EngineRun(hit_tokens=0, tokens=[1], prompt_tokens=9, ttft_s=1.0), "No hit: engine B computed the whole"),
         (EngineRun(hit_tokens=8, tokens=[2], prompt_tokens=9, ttft_s=1.0), "NOT equal to"),
         (EngineRun(hit_tokens=8, tokens=[1], prompt_tokens=9, ttft_s=1.0), "are equal to"),
     ],

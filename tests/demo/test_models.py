@@ -56,7 +56,7 @@ def test_random_weights_are_no_file() -> None:
 def test_who_asks_random_weights_reads_that_they_have_no_answer(question: str) -> None:
     done = run("demo", "--text", "none", "--question", question)
     assert done.returncode == 2
-    assert ("note: random weights have tokens and no answer" in done.stderr) is bool(question)
+    assert ("note: a model with random weights gives no useful answer; --model" in done.stderr) is bool(question)
 
 
 def test_a_trained_model_is_the_file_that_was_installed(installed: Path) -> None:

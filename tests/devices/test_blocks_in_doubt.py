@@ -70,7 +70,7 @@ def test_memory_is_lent_to_clients_of_this_node_only(rig: SimulatedRig, client: 
         engine.registration.layout,
         instance.transfer.memory_handles(engine.caches),
     )
-    with WireClient(server.endpoint, liveness=False) as remote, pytest.raises(TransportMismatch, match="on this node"):
+    with WireClient(server.endpoint, liveness=False) as remote, pytest.raises(TransportMismatch, match="server's node"):
         remote.call("REGISTER_KV_CACHE", payload)
     with WireClient(server.endpoint) as local:
         local.call("REGISTER_KV_CACHE", payload)
@@ -87,7 +87,7 @@ def test_other_tensors_than_registered_are_refused(rig: SimulatedRig, client: KV
     assert submit(request, 0, 48, engine.source(), kv_caches=same).result(PATIENCE_S).ok
     name = next(iter(same))
     moved = {**same, name: rig.empty(same[name].shape, "float32")}
-    with pytest.raises(BadLayout, match="not the tensors that were registered"):
+    with pytest.raises(BadLayout, match="the tensors differ from the registered tensors"):
         submit(request, 0, 48, engine.source(), kv_caches=moved)
     engine.close()
 
@@ -105,9 +105,9 @@ def test_a_tensor_that_is_swapped_in_the_registered_mapping_is_refused(
         engine.caches[name] = other
     else:
         address, before.address = before.address, other.data_ptr()
-    with pytest.raises(BadLayout, match="not the tensors that were registered"):
+    with pytest.raises(BadLayout, match="the tensors differ from the registered tensors"):
         engine.store(request, engine.source())
-    with pytest.raises(BadLayout, match="not the tensors that were registered"):
+    with pytest.raises(BadLayout, match="the tensors differ from the registered tensors"):
         engine.load(request, engine.target())
     assert engine.hit(request) == 0
     if swap == "another tensor":

@@ -54,5 +54,5 @@ def test_sizes_that_no_number_of_a_message_holds_are_refused(option: str) -> Non
     DeviceOptions(**{option: ByteSize((1 << 63) - 1)})
     for size in (1 << 63, 1 << 64, "99999999 TiB"):
         config = load_config(None, ("transport.0.use=sound", f'transport.0.{option}="{size}"'))
-        with pytest.raises(ConfigFieldError, match=rf"{option} is \d+: less than 2\*\*63 bytes"):
+        with pytest.raises(ConfigFieldError, match=rf"{option} is \d+, expected less than 2"):
             complete_config(config, registry)

@@ -219,9 +219,9 @@ def test_where_no_stream_can_wait_the_thread_does_and_that_is_said_once(
         for thread in waiting:
             thread.join(PATIENCE_S)
     assert not any(thread.is_alive() for thread in waiting)
-    said = "the transport knows no streams" if why == "no device" else "no such thing here"
+    said = "the transport does not support streams" if why == "no device" else "no such thing here"
     assert [record.message for record in caplog.records] == [
-        f"no stream can wait for a transfer, so the engine's thread does: {said}"
+        f"streams cannot wait for a transfer, so the engine's thread waits: {said}"
     ]
 
 

@@ -18,7 +18,7 @@ hint:
 
 ```text
 [config.field] kvf.toml: [l1]: unknown key 'capacty'
-  available: capacity, eviction, ghosts, high_watermark, huge_pages, keep, low_watermark, numa, use
+  expected: capacity, eviction, ghosts, high_watermark, huge_pages, keep, low_watermark, numa, use
   hint: did you mean 'capacity'?
 ```
 

@@ -24,7 +24,7 @@ def commands() -> str:
 
 
 def _commands(command: Any, name: str) -> Iterator[tuple[str, str]]:
-    """Every command that does something, and the first paragraph of its help. Of other distributions
+    """Every command that does something, and the first paragraph of its help. Commands of other distributions
     only this repository's own are there: what is installed must not change the page."""
     inner = getattr(command, "commands", {})
     if not inner or command.invoke_without_command:

@@ -160,7 +160,7 @@ def test_a_record_of_another_release_ends_what_is_read(record: object, tmp_path:
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "l")
-    with pytest.raises(EventLedgerError, match="no file"):
+    with pytest.raises(EventLedgerError, match="not a file"):
         Ledger(tmp_path / "l", keeps=False).open()
     (tmp_path / "l").unlink()
     (tmp_path / "l").symlink_to(tmp_path / "other")

@@ -63,7 +63,7 @@ def test_a_second_server_does_not_take_the_sockets_of_the_first(key: str, tmp_pa
 
 def test_a_file_in_the_place_of_a_socket_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "again.sock").write_text("a letter")
-    with pytest.raises(EndpointError, match="no socket"):
+    with pytest.raises(EndpointError, match="not a socket"):
         EventSockets(config(tmp_path), listener_context())
     assert (tmp_path / "again.sock").read_text() == "a letter"
     assert [each.name for each in tmp_path.iterdir()] == ["again.sock"]

@@ -150,4 +150,4 @@ def test_a_file_in_place_of_a_fan_out_folder_fails_the_call_with_a_hint(tmp_path
     ):
         with pytest.raises(TierError, match="Not a directory") as raised:
             call()
-        assert "remove it" in raised.value.hint
+        assert "remove the" in raised.value.hint

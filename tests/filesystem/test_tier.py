@@ -91,7 +91,7 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["a\0b", "~nobody-of-this-name/kv"])
 def test_a_path_that_names_no_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigFieldError, match="names no folder") as raised:
+    with pytest.raises(ConfigFieldError, match="does not name a folder") as raised:
         open_tier(Path(path))
     assert raised.value.where == "[[l2]] #1.path"
     assert list(tmp_path.iterdir()) == []
@@ -99,7 +99,7 @@ def test_a_path_that_names_no_folder_is_refused(tmp_path: Path, monkeypatch: pyt
 
 def test_a_folder_of_others_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "photo.jpg").write_text("mine")
-    with pytest.raises(ConfigFieldError, match="files that are not the tier's"):
+    with pytest.raises(ConfigFieldError, match="holds files of others"):
         open_tier(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["photo.jpg"]
     assert open_files(tmp_path) == []

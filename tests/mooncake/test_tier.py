@@ -312,7 +312,7 @@ def test_a_master_that_is_no_place_is_refused(master: str) -> None:
 def test_places() -> None:
     assert place("10.0.0.7:50051") == ("10.0.0.7", 50051)
     assert place("[fe80::1]:1") == ("fe80::1", 1)
-    with pytest.raises(ValueError, match="devices are for protocol"):
+    with pytest.raises(ValueError, match='devices needs protocol = "rdma", found'):
         MooncakeOptions(master="h:1", devices="mlx5_0")
 
 

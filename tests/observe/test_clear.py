@@ -103,9 +103,9 @@ def test_an_unknown_model_is_named_with_the_near_one(server: ServerProcess) -> N
     fill(server)
     done = run("clear", "--yes", "--endpoint", server.endpoint, "--model", "tny")
     assert done.returncode == 2
-    assert "the model 'tny' is not known here" in done.stderr
+    assert "the model 'tny' is unknown to this server" in done.stderr
     assert "did you mean 'tiny'?" in done.stderr
-    assert "available: other, tiny" in done.stderr
+    assert "expected: other, tiny" in done.stderr
 
 
 def test_it_asks_first(server: ServerProcess) -> None:
@@ -114,7 +114,7 @@ def test_it_asks_first(server: ServerProcess) -> None:
         refused = run("clear", "--l2", "--endpoint", server.endpoint)
     assert (refused.returncode, refused.stdout.strip()) == (1, "")
     # Of a terminal's prompt, the space behind it is not everywhere in a pipe.
-    assert re.search(r"\? \[y/N\]: ?not done\n$", refused.stderr)
+    assert re.search(r"\? \[y/N\]: ?nothing was deleted\n$", refused.stderr)
     assert f"Drop all {2 * CHUNKS} objects, " in refused.stderr
     assert f" of L1 and of filesystem at {server.endpoint}?" in refused.stderr
     assert hits(server, models) == {"tiny": len(TOKENS), "other": len(TOKENS)}
@@ -123,7 +123,7 @@ def test_it_asks_first(server: ServerProcess) -> None:
     assert done.returncode == 0
     first, second = done.stdout.strip().splitlines()
     assert first.startswith(f"L1: dropped {2 * CHUNKS} objects, ")
-    assert first.endswith("; 0 are in use and stay")
+    assert first.endswith("; 0 are in use and were kept")
     assert second.startswith(f"L2: deleted {2 * CHUNKS} values, ")
 
 

@@ -56,7 +56,7 @@ def test_before_the_first_poll_nothing_is_known() -> None:
 
 
 def test_a_name_that_is_no_check_is_said() -> None:
-    assert "warn: there is no check 'l3'" in readyz(answered(), NOW, verbose=True, exclude=["l3"]).text
+    assert "warn: unknown check 'l3'" in readyz(answered(), NOW, verbose=True, exclude=["l3"]).text
 
 
 def test_a_problem_of_a_newer_server_is_a_warning() -> None:

@@ -92,7 +92,7 @@ def test_its_end_is_a_problem_and_a_line_and_it_is_started_again(server: ServerP
     os.kill(before, number)
     problem = {"where": "observe", "fact": f"`kvframework observe` ended by signal {name}"}
     wait_until(lambda: problem in server.status()["problems"], SLOW_S, "the problem")
-    assert f"ended by signal {name}: there are no metrics until it runs again" in server.log
+    assert f"observe runs again: `kvframework observe` ended by signal {name}" in server.log
     wait_until(lambda: server.log.count("metrics, health and the page") > seen, SLOW_S, "the next process")
     assert child(server) != before
     wait_until(lambda: ask(server, "/readyz").status == 200, SLOW_S, "readiness")

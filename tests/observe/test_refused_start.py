@@ -32,7 +32,7 @@ def test_addresses(listen: str, parsed: tuple[str, int]) -> None:
     "listen", ["", "9309", ":9309", "127.0.0.1", "127.0.0.1:", "127.0.0.1:65536", "http://x:1", "a b:1"]
 )
 def test_what_is_no_address(listen: str) -> None:
-    with pytest.raises(EndpointError, match="no host and port"):
+    with pytest.raises(EndpointError, match="is not a host and a port"):
         parse_listen(listen)
 
 
@@ -75,7 +75,7 @@ def test_a_taken_port_is_refused_unless_a_server_runs_that_has_it() -> None:
 def test_an_endpoint_that_is_none_is_refused() -> None:
     done = run("observe", "--listen", "127.0.0.1:0", "--endpoint", "nowhere")
     assert done.returncode == 2
-    assert "'nowhere' is no endpoint" in done.stderr
+    assert "'nowhere' is not an endpoint" in done.stderr
 
 
 def test_one_of_two_files_is_wrong_usage() -> None:

@@ -158,7 +158,7 @@ def test_the_releases_of_clients_are_a_line_and_others_than_the_servers_are_name
 def test_kernels_that_are_missing_are_a_line() -> None:
     server = cast("dict[str, object]", DOCUMENT["server"])
     told = shown(server=server | {"missing_kernels": ["hashes", "planes of codecs"]})
-    assert "no compiled kernels for hashes, planes of codecs, which is slower" in told
+    assert "compiled kernels are missing, so these are slower: hashes, planes of codecs" in told
     assert not any("kernels" in each for each in shown(server=server | {"missing_kernels": []}))
 
 
@@ -178,7 +178,7 @@ def test_an_instance_is_a_line_with_the_dtype_of_its_model(more: dict[str, objec
         each for each in shown(instances=[instance | memory | {"bytes_per_token": 1.0} | more]) if "f, 1" in each
     ]
     whose = "instance 1 (process 2): model m, rank 0/1, namespace abababab"
-    assert line == f"{whose}; t, f, 1 layers of {shown_as}, chunks of 256 tokens, 1 bytes a token"
+    assert line == f"{whose}; t, f, 1 layers of {shown_as}, chunks of 256 tokens, 1 bytes per token"
 
 
 def test_devices_and_what_they_go_without_are_lines() -> None:
@@ -187,8 +187,8 @@ def test_devices_and_what_they_go_without_are_lines() -> None:
     assert "device GPU-1: no copier, 3 starts, 2 instances, last error: it ended" in lines
     lacking = device | {"lacks": ["no kernel copies:\x1b[2J none is there"]}
     lines = shown(transports={"cuda": {"devices": [device, lacking]}})
-    told = [line for line in lines if "goes without" in line]
-    assert told == ["GPU-1 goes without: no kernel copies:\\x1b[2J none is there"]
+    told = [line for line in lines if "lacks a" in line]
+    assert told == ["GPU-1 lacks a feature: no kernel copies:\\x1b[2J none is there"]
 
 
 def test_quarantine_and_hit_rate_are_told() -> None:

@@ -24,5 +24,5 @@ def test_it_names_the_same_kits_and_warns_once() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == (
-        "DeprecationWarning: kvframework.testing is kvf_dev.testing, of the distribution kvframework-dev\n"
+        "DeprecationWarning: kvframework.testing has moved to kvf_dev.testing, of the distribution kvframework-dev\n"
     )

@@ -15,7 +15,7 @@ def test_nodes_that_answer_and_agree_are_ok(tmp_path: Path) -> None:
     with Lender(token) as one, Lender(token) as other:
         found = ask("peers", token_file=str(token), listen=one.address, peers=[one.address, other.address])
     assert levels(found) == dict.fromkeys(("plugin.usable", "peers.network", "peers.reachable", "peers.names"), "ok")
-    assert found["peers.names"].fact == "2 nodes give the same names to the same content"
+    assert found["peers.names"].fact == "2 nodes name the same content alike"
 
 
 def test_one_that_is_silent_and_one_that_differs_are_named(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_a_node_with_another_token_is_told_from_one_that_is_away(tmp_path: Path)
         found = ask("peers", token_file=str(own), peers=[other.address, silent])
     assert found["peers.reachable"].fact == f"{silent}: Connection refused"
     assert found["peers.trust"].level == "fail"
-    assert found["peers.trust"].fact == f"{other.address}: it refuses this node: it has another token"
+    assert found["peers.trust"].fact == f"{other.address}: the node refuses this node: the nodes have different tokens"
     assert "the same token" in found["peers.trust"].advice
 
 
@@ -63,4 +63,4 @@ def test_plain_text_beyond_this_machine_is_warned_of_or_refused(tmp_path: Path) 
     assert found["peers.network"].level == "warn"
     (refused,) = ask("peers", token_file=str(token), listen="0.0.0.0:1").values()
     assert refused.level == "fail"
-    assert "in plain text" in refused.fact
+    assert "without encr" in refused.fact

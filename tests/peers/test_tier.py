@@ -155,7 +155,7 @@ def test_nodes_that_name_content_differently_are_a_problem_and_not_asked(token: 
         assert tier.contains([key], deadline=soon()) == [MISSING]
         facts = "\n".join(tier.problems())
         assert f"{lenders[0].address}: it has another hasher" in facts
-        assert f"{lenders[1].address}: its chunk_size is 16, here it is 256" in facts
+        assert f"{lenders[1].address}: its chunk_size is 16, that of this node 256" in facts
 
 
 def test_a_node_that_answered_before_this_one_knew_itself_is_judged_again(token: Path) -> None:
@@ -167,7 +167,7 @@ def test_a_node_that_answered_before_this_one_knew_itself_is_judged_again(token:
         assert tier.contains([key], deadline=soon()) == [FOUND]
         tier.attach(ValuesNode())
         assert tier.contains([key], deadline=soon()) == [MISSING]
-        assert "its chunk_size is 16, here it is 256" in tier.problems()[0]
+        assert "its chunk_size is 16, that of this node 256" in tier.problems()[0]
 
 
 def test_a_model_with_other_names_is_a_problem(token: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -331,7 +331,7 @@ def test_a_node_that_sent_a_damaged_value_is_passed_over(token: Path) -> None:
         tier.rejected(key)
         tier.rejected(key)
         assert load(tier, key, 4) == (4, b"good")
-        assert list(tier.problems()) == [f"{bad.address}: it sent a damaged value"]
+        assert list(tier.problems()) == [f"{bad.address}: the node sent a damaged value"]
         assert state(tier).counts.damaged == 1
         tier.rejected(new_keys(1)[0])
 
@@ -504,13 +504,13 @@ def test_one_with_another_token_gets_nothing(tmp_path: Path, token: Path, caplog
     with Lender(token) as lender, reading(token_file(folder, "another token!!!"), lender) as tier:
         key = new_keys(1)[0]
         lender.node.set(key, b"v")
-        with pytest.raises(TierError, match="no other node answers"):
+        with pytest.raises(TierError, match="no node in peers answers"):
             tier.contains([key], deadline=soon())
-        assert "it refuses this node: it has another token" in tier.problems()[0]
+        assert "the node refuses this node: the nodes have different tokens" in tier.problems()[0]
         wait_until(lambda: refused_by(lender)["strangers"] > 1, what="another attempt")
         (refused,) = lender.tier.status()["lending"]["strangers"]  # type: ignore[index]
-        assert (refused["node"], refused["reason"]) == ("127.0.0.1", "another token")
-    assert caplog.text.count("127.0.0.1 was refused at") == 1
+        assert (refused["node"], refused["reason"]) == ("127.0.0.1", "the caller has another token")
+    assert caplog.text.count("refused the node 127.0.0.1 at") == 1
     assert "another token!!!" not in caplog.text
 
 
@@ -531,7 +531,7 @@ def test_a_holder_that_does_not_know_the_token_is_not_asked(token: Path) -> None
     with greeting(token) as (tier, wire):
         hello = wire.read(m.Hello, soon())
         wire.write(m.Welcome(hello.proof, bytes(16), 256, "sha256/0", {}), soon())
-        wait_until(lambda: "does not know the token" in "".join(tier.problems()), what="the refusal")
+        wait_until(lambda: "has another token" in "".join(tier.problems()), what="the refusal")
 
 
 @pytest.mark.parametrize(
@@ -563,7 +563,7 @@ def test_a_stranger_is_shut_out(token: Path, said: bytes) -> None:
             assert not answers or isinstance(m.decoded(answers[4:], m.Refused), m.Refused)
         wait_until(lambda: refused_by(lender)["strangers"] == 1, what="the count")
         (refused,) = lender.tier.status()["lending"]["strangers"]  # type: ignore[index]
-        assert refused["reason"].startswith(("it is no node: ", "another token", "version 2 of the protocol"))
+        assert refused["reason"].startswith(("the caller is not a node: ", "the caller has", "the caller speaks"))
         assert lender.node.loans == 0
 
 
@@ -662,12 +662,12 @@ def test_a_token_that_cannot_be_read_is_a_refusal(
             tier.contains(new_keys(1), deadline=soon())
         wait_until(lambda: refused_by(lender)["strangers"] > 0, what="the refusal")
     assert "cannot be read" in caplog.text
-    assert "a loan failed" not in caplog.text
+    assert "sending objects to a node failed" not in caplog.text
 
 
 def test_a_holder_of_another_release_is_named(token: Path) -> None:
     with greeting(token, 2) as (tier, _):
-        wait_until(lambda: "it speaks version 2 of the protocol, this node 1" in "".join(tier.problems()), what="it")
+        wait_until(lambda: "the node speaks protocol version 2, this node 1" in "".join(tier.problems()), what="it")
 
 
 def test_words_of_a_stranger_are_shown_without_control_characters(token: Path) -> None:
@@ -718,13 +718,13 @@ def test_no_answer_writes_beyond_its_room(status: int, nbytes: int, room: int) -
 @pytest.mark.parametrize(
     ("options", "fact"),
     [
-        ({}, "neither peers nor listen"),
-        ({"listen": "10.0.0.7:9310"}, "without TLS the KV of prompts would go to and from 10.0.0.7:9310 in plain text"),
-        ({"peers": ["10.0.0.7:9310"]}, "in plain text"),
-        ({"listen": "0.0.0.0:9310"}, "in plain text"),
-        ({"peers": ["nonsense"]}, "'nonsense' is no HOST:PORT"),
-        ({"peers": ["host:0"]}, "is no HOST:PORT"),
-        ({"peers": ["127.0.0.1:1"], "tls_ca": "ca.pem"}, "tls_cert is missing: TLS needs all three"),
+        ({}, "peers and listen are both empty"),
+        ({"listen": "10.0.0.7:9310"}, "without TLS, KV would be sent to and from 10.0.0.7:9310 without"),
+        ({"peers": ["10.0.0.7:9310"]}, "without encryption"),
+        ({"listen": "0.0.0.0:9310"}, "without encryption"),
+        ({"peers": ["nonsense"]}, "'nonsense' is not HOST:PORT"),
+        ({"peers": ["host:0"]}, "is not HOST:PORT"),
+        ({"peers": ["127.0.0.1:1"], "tls_ca": "ca.pem"}, "tls_cert is missing: TLS needs tls_ca, tls_cert and tls_key"),
     ],
 )
 def test_options_that_cannot_be(token: Path, options: dict[str, object], fact: str) -> None:
@@ -763,7 +763,7 @@ def test_the_token_is_private_and_long(tmp_path: Path) -> None:
         peers_tier(short, peers=["127.0.0.1:1"])
     with pytest.raises(ConfigFieldError, match="cannot be read") as missing:
         peers_tier(tmp_path / "missing", peers=["127.0.0.1:1"])
-    assert "copy it to all: (umask 077; openssl rand -hex 32 >" in missing.value.hint
+    assert "make the file on one node, and copy it to all nodes: (umask 077; openssl rand -hex 32" in missing.value.hint
     with pytest.raises(ConfigFieldError, match="cannot be read") as unread:
         peers_tier(tmp_path, peers=["127.0.0.1:1"])
     assert "openssl" not in unread.value.hint, "it would overwrite a token that all nodes share"

@@ -36,7 +36,7 @@ CHUNK = 256
 SALT, TENANT, MODEL, ASKED_BY = "salt-7f3a9c-of-acme", "acme-7f3a9c", "acme/unreleased-7f3a9c", "chatcmpl-7f3a9c"
 TOKENS = [123_454_321] * 4 * CHUNK
 OTHERS = [987_656_789] * 3 * CHUNK
-BEGUN = "a trace of the lookups is recorded"
+BEGUN = "recording a trace of lookups for"
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def recording(
 
 
 def ended(server: ServerProcess) -> bool:
-    return server.log.count("the recording of a trace has ended") == server.log.count(BEGUN)
+    return server.log.count("recording the trace has ended") == server.log.count(BEGUN)
 
 
 Asked = tuple[Sequence[int], int, str, str]
@@ -207,7 +207,10 @@ def test_it_ends_by_itself_and_an_empty_trace_is_one(tmp_path: Path) -> None:
     with serving() as server:
         done = run("trace", "record", "--for", "0.1", "-o", str(tmp_path / "t.jsonl"), "--endpoint", server.endpoint)
         assert (done.returncode, done.stderr) == (0, "")
-        assert f"t.jsonl: no request: no engine looked up a prompt at {server.endpoint} meanwhile\n" in done.stdout
+        assert (
+            f"t.jsonl: no request was recorded: no engine looked up a prompt at {server.endpoint} meanwhile\n"
+            in done.stdout
+        )
         assert not server.service.lookups.recording.on
     assert list(open_trace(tmp_path / "t.jsonl")) == []
     assert open_trace(tmp_path / "t.jsonl").header.chunk_tokens == CHUNK
@@ -227,7 +230,7 @@ def test_a_full_ring_is_said_in_the_trace_and_by_the_command(tmp_path: Path) -> 
     assert requests[0].lost > 90
     lost = sum(each.lost for each in requests)
     assert (lost + len(requests)) % 100 == 0
-    assert f"{lost} more could not be kept" in done.stdout
+    assert f"{lost} more could not be recorded" in done.stdout
     assert f"missing  {lost}" in " ".join(run("trace", "info", str(file)).stdout.split()).replace(
         "missing ", "missing  "
     )
@@ -250,7 +253,7 @@ def test_a_reader_that_has_stopped_ends_the_recording(monkeypatch: pytest.Monkey
     ("made", "said"),
     [
         (lambda: serving("server.trace_memory=0"), "trace_memory is 0"),
-        (lambda: serving_without("TRACE"), "this server is older: it records no traces"),
+        (lambda: serving_without("TRACE"), "this server's release is older and records no traces"),
     ],
 )
 def test_a_server_that_records_none(tmp_path: Path, made: Any, said: str) -> None:
@@ -319,7 +322,7 @@ def test_a_recording_that_fills_the_disk_says_what_is_in_the_file(tmp_path: Path
     requests = len(list(open_trace(path)))
     assert requests > 0
     assert f"t.jsonl: {requests} requests in " in done.stdout
-    assert "; 10 more could not be kept" in done.stdout
+    assert "; 10 more could not be recorded" in done.stdout
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -357,7 +360,7 @@ def test_a_trace_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("timestamp,length\n")
     done = run("trace", "info", str(tmp_path / "t.csv"))
     assert done.returncode == 2
-    assert "this is of no known form" in done.stderr
+    assert "the file has an unknown format" in done.stderr
 
 
 @pytest.mark.parametrize(

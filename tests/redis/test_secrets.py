@@ -68,7 +68,7 @@ def test_a_password_file_is_read_for_each_connection(locked: RedisServer, tmp_pa
         assert tier.contains([b"key"], deadline=soon()) == [Outcome.MISSING]
         client.client_kill_filter(_type="normal", skipme=True)
         file.write_text("\n")
-        with pytest.raises(TierError, match="the file holds no password") as caught:
+        with pytest.raises(TierError, match="the file contains no password") as caught:
             tier.contains([b"key"], deadline=soon())
         assert caught.value.where == "[[l2]] #1.password_file"
         file.unlink()
@@ -89,7 +89,7 @@ def test_a_password_file_of_no_use_is_told_at_the_start(tmp_path: Path, harm: st
         if os.geteuid() == 0:
             pytest.skip("root may read everything")
         file.chmod(0)
-    with pytest.raises(ConfigFieldError, match=r"cannot be read: |holds no password") as caught:
+    with pytest.raises(ConfigFieldError, match=r"cannot be read: |contains no password") as caught:
         open_tier(RedisOptions(url="redis://host", password_file=str(file)), where="[[l2]] #1")
     assert caught.value.where == "[[l2]] #1.password_file"
     assert caught.value.hint
@@ -179,21 +179,21 @@ def test_a_variable_that_is_not_set_is_named(monkeypatch: pytest.MonkeyPatch, fi
 @pytest.mark.parametrize(
     ("field", "said", "options"),
     [
-        ("nodes", "no further nodes", {"nodes": ["host:1"]}),
-        ("master_name", "none is given", {"topology": "sentinel"}),
-        ("master_name", "topology cluster has no sentinels", {"topology": "cluster", "master_name": "m"}),
-        ("sentinel_password_env", "topology single has no sentinels", {"sentinel_password_env": "NAME"}),
-        ("password_file", "password_env gives", {"password_env": "NAME", "password_file": "/file"}),
-        ("tls_key", "belong together", {"url": "rediss://host", "tls_cert": __file__}),
-        ("tls_cert", "belong together", {"url": "rediss://host", "tls_key": __file__}),
-        ("tls_ca", "asks for no TLS", {"tls_ca": __file__}),
+        ("nodes", "nodes is set, but topology is a single server", {"nodes": ["host:1"]}),
+        ("master_name", "needs the name", {"topology": "sentinel"}),
+        ("master_name", "topology cluster does not use sentinels", {"topology": "cluster", "master_name": "m"}),
+        ("sentinel_password_env", "topology single does not use sentinels", {"sentinel_password_env": "NAME"}),
+        ("password_file", "password_env and password_file are", {"password_env": "NAME", "password_file": "/file"}),
+        ("tls_key", "tls_cert and tls_key need each other", {"url": "rediss://host", "tls_cert": __file__}),
+        ("tls_cert", "tls_cert and tls_key need each other", {"url": "rediss://host", "tls_key": __file__}),
+        ("tls_ca", "the TLS options need a url with TLS", {"tls_ca": __file__}),
         ("tls_ca", "/nonexistent cannot be read: No such file", {"url": "rediss://host", "tls_ca": "/nonexistent"}),
-        ("tls_ca", "url gives ssl_ca_certs", {"url": "rediss://host?ssl_ca_certs=/file", "tls_ca": __file__}),
+        ("tls_ca", "url already sets ssl_ca_certs", {"url": "rediss://host?ssl_ca_certs=/file", "tls_ca": __file__}),
         ("url", "only database 0", {"topology": "cluster", "url": "redis://host/3"}),
         ("url", "not a Unix socket", {"topology": "cluster", "url": "unix:///run/redis.sock"}),
         ("url", "not a Unix socket", {"topology": "sentinel", "master_name": "m", "url": "unix:///run/redis.sock"}),
-        ("nodes", "node 2 is no address", {"topology": "cluster", "nodes": ["host:1", f"me:{WRONG}@host:1"]}),
-        ("nodes", "node 1 is no address", {"topology": "cluster", "nodes": [f"redis://:{WRONG}@host:1"]}),
+        ("nodes", "node 2 is not an address", {"topology": "cluster", "nodes": ["host:1", f"me:{WRONG}@host:1"]}),
+        ("nodes", "node 1 is not an address", {"topology": "cluster", "nodes": [f"redis://:{WRONG}@host:1"]}),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(field: str, said: str, options: dict[str, Any]) -> None:

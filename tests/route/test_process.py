@@ -161,7 +161,7 @@ def test_nodes_come_and_go_with_their_file(publisher: ZmqPublisher, tmp_path: Pa
         wait_until(lambda: router.score(PROMPT) == {"a": {"cpu": 8}}, what="the replay")
         file.write_text(table.format("a") + "[[node]]\nname = 7\n")
         router.process.send_signal(signal.SIGHUP)
-        wait_until(lambda: "the nodes stay as they are" in router.log, what="the refusal")
+        wait_until(lambda: "the list of nodes is unchanged, because the file is" in router.log, what="the refusal")
         with ZmqPublisher(ANY, ANY) as other:
             other.publish(SECOND | {"parent_block_hash": None})
             second = table.replace(publisher.events, other.events).replace(publisher.replay, other.replay)

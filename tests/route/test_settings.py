@@ -40,12 +40,12 @@ def test_options_of_the_command_line_come_before_those_of_the_file(tmp_path: Pat
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ((), "there is no node"),
-        (("a",), "'a' is no node"),
-        (("=tcp://a:1",), "is no node"),
-        (("a=a:1",), "'a:1' is no endpoint"),
-        (("a=tcp://*:1",), "'tcp://\\*:1' is no address to connect to"),
-        (("a=tcp://a:1,inproc://x",), "'inproc://x' is no endpoint"),
+        ((), "no node is configured"),
+        (("a",), "'a' is not a node"),
+        (("=tcp://a:1",), "is not a node"),
+        (("a=a:1",), "'a:1' is not an endpoint"),
+        (("a=tcp://*:1",), "'tcp://\\*:1' is not an address to connect to"),
+        (("a=tcp://a:1,inproc://x",), "'inproc://x' is not an endpoint"),
     ],
 )
 def test_what_is_no_node(given: tuple[str, ...], said: str) -> None:
@@ -61,7 +61,7 @@ def test_what_is_no_node(given: tuple[str, ...], said: str) -> None:
         ("[[node]]\nname = 'a'", "events"),
         ("[[nodes]]\nname = 'a'", "unknown key 'nodes'"),
         ("[[node", "end of document"),
-        ("[[node" + ".a" * 3000 + "]]", "line 1: nested more than"),
+        ("[[node" + ".a" * 3000 + "]]", "line 1: tables are nested more than"),
         ("[[node]]\nname = 'a'\nevents = 'tcp://a:1'\nserver_key = 'k'", "this router has none"),
     ],
 )
@@ -73,7 +73,7 @@ def test_what_is_no_file_of_nodes(text: str, said: str, tmp_path: Path) -> None:
 
 
 def test_the_command_refuses_what_cannot_work(tmp_path: Path) -> None:
-    assert "there is no node" in run("route").stderr
+    assert "no node is configured" in run("route").stderr
     done = run("route", "--nodes", str(tmp_path / "none.toml"))
     assert (done.returncode, "cannot be read" in done.stderr, "check --nodes" in done.stderr) == (2, True, True)
     assert run("route", "--node", "a=tcp://a:1", "--tls-cert", "c.pem").returncode == 2

@@ -134,7 +134,7 @@ def test_another_storage_of_sglang_is_a_contradiction(options: list[str]) -> Non
 
 def test_a_script_connects_itself_and_anything_else_is_named() -> None:
     assert connected(["python", "chat.py"], ALL, HERE) == (["python", "chat.py"], [])
-    assert "no command of vLLM or SGLang" in connected(["llama-server"], ALL, HERE).notes[0]
+    assert "is not a known command of vLLM or SGLang, so it gets" in connected(["llama-server"], ALL, HERE).notes[0]
 
 
 @given(st.lists(st.text(max_size=30), min_size=1, max_size=8))

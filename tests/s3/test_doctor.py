@@ -35,8 +35,8 @@ def test_strangers_and_a_bucket_without_a_bound_are_warned_of() -> None:
     ("answer", "fact", "advice"),
     [
         (Answer(403, "SignatureDoesNotMatch"), "refuses the secret key", "AWS_ACCESS_KEY_ID"),
-        (Answer(404, "NoSuchBucket"), "there is no such bucket", "make the bucket"),
-        (Answer(404, body=b"404 page not found"), "no bucket of an object store is there", "the S3 API"),
+        (Answer(404, "NoSuchBucket"), "the bucket does not exist", "make the bucket"),
+        (Answer(404, body=b"404 page not found"), "no bucket answers at the endpoint", "the S3 API"),
         (Answer(403, "RequestTimeTooSkewed"), "the clocks of the store", "NTP"),
     ],
 )
@@ -58,7 +58,7 @@ def test_https_to_a_store_that_speaks_http_says_so() -> None:
     with S3Peer() as peer:
         found = ask("s3", url=URL, endpoint=peer.endpoint.replace("http://", "https://"), anonymous=True)
     assert levels(found) == {"plugin.usable": "ok", "s3.reachable": "fail"}
-    assert "no TLS is spoken there" in found["s3.reachable"].fact
+    assert "endpoint is https://, but the server does not speak TLS" in found["s3.reachable"].fact
     assert "http://" in found["s3.reachable"].advice
 
 
@@ -66,7 +66,7 @@ def test_a_key_without_its_secret_is_told_by_name(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY", raising=False)
     (refused,) = [each for each in ask("s3", url=URL).values() if each.level == "fail"]
-    assert "AWS_ACCESS_KEY_ID is set, and AWS_SECRET_ACCESS_KEY is not" in refused.fact
+    assert "AWS_ACCESS_KEY_ID is set, but AWS_SECRET_ACCESS_KEY is not" in refused.fact
 
 
 def test_a_silent_store_fails_by_the_deadline() -> None:

@@ -165,7 +165,7 @@ def test_wrong_credentials_are_a_typed_error_and_cost_no_engine_anything(weed: S
 @pytest.mark.parametrize(
     ("status", "code", "said"),
     [
-        (507, "InsufficientStorage", "the store takes no more (InsufficientStorage)"),
+        (507, "InsufficientStorage", "the store is full (InsufficientStorage)"),
         (403, "RequestTimeTooSkewed", "the clocks of the store and of this machine differ"),
     ],
 )

@@ -161,7 +161,7 @@ def test_options_that_cannot_be_are_refused(options: dict[str, object], said: st
     [
         ("", "no section [default]"),
         ("[default]\naws_access_key_id = hunter2\n", "no aws_access_key_id and aws_secret_access_key"),
-        ("aws_access_key_id = hunter2", "another form"),
+        ("aws_access_key_id = hunter2", "lines that are"),
         (None, "cannot be read: No such file"),
     ],
 )
@@ -173,7 +173,7 @@ def test_a_credentials_file_without_credentials_is_refused(tmp_path: Path, text:
         open_s3_tier("http://127.0.0.1:1", URL, credentials_file=str(file))
     assert said in str(refused.value)
     assert refused.value.where.endswith("credentials_file")
-    assert ("be able to read it" in refused.value.hint) == (text is None)
+    assert ("let the server's user read the file" in refused.value.hint) == (text is None)
     assert "hunter2" not in all_text(refused.value)
 
 
@@ -230,15 +230,15 @@ def test_the_bytes_are_signed_only_if_asked(peer: S3Peer, tmp_path: Path) -> Non
     ("status", "code", "fact", "hint"),
     [
         (403, "SignatureDoesNotMatch", "refuses the secret key", "AWS_ACCESS_KEY_ID"),
-        (403, "InvalidAccessKeyId", "knows no such access key", "AWS_ACCESS_KEY_ID"),
+        (403, "InvalidAccessKeyId", "the store does not know the access key", "AWS_ACCESS_KEY_ID"),
         (403, "AccessDenied", "refuses the access", "ListBucket"),
         (403, "RequestTimeTooSkewed", "the clocks of the store and of this machine differ", "NTP"),
         (400, "ExpiredToken", "have expired", "renew"),
-        (404, "NoSuchBucket", "there is no such bucket", "make the bucket"),
+        (404, "NoSuchBucket", "the bucket does not exist", "make the bucket"),
         (301, "PermanentRedirect", "another endpoint", "region"),
         (400, "AuthorizationHeaderMalformed", "another region", "region"),
         (403, "SomethingNew", "refuses the access (SomethingNew, status 403)", ""),
-        (418, "", "refuses it (status 418)", ""),
+        (418, "", "refuses the request (status 418)", ""),
     ],
 )
 def test_what_fails_as_a_whole_is_a_typed_error_with_a_hint(
@@ -292,7 +292,7 @@ def test_a_full_store_fails_the_values_and_is_a_problem_until_it_stores_again(
         assert put(tier, KEYS[1:4]) == [FAILED] * 3
         assert get(tier, KEYS[:1], 5) == [5]
         (problem,) = tier.problems()
-        assert "the store takes no more" in problem
+        assert "the store is full" in problem
         assert "bucket" in problem
     peer.script = lambda _method, _path: None
     assert put(tier, KEYS[1:4]) == [STORED] * 3
@@ -330,7 +330,7 @@ def test_values_that_are_not_what_they_should_be(peer: S3Peer, opened: Callable[
 def test_a_missing_bucket_is_no_empty_one(peer: S3Peer) -> None:
     tier = open_s3_tier(peer.endpoint, "s3://another", anonymous=True)
     for call in (lambda: tier.contains(KEYS[:3], deadline=soon()), lambda: get(tier, KEYS[:3], 5)):
-        with pytest.raises(TierError, match="there is no such bucket"):
+        with pytest.raises(TierError, match="the bucket does not exist"):
             call()
     peer.buckets["another"] = {}
     assert tier.contains(KEYS[:3], deadline=soon()) == [MISSING] * 3

@@ -337,11 +337,11 @@ def of_turned_states() -> MambaPoolHost:
     ("make", "why"),
     [
         (lambda: MHATokenToKVPoolHost("page_unified"), "layout is 'page_unified'"),
-        (type("DSAIndexerPoolHost", (MHATokenToKVPoolHost,), {}), "its kind is not known"),
+        (type("DSAIndexerPoolHost", (MHATokenToKVPoolHost,), {}), "its kind has no exact conversion"),
         (type("MHATokenToKVPoolHost", (MHATokenToKVPoolHost,), {"v_head_dim": 3}), "values 3"),
         (type("MLATokenToKVPoolHost", (MLATokenToKVPoolHost,), {"dcp_size": 2}), "decode context"),
         (lambda: MambaPoolHost("layer_first"), "layout is 'layer_first'"),
-        (of_turned_states, "do not lie"),
+        (of_turned_states, "are not in the order"),
     ],
 )
 def test_a_pool_that_is_not_known_to_convert_is_left_out(
@@ -369,13 +369,13 @@ def test_a_model_with_a_pool_that_cannot_be_kept_stores_nothing(
     with Engine(server.endpoint, MHATokenToKVPoolHost()) as engine:
         assert engine.store(keys(1)) == [True]
         engine.cache.add_pool("indexer", type("DSAIndexerPoolHost", (), {})())
-        assert "nothing is cached: pool indexer" in caplog.text
+        assert "SGLang's KV is not cached: pool indexer" in caplog.text
         assert engine.store(keys(1, seed="more")) == [False]
         assert engine.cache.find(keys(1)).pages == 0
     first = Worker(tp_rank=0, tp_size=2, replicated=True)
     with Engine(server.endpoint, MLATokenToKVPoolHost(), worker=first) as engine:
         engine.cache.add_pool("draft", MHATokenToKVPoolHost())
-        assert "the heads of pool draft are split" in caplog.text
+        assert "pool draft is not cached" in caplog.text
 
 
 def test_an_engine_starts_without_a_server_and_finds_one_later() -> None:

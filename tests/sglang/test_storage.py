@@ -104,9 +104,9 @@ def unreadable(_engine: str) -> ModelFacts:
     ("given", "why"),
     [
         ({"extra": None, "facts": unreadable}, "SGLang has other settings now"),
-        ({"extra": {"kvframework.endpiont": "x"}}, "backend-extra-config: there is no option kvframework.endpiont"),
+        ({"extra": {"kvframework.endpiont": "x"}}, "backend-extra-config: unknown option kvframework.endpiont"),
         ({"extra": {"kvframework.endpoint": "http://x"}}, "http://x"),
-        ({"extra": {}, "version": "0.4.0"}, "this is SGLang 0.4.0"),
+        ({"extra": {}, "version": "0.4.0"}, "SGLang 0.4.0"),
     ],
     ids=["facts", "option", "endpoint", "release"],
 )
@@ -267,8 +267,8 @@ LINKER_MISSES = [[], False, -1, True, True, False, 0, False]
     ("given", "why"),
     [
         ({"extra": {}, "facts": unreadable}, "SGLang has other settings now"),
-        ({"extra": {"kvframework.endpiont": "x"}}, "linker-config: there is no option kvframework.endpiont"),
-        ({"extra": {}, "version": "0.5.24"}, "the interface of linkers changes"),
+        ({"extra": {"kvframework.endpiont": "x"}}, "linker-config: unknown option kvframework.endpiont"),
+        ({"extra": {}, "version": "0.5.24"}, "is not supported: its linker interface changes with each release"),
         ({"extra": {}, "pp_size": 2}, "pipeline parallelism"),
         ({"extra": {}, "components": ("FULL", "SWA")}, "a cache of FULL, SWA"),
     ],

@@ -82,7 +82,7 @@ def test_a_cache_that_another_model_began_is_neither_stored_nor_continued(server
         _, cache, restored = kv.prefill(PROMPT)
         set_adapter(layers, "b")
         assert kv.save(PROMPT, cache).tokens == 0
-        assert "changed since" in caplog.text
+        assert "changed after" in caplog.text
         set_adapter(layers, "a")
         assert kv.save(PROMPT, cache).tokens == 3 * CHUNK
         restored = kv.restore(PROMPT)

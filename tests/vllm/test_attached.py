@@ -288,7 +288,7 @@ def test_another_packing_never_mixes(make: Any) -> None:
 def test_a_server_that_comes_later_is_found(server: ServerProcess, caplog: pytest.LogCaptureFixture) -> None:
     server.stop()
     with closing(Engine(server)) as engine:
-        assert caplog.text.count("no KV is loaded or stored until there is a server") == 1
+        assert caplog.text.count("no KV is loaded or stored until a server accepts this engine") == 1
         request = FakeRequest("a", list(range(CHUNK)))
         assert engine.match(request) == 0
         engine.compute(request, [[1, 2]])

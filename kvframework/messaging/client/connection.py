@@ -272,7 +272,7 @@ class Connection:
     def _spec(self, name: str) -> RequestSpec:
         spec = self.table.get(name)
         if spec is None:
-            raise errors.UnknownRequest(f"there is no request {name!r}")
+            raise errors.UnknownRequest(f"unknown request {name!r}")
         return spec
 
     def _supervise(self) -> None:
@@ -318,7 +318,7 @@ class Connection:
             self.on_up(reply, arena_fd)
             self.last_error = None
             self._welcomed = self._was_up = True
-            logger.info("connected to the server at %s, boot %s", self.endpoint, reply.boot_id.hex()[:8])
+            logger.info("connected to the server at %s, server start %s", self.endpoint, reply.boot_id.hex()[:8])
             self._notify()
             link.ended.wait()
         except errors.KVFrameworkError as error:
@@ -336,7 +336,7 @@ class Connection:
         if up:
             if not self._closing.is_set():
                 self.last_error = link.gone()
-                logger.warning("lost the server at %s: %s", self.endpoint, self.last_error.fact)
+                logger.warning("lost the connection to the server at %s: %s", self.endpoint, self.last_error.fact)
             try:
                 self.on_down()
             except Exception as error:
@@ -354,9 +354,9 @@ class Connection:
         if not self._closing.is_set() and (str(error) != str(self.last_error) or now >= self._log_again_at):
             self._log_again_at = now + LOG_AGAIN_S
             if isinstance(error, errors.ServerGone):
-                logger.info("no server at %s: %s", self.endpoint, error.fact)
+                logger.info("no server answers at %s: %s", self.endpoint, error.fact)
             elif isinstance(error, errors.OutOfResources):
-                logger.warning("no connection to %s for now: %s", self.endpoint, error)
+                logger.warning("cannot connect to %s for now: %s", self.endpoint, error)
             elif isinstance(error, errors.KVFrameworkError):
                 logger.error("the server at %s cannot be used: %s", self.endpoint, error)
             else:
@@ -372,7 +372,9 @@ class Connection:
         listener, without an answer in time, or on `closing()`; `EndpointError` for an ipc:// endpoint in a directory
         that others may write to; else the server's refusal."""
         address = _probe(self.endpoint, self.deadlines.hello_s)
-        unanswered = errors.ServerGone("no answer to HELLO", where=self.endpoint, hint=_hint(address, self.keys))
+        unanswered = errors.ServerGone(
+            "the server did not answer HELLO", where=self.endpoint, hint=_hint(address, self.keys)
+        )
         assert self._context is not None
         with contextlib.ExitStack() as undo:
             dealer = self._context.socket(zmq.DEALER)
@@ -447,10 +449,10 @@ def _accepted(dealer: frames_io.Socket, envelope: Envelope, hello: Hello) -> Hel
 
 def _hint(address: Endpoint | None, keys: LoadedKeys | None) -> str:
     if address is None:
-        return "a process listens there but does not answer: is it stopped or blocked?"
+        return "a process listens at the endpoint but does not answer; check whether it is stopped or blocked"
     if keys is None:
         return "a server with CURVE keys does not answer clients without keys: see `kvframework keys new --help`"
-    return "check that it is this server's public key, and that the server admits this client's public key"
+    return "check the server's public key here, and that the server admits this client's public key"
 
 
 def _probe(endpoint: str, timeout: float) -> Endpoint | None:
@@ -459,7 +461,9 @@ def _probe(endpoint: str, timeout: float) -> Endpoint | None:
     local = address.kind == "ipc"
     place: Any = address.path
     if local and os.path.exists(place + FULL_SUFFIX) and not os.path.exists(place):
-        raise errors.ServerFull("the server accepts no client at the moment: its descriptors run low", where=endpoint)
+        raise errors.ServerFull(
+            "the server accepts no clients for now, because it has few open files left", where=endpoint
+        )
     try:
         if not local:
             family, _, _, _, place = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
@@ -470,5 +474,7 @@ def _probe(endpoint: str, timeout: float) -> Endpoint | None:
             # A user who may write there could replace the socket by that of another server.
             check_private_directory(Path(place).parent, owner=trusted_server_uid())
     except OSError as error:
-        raise errors.ServerGone(f"no server listens: {error.strerror or error}", where=endpoint) from None
+        raise errors.ServerGone(
+            f"no server listens at the endpoint: {error.strerror or error}", where=endpoint
+        ) from None
     return None if local else address

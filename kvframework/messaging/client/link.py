@@ -394,7 +394,7 @@ class Link:
             self._within.discard(threading.get_ident())
 
     def _interrupted(self, error: BaseException) -> None:
-        self._stop(errors.ServerGone(f"{type(error).__name__} interrupted a message"))
+        self._stop(errors.ServerGone(f"{type(error).__name__} interrupted sending a message"))
 
     def _send_outbox(self) -> None:
         """Send what `begin` has left, oldest first. Raises `zmq.ZMQError` once the link has ended."""
@@ -443,7 +443,7 @@ class Link:
             try:
                 envelope = split(frames)
             except errors.ProtocolError as error:
-                logger.error("dropped a message of the server: %s", error)
+                logger.error("dropped an invalid message of the server: %s", error)
                 continue
             item = self._pending.take(envelope.request_id)
             if item is not None:
@@ -473,7 +473,7 @@ class Link:
         except errors.KVFrameworkError:
             return  # it grants nothing
         except Exception:
-            logger.exception("what a late answer to %s granted could not be released", item.spec.name)
+            logger.exception("leases in a late answer to %s could not be released", item.spec.name)
 
     def _on_pong(self, ping: Ping, reply: Future[Answer]) -> None:
         """Any answer shows that the server's loop is alive."""
@@ -487,7 +487,7 @@ class Link:
     def _full(self, item: Request) -> errors.KVFrameworkError:
         now = self._clock()
         self.watch.doubt(now, now)
-        return errors.ServerGone("the server accepts no more messages", where=item.spec.name)
+        return errors.ServerGone("the server does not read this client's messages", where=item.spec.name)
 
     def _stop(self, reason: errors.KVFrameworkError | None = None) -> None:
         self.reason = self.reason or reason

@@ -93,7 +93,7 @@ class Watch:
         """Log a silence once it has lasted: a single late answer needs no action of an operator."""
         if self.suspect and not self._logged and now - self._suspect_since >= SILENCE_S:
             self._logged = True
-            logger.warning("the server does not answer: every lookup is a miss until it does")
+            logger.warning("the server does not answer; lookups are misses until it does")
 
 
 class Reports:
@@ -220,5 +220,5 @@ def _receive_arena(sock: socket.socket, path: str) -> int | None:
     if data == WITHOUT_ARENA:
         return None
     raise ProtocolError(
-        "the liveness socket delivered no descriptor", where=path, hint="is the limit of open files reached?"
+        "the liveness socket delivered no descriptor", where=path, hint="check this process's limit of open files"
     )

@@ -127,25 +127,27 @@ class InFlight:
         handler = self._handlers.get(envelope.type)
         if handler is None:
             raise errors.UnknownRequest(
-                f"there is no request {envelope.type!r}", hint="configure the plugin that serves it"
+                f"unknown request {envelope.type!r}", hint="configure the plugin that serves it"
             )
         spec, buffers = handler.spec, envelope.buffers
         if (session.session_id, envelope.request_id) in self._calls:
-            raise errors.MalformedFrames(f"request id {envelope.request_id} is in flight already", where=spec.name)
+            raise errors.MalformedFrames(f"request id {envelope.request_id} is already in use", where=spec.name)
         if len(buffers) > spec.buffers:
             raise errors.MalformedFrames(
-                f"{len(buffers)} buffers", where=spec.name, available=f"at most {spec.buffers}"
+                f"found {len(buffers)} buffers", where=spec.name, available=f"at most {spec.buffers}"
             )
         if session.in_flight >= MAX_IN_FLIGHT:
             raise errors.ProtocolError(
-                f"{MAX_IN_FLIGHT} requests are in flight", hint="wait for answers before sending more"
+                f"the client has {MAX_IN_FLIGHT} requests in progress", hint="wait for answers first"
             )
         payload = decode(envelope.payload, spec.payload, where=spec.name)
         call = Call(session, identity, envelope.request_id, handler, payload, buffers, received)
         if call.nbytes and session.bytes_in_flight + call.nbytes > MAX_BYTES_IN_FLIGHT:
-            fact = f"{session.bytes_in_flight} bytes of this client are in flight, {call.nbytes} more arrived"
-            hint = "wait for answers before sending more"
-            raise errors.MessageTooLarge(fact, where=spec.name, available=f"at most {MAX_BYTES_IN_FLIGHT}", hint=hint)
+            fact = f"this client has {session.bytes_in_flight} bytes in progress, and {call.nbytes} more arrived"
+            hint = "wait for answers first"
+            raise errors.MessageTooLarge(
+                fact, where=spec.name, available=f"at most {MAX_BYTES_IN_FLIGHT} bytes", hint=hint
+            )
         if handler.ordered:
             session.ordered.append(call)
             if len(session.ordered) > 1:

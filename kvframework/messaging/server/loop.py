@@ -138,7 +138,9 @@ class MessageServer:
             self._open()
         except (OSError, zmq.ZMQError) as error:
             self._resources.close()
-            raise errors.EndpointError(f"cannot listen: {error}", where=" and ".join(self._endpoints)) from error
+            raise errors.EndpointError(
+                f"the server cannot listen: {error}", where=" and ".join(self._endpoints)
+            ) from error
 
     def serve_forever(self) -> None:
         """Serve until `stop()`, then end every session and close everything. Blocks: the caller becomes the serving
@@ -258,7 +260,7 @@ class MessageServer:
         if self._liveness is not None:
             self._liveness.expire(now)
         for session in self._table.expire(now):
-            logger.warning("session %d of %s was silent for too long", session.session_id, session.name)
+            logger.warning("ending session %d of %s, which sent nothing for too long", session.session_id, session.name)
             self._end(session)
         try:
             self.served.on_tick()
@@ -266,23 +268,23 @@ class MessageServer:
         except Exception:
             self.counters["tick_errors"] += 1
             if not self._tick_failing:  # one line, not one a tick
-                logger.exception("a tick failed")
+                logger.exception("the server's periodic work failed")
             self._tick_failing = True
 
     def _wind_down(self) -> None:
         self._stopping = True
-        logger.info("stopping: %d requests in flight have %.1f s", self._calls.in_flight, self._grace_s)
+        logger.info("stopping: %d requests in progress may take %.1f s", self._calls.in_flight, self._grace_s)
         until = self._clock() + self._grace_s
         for router in self._routers.sockets:
             self._receive(router)
         while self._calls.in_flight and self._clock() < until:
             self._guarded_round(until)
-        self._calls.answer_all(errors.ShuttingDown("the server stopped before the request was done"))
+        self._calls.answer_all(errors.ShuttingDown("the server stopped before the request ended"))
         sessions, until = self._table.sessions(), self._clock() + SESSIONS_END_S
         while sessions and self._clock() < until:
             self._end(sessions.pop())
         if sessions:
-            logger.warning("%d sessions end with the server, without a GOODBYE", len(sessions))
+            logger.warning("%d client sessions end because the server stops", len(sessions))
 
     # one message
 
@@ -325,14 +327,14 @@ class MessageServer:
             raise errors.ShuttingDown("the server is stopping")
         if envelope.request_id == NO_ANSWER and envelope.type not in ONE_WAY_REQUESTS:
             raise errors.MalformedFrames(
-                "a request id that asks for no answer", where=envelope.type, available="another id"
+                "the request id is reserved", where=envelope.type, available="another request id"
             )
         if envelope.type == "HELLO":
             self._hello(identity, session, envelope)
             self._took("HELLO", received)
         elif session is None:
             raise errors.HelloRequired(
-                f"{envelope.type!r} arrived before HELLO or after the session's end", hint="say HELLO"
+                f"{envelope.type!r} arrived before HELLO or after the session's end", hint="send HELLO"
             )
         elif envelope.type == "GOODBYE":
             self._goodbye(identity, session, envelope)

@@ -107,7 +107,7 @@ class SessionTable:
         taken, most = (self._remote, self._max // 2) if remote else (len(self._by_token), self._max)
         if taken >= most or len(self._by_token) >= self._max:
             fact = f"{taken} client sessions are open{' over TCP' if remote else ''}"
-            raise ServerFull(fact, available=f"{most} at most", hint="close clients that are not used")
+            raise ServerFull(fact, available=f"at most {most}", hint="close clients that are not used")
         self._remote += remote
         self._last_id += 1
         session = ClientSession(self._last_id, hello.pid, printable(hello.client[:_MAX_NAME]), self._clock())
@@ -122,7 +122,7 @@ class SessionTable:
         the routing id belongs to another session or there are too many."""
         session = self._by_token.get(token)
         if session is None:
-            raise HelloRequired("there is no such session to join", hint="send HELLO without a session")
+            raise HelloRequired("the session to join does not exist", hint="send HELLO without a session")
         if self._by_identity.get(identity, session) is not session:
             raise ProtocolError("this connection belongs to another session")
         if identity not in session.identities and len(session.identities) >= MAX_IDENTITIES:
@@ -304,7 +304,7 @@ class LivenessServer:
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
                 # The listener would stay readable and keep the loop busy: pause until the next tick.
-                logger.warning("cannot accept a liveness connection: %s", error)
+                logger.warning("cannot accept a client's liveness connection: %s", error)
                 self._epoll.unregister(self._listener.fileno())
                 self._listening = False
             return False
@@ -338,7 +338,7 @@ class LivenessServer:
             session.processes[sock] = process
             self._answer(sock, session)
         except OSError as error:
-            logger.warning("cannot answer on a liveness socket: %s", error)
+            logger.warning("cannot answer on a client's liveness socket: %s", error)
             session.processes.pop(sock, None)
             session.local = bool(session.processes)
             if process is not None:
@@ -440,4 +440,4 @@ class Refusals:
 
 
 def _reason(error: KVFrameworkError) -> str:
-    return f"{error.fact}; available: {error.available}" if error.available else error.fact
+    return f"{error.fact}; expected: {error.available}" if error.available else error.fact

@@ -149,7 +149,7 @@ class EndpointFiles:
         for path in self._sockets:
             with contextlib.suppress(FileNotFoundError):
                 if not stat.S_ISSOCK(os.lstat(path).st_mode):
-                    fact = f"{path} exists and is no socket"
+                    fact = f"{path} exists and is not a socket"
                     raise EndpointError(fact, where=self._endpoint, hint="choose another path")
                 yield path
 
@@ -222,7 +222,7 @@ class Routers:
         try:
             self.send(identity, request_id, ERROR_TYPE, payload)
         except Exception:  # an error text that cannot be encoded, or is far too long
-            logger.exception("an error frame cannot be sent as it is")
+            logger.exception("an error reply could not be encoded")
             self.send(identity, request_id, ERROR_TYPE, ErrorPayload(payload.code, "see the server's log"))
 
     def close(self) -> None:
@@ -310,8 +310,8 @@ class ListenerSockets(Sockets):
             try:
                 _bind(socket, endpoint, self._keys, self._admit_uids)
             except zmq.ZMQError as error:
-                fact = f"it cannot be listened at: {error.strerror}"
-                hint = "name an address of this machine that is free"
+                fact = f"the server cannot listen there: {error.strerror}"
+                hint = "use a free address of this machine"
                 raise EndpointError(fact, where=f"{where} = {endpoint}", hint=hint) from None
 
         _when_free(bind)
@@ -381,8 +381,8 @@ class Gate:
         """Raise `ServerFull` if no new session may be opened."""
         if not self.admits["sessions"]:
             raise ServerFull(
-                f"more than {SESSIONS_SHARE:.0%} of the server's {descriptor_limit()} descriptors are in use",
-                hint="close connections that are not used, or raise LimitNOFILE of the server",
+                f"more than {SESSIONS_SHARE:.0%} of the server's {descriptor_limit()} open files are in use",
+                hint="close unused connections, or raise LimitNOFILE of the server",
             )
 
     def status(self) -> dict[str, object]:
@@ -396,7 +396,7 @@ class Gate:
                 self._failing = False
             except Exception:
                 if not self._failing:  # one line, not ten a second
-                    logger.exception("the gate continues after an internal error")
+                    logger.exception("accepting connections continues after an internal error")
                 self._failing, pause = True, LATEST_S
 
     def _look(self) -> float:
@@ -414,12 +414,12 @@ class Gate:
             self.admits[kind] = is_open
             _move(door, is_open)
             if is_open and all(self.admits.values()):
-                logger.info("%d of %d descriptors are in use: new clients are accepted again", in_use, limit)
+                logger.info("new clients are accepted again: %d of %d open files are in use", in_use, limit)
             elif kind == "local":
                 self._counters["local_shut"] += not is_open
             elif not is_open:
-                what = "new clients are refused" if kind == "sessions" else "new readers of events wait"
-                logger.warning("%d of %d descriptors are in use: %s", in_use, limit, what)
+                what = "new clients are refused" if kind == "sessions" else "new event readers wait"
+                logger.warning("%d of %d open files are in use: %s", in_use, limit, what)
         return max(left / FASTEST_PER_S, SOONEST_S)
 
 

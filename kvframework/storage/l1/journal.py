@@ -102,7 +102,7 @@ def pack_blob(value: msgspec.Struct, room: int) -> bytes:
     """Return the bytes of a blob. Raises `ValueError` if there is no room for it."""
     packed = msgspec.msgpack.encode(value)
     if 12 + len(packed) > room:
-        raise ValueError(f"{len(packed)} bytes, at most {room - 12}")
+        raise ValueError(f"the text has {len(packed)} bytes, at most {room - 12} fit")
     return struct.pack("<IQ", len(packed), xxhash.xxh3_64_intdigest(packed)) + packed
 
 
@@ -200,19 +200,19 @@ class Found(NamedTuple):
 
 def read_identity(journal: memoryview) -> Identity:
     """Return the journal's identity. Raises `Cold`."""
-    size = Cold("damaged", f"a journal of {journal.nbytes} bytes")
+    size = Cold("damaged", f"the journal has {journal.nbytes} bytes")
     if journal.nbytes < PREFIX.size:
         raise size
     magic, schema = PREFIX.unpack_from(journal)
     if magic != MAGIC:
-        raise Cold("no_journal", "it has ended, or is none")
+        raise Cold("no_journal", "the kept memory has no journal, or a closed one")
     if schema != SCHEMA:
-        raise Cold("other_release", f"a journal of schema {schema}, this release reads {SCHEMA}")
+        raise Cold("other_release", f"the journal has schema {schema}, expected {SCHEMA}")
     if journal.nbytes < SLOTS_AT or (journal.nbytes - SLOTS_AT) % SLOT_BYTES:
         raise size
     identity = read_blob(journal[IDENTITY_AT : IDENTITY_AT + IDENTITY_BYTES], Identity)
     if identity is None:
-        raise Cold("damaged", "the journal's identity")
+        raise Cold("damaged", "the journal's identity is damaged")
     return identity
 
 
@@ -221,7 +221,7 @@ def read_start(journal: memoryview) -> Start:
     places = (journal[at : at + START_BYTES] for at in (STARTS_AT, STARTS_AT + START_BYTES))
     starts = [start for place in places if (start := read_blob(place, Start)) is not None]
     if not starts:
-        raise Cold("damaged", "the journal's record of starts")
+        raise Cold("damaged", "the journal's record of starts is damaged")
     return max(starts, key=lambda start: start.serial)
 
 
@@ -241,7 +241,7 @@ def read_slots(region: memoryview, capacity: int) -> FoundSlots:
             continue
         kind, tenant = state & _KIND, state >> 8 & 0xFFFF
         if digest(body, state >> 8) != checksum:
-            raise Cold("damaged", f"slot {slot} of the journal")
+            raise Cold("damaged", f"slot {slot} of the journal is damaged")
         if state > latest:
             latest = state
         offset, length, key, writer = SLOT.unpack(body)
@@ -251,14 +251,14 @@ def read_slots(region: memoryview, capacity: int) -> FoundSlots:
         elif kind == RESERVED:
             reservations.append(FoundReservation(slot, offset, length, writer, tenant))
         else:
-            raise Cold("damaged", f"the state of slot {slot} of the journal")
+            raise Cold("damaged", f"the state of slot {slot} of the journal is unknown")
     objects.sort(key=attrgetter("state"), reverse=True)
     objects.sort(key=attrgetter("used"))
     free.reverse()
     ranges = [(each.offset, each.length) for each in objects]
     gaps, end = _gaps([*ranges, *((each.offset, each.length) for each in reservations)], capacity)
     if len({each.key for each in objects}) != len(objects):
-        raise Cold("damaged", "two objects of one name")
+        raise Cold("damaged", "two objects have the same name")
     return FoundSlots(objects, reservations, free, latest >> 24, gaps, end)
 
 
@@ -281,12 +281,12 @@ def _gaps(ranges: list[tuple[int, int]], capacity: int) -> tuple[list[tuple[int,
     end = 0
     for offset, length in ranges:
         if offset < end or offset % ALIGNMENT or length <= 0:
-            raise Cold("damaged", f"the range at byte {offset} of the arena")
+            raise Cold("damaged", f"the range at byte {offset} of the arena is wrong")
         if offset > end:
             gaps.append((end, offset - end))
         end = offset + rounded(length)
     if end > capacity:
-        raise Cold("damaged", f"a range that ends at byte {end} of {capacity}")
+        raise Cold("damaged", f"a range ends at byte {end} of an arena of {capacity} bytes")
     return gaps, end
 
 
@@ -552,7 +552,7 @@ class Journal:
     def _end(self, error: Exception) -> None:
         self.ended = True
         self._put(0, bytes(PREFIX.size))
-        log.error("the journal of L1 ends, so the next server begins cold: %s", error)
+        log.error("the journal of L1 failed, so the next server starts with an empty L1: %s", error)
 
 
 _FIRST_WORD = SLOTS_AT // 8

@@ -124,16 +124,19 @@ class LeaseBook:
         """Add a lease and give it its id. Raises `RequestError` if its `payer` holds too many leases or pins."""
         payer = lease.payer
         if payer != INTERNAL_OWNER and self._open[payer] >= MAX_LEASES_PER_OWNER:
-            fact, hint = f"the client holds {MAX_LEASES_PER_OWNER} leases and tickets", "commit, abort or free them"
+            fact, hint = (
+                f"the client holds {MAX_LEASES_PER_OWNER} leases and tickets",
+                "commit, abort or free some of them",
+            )
             raise RequestError(fact, available=f"at most {MAX_LEASES_PER_OWNER} at once", hint=hint)
         lease.id = f"{self._boot}-{next(self._count):x}"
         if isinstance(lease, PinLease):
             pinned = self._pinned[payer] + len(lease.objects)
             if payer != INTERNAL_OWNER and pinned > MAX_PINS_PER_OWNER:
                 raise RequestError(
-                    f"the client would hold {pinned} pins",
+                    f"the client would pin {pinned} objects",
                     available=f"at most {MAX_PINS_PER_OWNER} at once",
-                    hint="free the tickets of requests that have ended",
+                    hint="free the tickets of ended requests",
                 )
             self._pinned[payer] = pinned
             self.pins[lease.id] = lease
@@ -194,8 +197,8 @@ def _own(leases: dict[str, L], lease_id: str, owner: int) -> L:
     lease = leases.get(lease_id)
     if lease is None or lease.owner != owner:
         raise LeaseUnknown(
-            f"there is no lease {lease_id!r} of this client",
-            hint="it ended, or the server was restarted: prepare again",
+            f"unknown lease {lease_id!r} of this client",
+            hint="the lease ended or the server restarted: prepare again",
         )
     return lease
 

@@ -158,7 +158,7 @@ class Loader:
             if record is not None:
                 self.records.add(namespace, record, learned=True)
         except Exception:
-            log.exception("a record was not read")
+            log.exception("the namespaces of a tier could not be read")
         on_done()
 
     def _load_into(self, task: LoadTask) -> LoadSteps[None]:
@@ -315,7 +315,7 @@ def _call(call: Callable[[], object]) -> None:
     try:
         call()
     except Exception:
-        log.exception("the callback of a load failed")
+        log.exception("the callback after a load failed")
 
 
 def _batches(

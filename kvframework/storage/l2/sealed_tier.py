@@ -59,7 +59,7 @@ class CodecTable:
             # Tiers rely on flat bytes.
             packed = [part if part.format == "B" and part.ndim == 1 else part.cast("B") for part in parts]
         except Exception as error:  # noqa: BLE001  any error of a plugin, which costs nothing but this value's packing
-            log.error("codec %s failed on %d bytes, which are stored unpacked: %r", name, data.nbytes, error)
+            log.error("codec %s failed, so %d bytes are stored unpacked: %r", name, data.nbytes, error)
             return NO_CODEC, [data]
         return (name, packed) if sum(part.nbytes for part in packed) < data.nbytes else (NO_CODEC, [data])
 
@@ -225,7 +225,7 @@ class L2Store(TierCalls):
         self.count(misses=outcomes.count(Outcome.MISSING))
         for key, outcome in zip(asked, outcomes, strict=True):
             if outcome is Outcome.DAMAGED:
-                self._discard(key, "it was not stored by this framework")
+                self._discard(key, "kvframework did not store it")
         found = iter(outcomes)
         return [not absent and next(found) is Outcome.FOUND for absent in lacked]
 
@@ -313,7 +313,7 @@ class L2Store(TierCalls):
             if "usage" in self.capabilities:
                 self._ask_usage()
         except TierError:
-            log.debug("tier %s: it does not work at the moment", self.name)
+            log.debug("tier %s does not work for now", self.name)
 
     def close(self) -> None:
         """Refuse later calls and close the tier, which ends the calls in flight. Idempotent, raises nothing."""
@@ -323,7 +323,7 @@ class L2Store(TierCalls):
             if not before:
                 self._tier.close()
         except Exception:
-            log.exception("tier %s: closing it failed", self.name)
+            log.exception("closing tier %s failed", self.name)
 
     def status(self) -> dict[str, object]:
         usage = self._usage
@@ -346,7 +346,7 @@ class L2Store(TierCalls):
     def _open(self, key: PackedKey, header: bytearray, place: memoryview, outcome: int | Outcome) -> bool:
         if isinstance(outcome, Outcome):
             if outcome is Outcome.DAMAGED:
-                self._discard(key, "it was not stored by this framework")
+                self._discard(key, "kvframework did not store it")
             return False
         try:
             name, packed = namespaces.unseal(header, key, place, received=outcome, layout=self._layout_of(key[:16]))
@@ -364,7 +364,7 @@ class L2Store(TierCalls):
         except Exception as error:  # noqa: BLE001  a bug of the codec is no evidence about this value or the others
             self.count(codec_failed=1)
             self.on_damaged(key)
-            log.error("tier %s: a value could not be unpacked, a miss: %r (key %s)", self.name, error, key.hex())
+            log.error("tier %s: a value could not be unpacked and is a miss: %r (key %s)", self.name, error, key.hex())
             return False
         return True
 
@@ -372,7 +372,7 @@ class L2Store(TierCalls):
         self.count(foreign_codec=1)
         if codec not in self._foreign and len(self._foreign) < MAX_FOREIGN:
             self._foreign.add(codec)
-            log.warning("tier %s: values packed by codec %r are misses: it is not in [codecs] allow", self.name, codec)
+            log.warning("tier %s: values packed by codec %r are misses: [codecs] allow lacks it", self.name, codec)
 
     def _discard(self, key: PackedKey, problem: str) -> None:
         self.count(corrupt=1)
@@ -382,27 +382,27 @@ class L2Store(TierCalls):
             try:
                 self._tier.rejected(key)
             except Exception:
-                log.exception("tier %s: its `rejected` failed", self.name)
+                log.exception("tier %s: the plugin's `rejected` failed", self.name)
             return
         log.warning("tier %s: a value is unusable and is deleted: %s (key %s)", self.name, problem, key.hex())
         try:
             self.delete([key])
         except TierError:
-            log.debug("tier %s: could not delete it", self.name)
+            log.debug("tier %s: the value could not be deleted", self.name)
 
     def _ask_for_facts(self) -> None:
         """For the status: what the tier says of itself. A bug of it is a problem there, and raises nothing."""
         try:
             self._problems = [str(each) for each in list(self._tier.problems())[:MAX_PROBLEMS]]
         except Exception as error:  # noqa: BLE001  a bug of the plugin
-            self._problems = [f"its `problems` raised {type(error).__name__}"]
+            self._problems = [f"the plugin's `problems` raised {type(error).__name__}"]
         try:
             details = msgspec.json.encode(self._tier.status())
             if len(details) > MAX_DETAILS_BYTES:
-                raise ValueError(f"{len(details)} bytes")
+                raise ValueError(f"the status has {len(details)} bytes")
             self._details = msgspec.json.decode(details, type=dict[str, Any])
         except Exception as error:  # noqa: BLE001  a bug of the plugin
-            self._problems.append(f"its `status` raised {type(error).__name__}")
+            self._problems.append(f"the plugin's `status` raised {type(error).__name__}")
             self._details = {}
 
     def _make_space(self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]]) -> None:

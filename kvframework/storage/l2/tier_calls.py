@@ -270,8 +270,8 @@ class TierCalls:
     def _refused(self, name: str) -> CircuitOpen:
         """Count a call that is not made; the caller holds the lock."""
         self.counters["refused"] += 1
-        self._note(name, "its circuit is open")
-        return CircuitOpen("the circuit is open after failures", where=self.name, hint=self.last_error)
+        self._note(name, "the tier is down")
+        return CircuitOpen("the tier is down after failures", where=self.name, hint=self.last_error)
 
     def _failed(self, call: Call, error: TierError) -> TierError:
         said = str(error)  # a log record that waits in a queue would keep the error, its frames and their views
@@ -301,7 +301,7 @@ class TierCalls:
         cause = described(error)
         self.count(bugs=1)
         if self._once.passes((name, type(error))) and not self._closed:
-            log.error("tier %s: %s raised %s, a bug in the plugin", self.name, name, cause, exc_info=error)
+            log.error("tier %s: %s raised %s, which is a bug in the plugin", self.name, name, cause, exc_info=error)
         return TierError(f"{name} raised {cause}, a bug in the plugin", where=self.name, hint="ask the plugin's author")
 
     def _succeeded(self, call: Call) -> None:
@@ -319,7 +319,7 @@ class TierCalls:
             back = was != "closed" == circuit.state
             self._durations[call.name].add(ended - call.began)
         if back:
-            log.warning("tier %s is back for %s after %.0f s", self.name, _stopped_with(call), ended - since)
+            log.warning("tier %s works again for %s after %.0f s", self.name, _stopped_with(call), ended - since)
 
 
 def _stopped_with(call: Call) -> str:

@@ -199,7 +199,7 @@ class Tiers:
         if failures:
             raise TierError(
                 "; ".join(f"{error.where}: {error.fact}" for error in failures),
-                hint="L1 and the other tiers are cleared: clear again when this one works",
+                hint="L1 and the other tiers are cleared; clear again when this tier works",
             )
         return values, nbytes
 

@@ -35,7 +35,7 @@ class ZstdOptions(Options, frozen=True):
         Meta(
             ge=-7,
             le=22,
-            description="higher packs tighter and slower, negative is fastest; 0 is Zstandard's own default, 3",
+            description="Zstandard's level: higher packs smaller and slower, negative is fastest; 0: the default, 3",
         ),
     ] = 1
 
@@ -68,9 +68,11 @@ def _planes(_options: Options) -> Codec:
 def kvf_codecs() -> list[CodecProvider[Any]]:
     """The providers of all three codecs."""
     return [
-        CodecProvider(name="none", summary="bytes as they are, no copy", create=lambda _: NoneCodec()),
-        CodecProvider(name="zstd", summary="Zstandard, lossless", options=ZstdOptions, probe=_probe, create=_zstd),
+        CodecProvider(name="none", summary="stores bytes unpacked, without a copy", create=lambda _: NoneCodec()),
         CodecProvider(
-            name="planes", summary="byte planes, then Zstandard, lossless", probe=_probe_planes, create=_planes
+            name="zstd", summary="packs by Zstandard, lossless", options=ZstdOptions, probe=_probe, create=_zstd
+        ),
+        CodecProvider(
+            name="planes", summary="packs by byte planes, then Zstandard, lossless", probe=_probe_planes, create=_planes
         ),
     ]

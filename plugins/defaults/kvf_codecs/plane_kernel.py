@@ -83,13 +83,13 @@ class NumpyKernel:
 def check_lengths(nbytes: int, planes: Sequence[int]) -> None:
     """Raise `ValueError` unless the planes share `nbytes` evenly."""
     if any(length * len(planes) != nbytes for length in planes):
-        raise ValueError(f"planes of {list(planes)} bytes for {nbytes}")
+        raise ValueError(f"the planes have {list(planes)} bytes, the object {nbytes}")
 
 
 def why_no_kernel() -> str | None:
     """Return the reason why there is no kernel at all, None if there is one."""
     if _library() is None and find_spec("numpy") is None:
-        return "the plane kernel was not built, and numpy is not installed: pip install numpy"
+        return "the compiled plane kernel is missing, and numpy is not installed: pip install numpy"
     return None
 
 
@@ -101,4 +101,4 @@ def load_kernel() -> PlaneKernel:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    return load_library(_LIBRARY, "kvf_planes", _ABI, instead="NumPy splits")
+    return load_library(_LIBRARY, "kvf_planes", _ABI, instead="NumPy splits the planes")

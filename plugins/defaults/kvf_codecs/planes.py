@@ -77,7 +77,7 @@ def read_header(packed: memoryview, nbytes: int) -> Header:
     version, width, stated, checksum = _HEADER.unpack_from(packed)
     header = Header(width, stated, checksum)
     if version != VERSION:
-        raise ValueError(f"form version {version}, expected {VERSION}")
+        raise ValueError(f"the packed form has version {version}, expected {VERSION}")
     if stated != nbytes:
         raise ValueError(f"an object of {stated} bytes, expected {nbytes}")
     if width not in (0, *WIDTHS) or packed[2:8] != bytes(6):
@@ -282,4 +282,4 @@ class PlanesCodec(Codec):
                 raise ValueError(f"a plane of {size} bytes, expected {piece.elements}")
             return self._contexts.decompressor.decompress(held, allow_extra_data=False)
         except zstandard.ZstdError as error:
-            raise ValueError(f"no whole Zstandard frame: {error}") from error
+            raise ValueError(f"not a whole Zstandard frame: {error}") from error

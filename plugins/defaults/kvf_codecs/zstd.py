@@ -74,7 +74,7 @@ class ZstdCodec(Codec):
             if found != out.nbytes:
                 raise ValueError(f"{found} bytes unpacked, expected {out.nbytes}")
         except zstandard.ZstdError as error:
-            raise ValueError(f"no whole Zstandard frame: {error}") from error
+            raise ValueError(f"not a whole Zstandard frame: {error}") from error
 
 
 def _frame(compressor: zstandard.ZstdCompressor, data: memoryview) -> Iterator[bytes]:

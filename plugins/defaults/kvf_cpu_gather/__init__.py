@@ -24,19 +24,19 @@ class CpuGatherOptions(Options, frozen=True):
     path: Annotated[
         Path,
         Meta(
-            description='how bytes move: "arena", over shared memory or not at all; "wire", always over the wire; '
-            '"auto", over the arena where it is mapped'
+            description='path of the bytes: "arena", only shared memory; "wire", only the connection; '
+            '"auto", shared memory if it is mapped'
         ),
     ] = "auto"
     kernel: Annotated[
         Kernel,
         Meta(
-            description='what copies in host memory: "native", the compiled kernel or nothing; "torch", torch; '
-            '"auto", the kernel where it was built. Memory of other devices goes through torch'
+            description='what copies in host memory: "native", only the compiled kernel; "torch", torch; '
+            '"auto", the compiled kernel if it is installed. torch copies memory of other devices'
         ),
     ] = "auto"
     threads: Annotated[
-        int, Meta(ge=0, le=64, description="threads of the kernel for one large copy, at most; 0: one per core")
+        int, Meta(ge=0, le=64, description="most threads of the compiled kernel for one large copy; 0: one per core")
     ] = 0
 
 
@@ -51,8 +51,8 @@ def _create(options: CpuGatherOptions, link: EngineLink) -> TransferContext:
     kernel = None if options.kernel == "torch" else load_kernel(options.threads)
     if options.kernel == "native" and kernel is None:
         raise PluginUnavailable(
-            "transport cpu_gather was built without its copy kernel",
-            hint='install it where there is a C compiler, or leave kernel = "auto"',
+            "transport cpu_gather was installed without its compiled copy kernel",
+            hint='install it with a C compiler in PATH, or set kernel = "auto"',
         )
     return CpuGather(link, options.path, kernel)
 
@@ -62,7 +62,7 @@ def kvf_transports() -> list[TransportProvider[CpuGatherOptions]]:
     return [
         TransportProvider(
             name="cpu_gather",
-            summary="the engine moves its blocks itself, over the shared arena or the wire; any torch device",
+            summary="the engine copies its blocks itself, over shared memory or the connection; any torch device",
             options=CpuGatherOptions,
             create=_create,
         )

@@ -57,7 +57,9 @@ class CpuGather(TransferContext):
         forms = {group.form for group in registration.desc.groups}
         if not all(form == CANONICAL or form.startswith(OPAQUE) for form in forms):
             raise BadLayout(
-                f"objects of form {', '.join(sorted(forms))}", available=f"{CANONICAL}, {OPAQUE}...", where="cpu_gather"
+                f"the objects have the form {', '.join(sorted(forms))}",
+                available=f"{CANONICAL}, {OPAQUE}...",
+                where="cpu_gather",
             )
         self._registered = RegisteredMemory(registration, layout, self._kernel)
         if self._path != "wire":

@@ -108,7 +108,7 @@ def load_kernel(threads: int = 0) -> CopyKernel | None:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    return load_library(_LIBRARY, "kvf_copy", _ABI, instead="torch copies")
+    return load_library(_LIBRARY, "kvf_copy", _ABI, instead="torch copies the blocks")
 
 
 def _address(values: array.array[int]) -> int:

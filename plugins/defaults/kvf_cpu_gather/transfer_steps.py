@@ -227,7 +227,7 @@ class TaskRunner:
             try:
                 awaited = task.go_on()
             except BaseException:
-                log.exception("a transfer ended its thread")
+                log.exception("a transfer failed and ended its thread")
             else:
                 if awaited is not None:
                     self._continue(task, awaited)

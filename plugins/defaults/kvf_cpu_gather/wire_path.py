@@ -222,7 +222,7 @@ def _received(moves: Moves, window: Window[_Asked], skip_tokens: int) -> Steps[N
     asked = window.take_oldest()
     buffers = yield asked.answer
     if not buffers:
-        raise PinsLost("the server did not keep the objects for long enough")
+        raise PinsLost("the server's pins on the objects expired before the end of the load")
     moves.scatter_each(zip(buffers, asked.places, strict=True), skip_tokens)
 
 

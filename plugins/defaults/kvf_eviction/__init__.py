@@ -13,10 +13,10 @@ __all__ = ["Lru", "TwoQueues", "kvf_eviction_policies"]
 @hookimpl
 def kvf_eviction_policies() -> list[EvictionProvider[NoOptions]]:
     return [
-        EvictionProvider(name="lru", summary="the least recently used object leaves first", create=lambda _: Lru()),
+        EvictionProvider(name="lru", summary="evicts the least recently used object first", create=lambda _: Lru()),
         EvictionProvider(
             name="two_queues",
-            summary="what was used again apart from what was not; learns which of the two to keep",
+            summary="separates objects used once from objects used again, and learns which to keep",
             create=lambda _: TwoQueues(),
         ),
     ]

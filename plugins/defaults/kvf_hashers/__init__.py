@@ -12,10 +12,10 @@ __all__ = ["SglangPages", "Sha256", "kvf_key_hashers"]
 @hookimpl
 def kvf_key_hashers() -> list[HasherProvider[NoOptions]]:
     return [
-        HasherProvider(name="sha256", summary="chained SHA-256", create=lambda _: Sha256()),
+        HasherProvider(name="sha256", summary="hashes chunks by chained SHA-256", create=lambda _: Sha256()),
         HasherProvider(
             name="sglang",
-            summary="SGLang's page hashes, for engines that share with it",
+            summary="hashes chunks as SGLang hashes pages, to share with SGLang",
             create=lambda _: SglangPages(),
         ),
     ]

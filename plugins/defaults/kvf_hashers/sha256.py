@@ -64,14 +64,14 @@ def _by_kernel(library: ctypes.CDLL) -> Chain:
             held = ctypes.c_char.from_buffer(tokens)
             status = call(ctypes.addressof(held), chunks, step, parent, len(parent), gap, digests)
         if status != 0:
-            raise ValueError(f"a chain behind {len(parent)} and {gap} bytes")
+            raise ValueError(f"the parent has {len(parent)} bytes, the gap {gap}")
         return digests.raw
 
     return chain
 
 
 def _library() -> ctypes.CDLL | None:
-    library = load_library(_LIBRARY, "kvf_sha256", _ABI, instead="hashlib hashes")
+    library = load_library(_LIBRARY, "kvf_sha256", _ABI, instead="hashlib computes the hashes")
     return library if library is not None and library.kvf_sha256_works() else None
 
 
@@ -87,10 +87,10 @@ def chained(
     it, `gap` zero bytes, the chunk), or SHA-256(`folded`(the digest before it, its extra), the chunk), if it has an
     extra that is not empty. Raises `RequestError` for a negative index and a chunk without tokens."""
     if chunk_tokens < 1:
-        raise RequestError(f"a chunk of {chunk_tokens} tokens", available="1 or more")
+        raise RequestError(f"the chunk has {chunk_tokens} tokens", available="1 or more")
     extras = extras or {}
     if any(index < 0 for index in extras):
-        raise RequestError(f"an extra at chunk {min(extras)}", available="0 or more, counted from the first chunk")
+        raise RequestError(f"an extra names chunk {min(extras)}", available="0 or more, counted from the first chunk")
     view, step, chain = memoryview(tokens).cast("B"), chunk_tokens * TOKEN_BYTES, load_chain()
     if not extras:
         return chain(view, step, digest, gap)

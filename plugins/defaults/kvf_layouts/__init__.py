@@ -19,18 +19,18 @@ class PagedOptions(Options, frozen=True):
 
     axes: Annotated[
         tuple[str, ...],
-        Meta(description="axes of one layer's tensor, outermost first, for all groups that say no other"),
+        Meta(description="axes of one layer's tensor, outermost first, for groups that do not set axes"),
     ] = ()
     groups: Annotated[
         tuple[PagedRule, ...],
-        Meta(description="layer groups, see below; without them layers of equal shape and dtype form one"),
+        Meta(description="layer groups, see below; not set: layers of equal shape and dtype form one group"),
     ] = ()
     chunk_tokens: Annotated[
         int,
         Meta(
             ge=0,
             le=MOST,
-            description="tokens of a chunk, in whole blocks, where the engine's own digests name chunks of that size; "
+            description="tokens in a chunk, whole blocks, if the engine's own digests name chunks of that size; "
             "0: the server's `chunk_size`",
         ),
     ] = 0
@@ -43,14 +43,14 @@ class OpaqueOptions(Options, frozen=True):
         str,
         Meta(
             max_length=128,
-            description="names the order inside a block, with all that must be equal to read it (instruction set, "
+            description="names the order of bytes in a block and all that must be equal to read it (instruction set, "
             "dtype, block and head size); engines must declare it. It is part of the object's form, "
             "and so of the namespace",
         ),
     ] = ""
     block_axis: Annotated[
         int | None,
-        Meta(description="which axis of a layer's tensor counts blocks, from 0; engines must declare it"),
+        Meta(description="number of the axis of a layer's tensor that counts blocks, from 0; engines must set it"),
     ] = None
     groups: Annotated[tuple[OpaqueRule, ...], Meta(description="layer groups, see below")] = ()
     chunk_tokens: Annotated[
@@ -58,8 +58,8 @@ class OpaqueOptions(Options, frozen=True):
         Meta(
             ge=0,
             le=MOST,
-            description="tokens of a chunk, in whole blocks, where the engine decides them: it keeps recurrent states "
-            "only there; 0: the server's `chunk_size`",
+            description="tokens in a chunk, whole blocks, if the engine decides where it keeps recurrent states; "
+            "0: the server's `chunk_size`",
         ),
     ] = 0
 
@@ -71,7 +71,7 @@ class DynamicCacheOptions(Options, frozen=True):
         tuple[str, ...],
         Meta(
             description="patterns of the names of layers that are a recurrent state, a tensor `[blocks, elements]`: "
-            "`*`, `?`, `[...]`; all others are pairs"
+            "`*`, `?`, `[...]`; all other layers are pairs of keys and values"
         ),
     ] = ()
 
@@ -83,19 +83,19 @@ def kvf_layouts() -> list[
     return [
         LayoutProvider(
             name="paged",
-            summary="block tables: axes declared, one tensor per layer or plane or for all layers",
+            summary="block tables with declared axes, in one tensor per layer, per plane or for all layers",
             options=PagedOptions,
             create=lambda chosen: PagedLayout(chosen.axes, chosen.groups, chosen.chunk_tokens),
         ),
         LayoutProvider(
             name="opaque",
-            summary="block tables of blocks in an order of the engine's own: whole blocks of raw bytes",
+            summary="block tables whose blocks have an undeclared order: whole blocks of raw bytes",
             options=OpaqueOptions,
             create=lambda chosen: OpaqueLayout(chosen.packing, chosen.block_axis, chosen.groups, chosen.chunk_tokens),
         ),
         LayoutProvider(
             name="dynamic_cache",
-            summary="transformers' caches: keys and values [1, heads, tokens, dim] per layer, and recurrent states",
+            summary="caches of transformers: keys and values [1, heads, tokens, dim] per layer, and recurrent states",
             options=DynamicCacheOptions,
             create=lambda chosen: DynamicCacheLayout(chosen.states),
         ),

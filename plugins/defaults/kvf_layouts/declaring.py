@@ -31,8 +31,8 @@ class GroupRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Meta(
             ge=0,
             le=MOST,
-            description="how many tokens before a position are needed there, 0 for all; where an engine's window "
-            "counts the position itself (vLLM), one less than it",
+            description="number of tokens before a position that attention reads, 0 for all; if an engine's window "
+            "counts the position itself (vLLM), the window minus 1",
         ),
     ] = 0
     state: Annotated[
@@ -45,7 +45,9 @@ class PagedRule(GroupRule, frozen=True, forbid_unknown_fields=True):
 
     axes: Annotated[
         tuple[str, ...],
-        Meta(description="this group's axes; of a state `block` and `dim`, and no `token`; none: the layout's"),
+        Meta(
+            description="axes of this group; for a state `block` and `dim`, without `token`; not set: the layout's axes"
+        ),
     ] = ()
     compress_ratio: Annotated[int, Meta(ge=1, le=MOST, description="tokens per stored slot")] = 1
 
@@ -53,7 +55,7 @@ class PagedRule(GroupRule, frozen=True, forbid_unknown_fields=True):
 class OpaqueRule(GroupRule, frozen=True, forbid_unknown_fields=True):
     """A rule of `layout.opaque`."""
 
-    block_axis: Annotated[int | None, Meta(description="this group's block axis; not set: the layout's")] = None
+    block_axis: Annotated[int | None, Meta(description="block axis of this group; not set: the layout's")] = None
 
 
 def rules_of_layers(rules: Sequence[GroupRule], names: Iterable[str]) -> dict[str, int]:
@@ -69,18 +71,18 @@ def rules_of_layers(rules: Sequence[GroupRule], names: Iterable[str]) -> dict[st
                 break
         else:
             raise BadLayout(
-                f"layer {name} is in none of the declared groups",
+                f"layer {name} is in no declared group",
                 where="layout.groups",
                 available="; ".join(", ".join(rule.layers) for rule in rules),
-                hint="declare a group for it",
+                hint="declare a group for the layer",
             )
     for index, rule in enumerate(rules):
         if index not in found.values():
             raise BadLayout(
-                f"no layer is left for {', '.join(rule.layers)}",
+                f"no layer is left for the group {', '.join(rule.layers)}",
                 where=f"layout.groups[{index}].layers",
                 available=", ".join(list(found)[:8]),
-                hint="the first group that fits takes a layer",
+                hint="a layer belongs to the first group whose pattern fits",
             )
     return found
 
@@ -141,7 +143,11 @@ def plane_tensors(name: str, tensors: LayerTensors) -> Sequence[torch.Tensor]:
     if not isinstance(tensors, (tuple, list)):
         return (tensors,)  # type: ignore[return-value]
     if len(tensors) not in (1, 2):
-        raise BadLayout(f"{len(tensors)} tensors", where=f"layer {name}", available="one, or a pair (keys, values)")
+        raise BadLayout(
+            f"the layer has {len(tensors)} tensors",
+            where=f"layer {name}",
+            available="one tensor, or a pair (keys, values)",
+        )
     return tensors
 
 
@@ -216,7 +222,7 @@ def _check_declared(layout: KVLayout, found: Sequence[TensorGroup]) -> None:
 def check_given(kv_caches: Mapping[str, LayerTensors], block_size: int) -> None:
     """Raise `BadLayout` unless there are layers, and tokens in a block."""
     if not kv_caches:
-        raise BadLayout("there are no layers", available="layer name -> tensors, in layer order")
+        raise BadLayout("no layers were given", available="layer name -> tensors, in layer order")
     if block_size < 1:
         raise BadLayout(f"block_size is {block_size}", available="1 or more tokens")
 

@@ -90,7 +90,7 @@ def _pair(name: str, tensors: LayerTensors) -> Sequence[torch.Tensor]:
             f"{len(pair)} tensors of shape {', '.join(str(tuple(tensor.shape)) for tensor in pair)}",
             where=f"layer {name}",
             available="a pair (keys, values), each [1, heads, tokens, dim]",
-            hint="a batch of one request; save requests of a batch one by one",
+            hint="a batch of one request; save the requests of a batch one by one",
         )
     return [tensor.select(0, 0) for tensor in pair]
 

@@ -50,8 +50,8 @@ class OpaqueLayout(Layout):
             raise BadLayout(
                 "the packing of the blocks is not declared",
                 where="layout.opaque.packing",
-                available='any text that names it, such as "cpu-amx/bfloat16/hnd/128x64"',
-                hint="put in it all that must be equal before another engine may read these blocks",
+                available='a text that names the order of bytes, such as "cpu-amx/bfloat16/hnd/128x64"',
+                hint="name everything that must be equal for another engine to read these blocks",
             )
         rules = self._rules or (OpaqueRule(),)
         chosen = rules_of_layers(self._rules, kv_caches)
@@ -101,7 +101,7 @@ def _blocks(name: str, tensor: torch.Tensor, block_axis: int | None) -> torch.Te
             + ("not declared" if block_axis is None else f"{block_axis}"),
             where=where,
             available=f"0 to {tensor.dim() - 1}",
-            hint="give the layout's option `block_axis`; it is never guessed from sizes",
+            hint="set the layout's option `block_axis`, which is never guessed from sizes",
         )
     # Memory order: the axes inside a block by falling stride.
     inner = [axis for axis in range(tensor.dim()) if axis != block_axis and tensor.shape[axis] > 1]
@@ -110,10 +110,10 @@ def _blocks(name: str, tensor: torch.Tensor, block_axis: int | None) -> torch.Te
     for axis in reversed(inner):
         if tensor.stride(axis) != dense:
             raise BadLayout(
-                f"the bytes of a block do not lie together: shape {tuple(tensor.shape)}, strides {tensor.stride()}",
+                f"the bytes of a block are not contiguous: shape {tuple(tensor.shape)}, strides {tensor.stride()}",
                 where=where,
                 available="blocks without gaps",
-                hint="pass keys and values as a pair if they lie apart",
+                hint="pass keys and values as a pair if they are separate",
             )
         dense *= tensor.shape[axis]
     blocks, stride = tensor.shape[block_axis], tensor.stride(block_axis)

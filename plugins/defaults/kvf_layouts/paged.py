@@ -86,7 +86,9 @@ class PagedLayout(Layout):
 def _see(name: str, tensors: Sequence[torch.Tensor], axes: Sequence[str], slots: int, rule: int) -> Iterator[SeenLayer]:
     """The layers of one entry of the engine's memory, checked against the axes."""
     if len(tensors) == 2 and "plane" in axes:
-        raise BadLayout("a pair of tensors, though the axes have a plane", where=f"layer {name}", available="one")
+        raise BadLayout(
+            "the layer is a pair of tensors, but its axes include a plane", where=f"layer {name}", available="one"
+        )
     for tensor in tensors:
         check_sizes(name, tensor, axes, slots)
     if "layer" in axes:
@@ -111,6 +113,6 @@ def _slots(rule: PagedRule, block_size: int, name: str) -> int:
         return 1
     if tokens % rule.compress_ratio:
         raise BadLayout(
-            f"block_size {tokens} is no multiple of compress_ratio {rule.compress_ratio}", where=f"layer {name}"
+            f"block_size {tokens} is not a multiple of compress_ratio {rule.compress_ratio}", where=f"layer {name}"
         )
     return tokens // rule.compress_ratio

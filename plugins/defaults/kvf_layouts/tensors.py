@@ -50,10 +50,10 @@ def undeclared(name: str, shapes: Sequence[Sequence[int]], block_size: int) -> B
     fitting = [axes for axes in EXAMPLES if len(axes) == len(shape) and _fits(axes, shape, block_size)]
     listed = " and ".join(str(tuple(shape)) for shape in shapes)
     return BadLayout(
-        f"the axes of the tensors are not declared; layer {name} has {listed}",
+        f"the axes of the tensors are not set; layer {name} has {listed}",
         where="layout.paged.axes",
         available=_texts(fitting or EXAMPLES),
-        hint="give the layout's option `axes` as the attention backend uses them; they are never guessed from sizes",
+        hint="set the layout's option `axes` in the attention backend's order; axes are never guessed from sizes",
     )
 
 
@@ -151,20 +151,20 @@ def check_apart(tensors: Mapping[str, torch.Tensor]) -> None:
     for index, (place, name) in enumerate(places):
         if _repeats(place):
             raise BadLayout(
-                f"elements of one tensor share memory, strides {place.strides} bytes",
+                f"elements of the tensor share memory, strides {place.strides} bytes",
                 where=f"layer {name}",
-                hint="pass the tensor that was allocated, no expanded view",
+                hint="pass the allocated tensor, not an expanded view",
             )
         for other, other_name in places[index + 1 :]:
             if other.address >= place.address + place.span:
                 break
             if overlap(place, other):
                 raise BadLayout(
-                    f"shares memory with layer {name}",
+                    f"the layer shares memory with layer {name}",
                     where=f"layer {other_name}",
                     available="the layers of one group have separate memory",
-                    hint="declare `groups` where layers share memory under separate block ids; leave out a layer "
-                    "that uses the KV of another",
+                    hint="declare `groups` if layers share memory under separate block ids; leave out a layer "
+                    "that uses another layer's KV",
                 )
 
 

@@ -41,7 +41,9 @@ def _create(options: PinnedOptions, context: MemoryContext) -> Memory:
         pages = choose_pages("transparent", options.capacity)
         if options.huge_pages == "on" and pages.kind == "small":
             raise
-        _log.warning("%s: no reserved pages for the arena, since others have them: %s", context.where, error.fact)
+        _log.warning(
+            "%s: the arena gets no reserved pages, because other processes hold them: %s", context.where, error.fact
+        )
         return make(pages=pages)
 
 
@@ -61,7 +63,7 @@ def kvf_memories() -> list[MemoryProvider[PinnedOptions]]:
     return [
         MemoryProvider(
             name="pinned",
-            summary="one shared memory segment without a name, made resident in the background",
+            summary="one anonymous shared memory segment, made resident in the background",
             options=PinnedOptions,
             create=_create,
             keeps=True,

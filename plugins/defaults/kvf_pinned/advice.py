@@ -29,11 +29,11 @@ def diagnose(options: PinnedOptions, sysfs: Path = Path("/sys"), proc: Path = Pa
 def _capacity(capacity: ByteSize, pages: Pages) -> Finding:
     """The finding for an arena that fits; `check_room` refuses any other."""
     if pages.kind == "reserved":
-        return Finding("pinned.capacity", "ok", f"an arena of {ByteSize(pages.whole(capacity))} of reserved pages")
+        return Finding("pinned.capacity", "ok", f"the arena of {ByteSize(pages.whole(capacity))} uses reserved pages")
     room = ByteSize(available_memory())
-    fact = f"an arena of {capacity}, where {room} is available"
+    fact = f"the arena of {capacity} fits into {room} of available memory"
     if capacity > _MOST * room:
-        advice = "leave 10 % for the server and its engines: lower [l1] capacity"
+        advice = "lower [l1] capacity, which should leave 10 % of memory to the server and its engines"
         return Finding("pinned.capacity", "warn", fact, advice)
     return Finding("pinned.capacity", "ok", fact)
 
@@ -45,7 +45,9 @@ def _huge_pages(options: PinnedOptions, pages: Pages, pool: Pool) -> Finding:
     if pages.kind == "small" and options.huge_pages != "off":
         return Finding("pinned.huge_pages", "ok", fact, f"{TURN_ON}, or {pool.more(options.capacity)}")
     if pages.kind == "reserved" and not pool.holds(options.capacity):
-        advice = f"{pool.more(options.capacity)}, or stop who has them: without, the arena has other pages"
+        advice = (
+            f"{pool.more(options.capacity)}, or stop the processes that hold them; otherwise the arena uses other pages"
+        )
         return Finding("pinned.huge_pages", "warn", fact, advice)
     return Finding("pinned.huge_pages", "ok", fact)
 
@@ -74,5 +76,5 @@ def numa_findings(sysfs: Path = Path("/sys")) -> Iterator[Finding]:
     places = sorted(accelerators(sysfs).items())
     at = (f"{', '.join(devices)} on {f'node{node}' if node >= 0 else 'no known node'}" for node, devices in places)
     near = f"numactl --cpunodebind={places[0][0]} kvframework serve" if len(places) == 1 and places[0][0] >= 0 else ""
-    advice = f"run the server and its engines there: {near}" if near else ""
-    yield Finding("numa.accelerators", "ok", "; ".join(at) or "there are no accelerators on the PCI bus", advice)
+    advice = f"run the server and its engines on the accelerators' nodes: {near}" if near else ""
+    yield Finding("numa.accelerators", "ok", "; ".join(at) or "the PCI bus has no accelerators", advice)

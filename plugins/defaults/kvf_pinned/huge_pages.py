@@ -120,14 +120,14 @@ def choose_pages(wanted: HugePages, nbytes: int, sysfs: Path = Path("/sys"), pro
     for file in (*sizes, sysfs / _TRANSPARENT / "shmem_enabled"):
         if (chosen := _chosen(file)) not in ("", "inherit"):
             return Pages("transparent" if chosen in _ENOUGH else "small", f"shmem_enabled is {chosen}{why_not}")
-    return Pages("small", f"the kernel has none for shared memory{why_not}")
+    return Pages("small", f"the kernel has no huge pages for shared memory{why_not}")
 
 
 def pages_of_kept(fd: int, wanted: HugePages, nbytes: int) -> Pages:
     """The pages of a kept arena: it stays in the pool, or out of it, as the server that made it had it. Raises
     `OSError`."""
     if os.fstatvfs(fd).f_bsize > mmap.PAGESIZE:
-        return Pages("reserved", "an earlier server made it so")
+        return Pages("reserved", "an earlier server chose the page size")
     return choose_pages("off" if wanted == "off" else "transparent", nbytes)
 
 

@@ -152,7 +152,7 @@ class MemfdArena(Memory):
             raise self._refused(error) from error
         try:
             if os.fstat(self.fd).st_size != capacity or fcntl.fcntl(self.fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-                raise ValueError("the kept memory is none of these options")
+                raise ValueError("the kept memory does not match these options")
             # Of reserved pages the mapping is the promise: it fails if they are too few.
             self._segment = map_shared(self.fd, capacity)
         except (OSError, ValueError, OverflowError) as error:
@@ -171,7 +171,7 @@ class MemfdArena(Memory):
         """Start the background thread, which ends by itself once all is resident, or the memory has run out: bytes
         that were ready stay usable then. Once per arena, else `ArenaError`."""
         if self._stop.is_set() or self._thread is not None:
-            raise ArenaError("the arena was started or closed before", where=self._where)
+            raise ArenaError("the arena was already started or closed", where=self._where)
         self._thread = threading.Thread(target=self._touch_all, args=(on_ready,), name="kvf-pinned", daemon=True)
         self._thread.start()
 
@@ -193,7 +193,7 @@ class MemfdArena(Memory):
         try:
             self._segment.memory.close()
         except BufferError:
-            raise BufferError("the arena is in use: release every memoryview of view() before close()") from None
+            raise BufferError("the arena is in use; release every memoryview of view() before close()") from None
 
     def leave(self) -> None:
         """Stop the background thread and leave the mapping to the end of the process. Unmapping a large arena takes
@@ -206,7 +206,7 @@ class MemfdArena(Memory):
             with self._segment.view() as view:
                 place(view, choice.nodes)
         except OSError as error:
-            line = "%s: the arena lies where the kernel puts it, not on %s: %s; %s"
+            line = "%s: the kernel chooses the arena's NUMA nodes, because it refused %s: %s; %s"
             _log.warning(line, self._where, choice.names, error.strerror, hint(error))
         else:
             _log.info("%s: the arena %s", self._where, choice)

@@ -80,7 +80,7 @@ class Choice(NamedTuple):
     def __str__(self) -> str:
         """The arena's placement and the reason, as text."""
         if not self.nodes:
-            return f"lies where the kernel puts it: {self.reason}"
+            return f"lies on nodes that the kernel chooses: {self.reason}"
         how = "lies on" if len(self.nodes) == 1 else "is interleaved over"
         return f"{how} {self.names}, while there is room: {self.reason}"
 
@@ -97,17 +97,17 @@ def choose(numa: Numa, sysfs: Path = Path("/sys")) -> Choice:
     if numa == "off":
         return ANYWHERE
     if not isinstance(numa, str):
-        return Choice(tuple(sorted(set(numa))), "as configured")
+        return Choice(tuple(sorted(set(numa))), "the configuration names them")
     usable = memory_nodes(sysfs)
     if len(usable) < 2:
         return Choice((), "there is one NUMA node" if usable else "the kernel reports no NUMA nodes")
     near = accelerators(sysfs).keys() - {-1}
     if not near:
-        return Choice((), "no accelerator is known to be on a NUMA node")
+        return Choice((), "no accelerator reports its NUMA node")
     chosen = tuple(node for node in usable if node in near)
     if not chosen:
         return Choice((), f"the accelerators are on {_names(sorted(near))}, where there is no memory")
-    return Choice(chosen, "the accelerators are there")
+    return Choice(chosen, "these nodes have accelerators")
 
 
 def memory_nodes(sysfs: Path = Path("/sys")) -> list[int]:

@@ -24,22 +24,22 @@ class PinnedOptions(Options, frozen=True):
     numa: Annotated[
         Numa,
         Meta(
-            description='NUMA nodes that the arena lies on: "auto", those of the accelerators; "off", where the kernel '
-            "puts it; or a list of node numbers"
+            description='NUMA nodes of the arena: "auto", the nodes of the accelerators; "off", chosen by the kernel; '
+            "or a list of node numbers"
         ),
     ] = "auto"
     huge_pages: Annotated[
         HugePages,
         Meta(
-            description='huge pages: "auto", those that the administrator reserved, if they are enough, else '
-            'transparent ones, where the kernel gives them to shared memory; "transparent", never the reserved ones; '
-            '"on", refuse to start without any; "off", pages of the usual size'
+            description='huge pages: "auto", reserved pages if enough are free, else transparent pages '
+            'if the kernel allows them for shared memory; "transparent", never reserved pages; '
+            '"on", refuse to start without huge pages; "off", normal pages'
         ),
     ] = "auto"
 
     def __post_init__(self) -> None:
         if self.capacity < LEAST:
-            raise ValueError(f"capacity is at least {LEAST}, found {self.capacity}")
+            raise ValueError(f"capacity is {self.capacity!s}, expected at least {LEAST}")
         if not self.numa:
             raise ValueError('numa is "auto", "off" or a list of at least one node, found []')
 

@@ -12,7 +12,7 @@ def kvf_listeners() -> list[ListenerProvider[EventsOptions]]:
     return [
         ListenerProvider(
             name="events",
-            summary="announces to routers which blocks of which prompts the server holds",
+            summary="tells routers which blocks of prompts the server holds",
             options=EventsOptions,
             check=check,
             create=EventsListener,

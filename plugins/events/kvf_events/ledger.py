@@ -128,16 +128,16 @@ class Ledger:
             self._lock()
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             if not stat.S_ISREG(os.fstat(self._fd).st_mode):
-                raise OSError("it is no file")
+                raise OSError("the path is not a file")
             os.fchmod(self._fd, 0o600)
             with open(self._fd, "rb", closefd=False) as file:
                 data = file.read()
         except OSError as error:
             self.close()
             raise EventLedgerError(
-                f"it cannot be opened: {error.strerror or error}",
+                f"the ledger of events cannot be opened: {error.strerror or error}",
                 where=str(self.path),
-                hint="name a folder of the server's user with [events] state",
+                hint="set [events] state to a folder of the server's user",
             ) from None
         found = Found()
         # Up to a record that this release does not know.

@@ -58,9 +58,13 @@ class EventsListener(Listener):
         self._publisher = Publisher(
             self._announcer, ledger, found, lambda first: History(encoder, engines, first, pause), self._sockets
         )
-        log.info("events for routers at %s, their replay at %s", options.endpoint, options.replay or "no socket")
+        log.info(
+            "events for routers are sent at %s and repeated at %s", options.endpoint, options.replay or "no socket"
+        )
         if options.insecure:
-            log.warning("[events] insecure = true: any process that reaches tcp:// reads prompts, in plain text")
+            log.warning(
+                "[events] insecure = true: every process that reaches the TCP port can read the token ids of prompts"
+            )
 
     def listen(self, records: Records) -> None:
         assert self._publisher is not None

@@ -19,26 +19,24 @@ class EventsOptions(Options, frozen=True):
     endpoint: Annotated[
         str, msgspec.Meta(min_length=1, description="`ipc://` or `tcp://` socket at which routers subscribe")
     ]
-    replay: Annotated[
-        str, msgspec.Meta(description="socket at which they ask for what they lack; empty: none, and late ones lack it")
-    ] = ""
+    replay: Annotated[str, msgspec.Meta(description="socket at which routers ask for missed events; empty: none")] = ""
     format: Annotated[
-        Format, msgspec.Meta(description="form of an event: `map`, or `array` for readers of older releases")
+        Format, msgspec.Meta(description="format of an event: `map`, or `array` for readers of older releases")
     ] = "map"
     block_size: Annotated[
-        int, msgspec.Meta(ge=1, le=65536, description="tokens of a block as the router counts them; divides a chunk")
+        int, msgspec.Meta(ge=1, le=65536, description="tokens in a block of the router; must divide the chunk")
     ] = 16
     salted: Annotated[
         Salted,
         msgspec.Meta(
-            description="`tell`: prompts with a salt are announced with it, and every subscriber learns the salt"
+            description="`tell`: announce prompts that have a salt, with the salt; every subscriber learns it"
         ),
     ] = "withhold"
     engines: Annotated[
         tuple[Annotated[str, msgspec.Meta(min_length=1, max_length=256, pattern="^[^@]+$")], ...],
         msgspec.Meta(
             max_length=16,
-            description="names of this node's engines as the router knows them, such as `10.0.0.7:8000`, one topic"
+            description="the router's names of this node's engines, such as `10.0.0.7:8000`, one topic"
             " each; empty: one topic, with the name of the machine",
         ),
     ] = ()
@@ -47,7 +45,7 @@ class EventsOptions(Options, frozen=True):
         msgspec.Meta(description="folder of the ledger; empty: `$STATE_DIRECTORY`, else `~/.local/state/kvframework`"),
     ] = ""
     insecure: Annotated[
-        bool, msgspec.Meta(description="tells over `tcp://` in plain text to any subscriber: prompts are in it")
+        bool, msgspec.Meta(description="send prompts over `tcp://` without encryption to any subscriber")
     ] = False
 
 
@@ -61,14 +59,16 @@ def check(options: EventsOptions, context: TableContext | ListenerContext) -> No
         is_tcp = parse_endpoint(endpoint, where=f"{where} {key}").kind == "tcp"
         if is_tcp and not server.has_keys and not options.insecure:
             raise EndpointError(
-                "tcp:// needs CURVE keys, or insecure = true: it publishes the token ids of prompts",
+                "tcp:// needs CURVE keys, or insecure = true: events contain the token ids of prompts",
                 where=f"{where} {key}",
                 available="[server.curve] secret_key = FILE, clients = DIR; or [events] insecure = true",
                 hint="make keys with: kvframework keys new DIR",
             )
     sockets = [each for each in (*named.values(), *server.endpoints) if each]
     if len(set(sockets)) < len(sockets):
-        raise ConfigFieldError("two sockets at one address", where=where, available="an address for each")
+        raise ConfigFieldError(
+            "endpoint and replay have the same address", where=where, available="two different addresses"
+        )
     if len(set(options.engines)) < len(options.engines):
         raise ConfigFieldError("an engine is named twice", where=f"{where} engines", available="each name once")
     if server.chunk_size % options.block_size:
@@ -76,5 +76,5 @@ def check(options: EventsOptions, context: TableContext | ListenerContext) -> No
             f"block_size {options.block_size} does not divide the chunk of {server.chunk_size} tokens",
             where=f"{where} block_size",
             available=f"divisors of [server] chunk_size, {server.chunk_size}",
-            hint="write the block size of the router, which is that of the engines",
+            hint="write the router's block size, which equals the engines' block size",
         )

@@ -77,7 +77,7 @@ class Publisher:
     def hangs(self) -> str:
         """What is wrong with a turn that does not end, "" for nothing. From any thread."""
         seconds = time.monotonic() - self._turn_at
-        return f"the publisher hangs: one turn takes {seconds:.0f} s" if seconds > HANGS_S else ""
+        return f"the publisher of events hangs for {seconds:.0f} s" if seconds > HANGS_S else ""
 
     @property
     def next_number(self) -> int:
@@ -112,8 +112,8 @@ class Publisher:
                 # Who reads an end goes on with what it has heard meanwhile, lacks what is between, and asks again.
                 self._listen(_LAST_ENDS_S)
         except Exception as error:
-            self.problem = f"nothing is announced: {error!r}"
-            log.exception("nothing is announced to routers any more")
+            self.problem = f"the server sends no events to routers: {error!r}"
+            log.exception("the server stopped sending events to routers")
         finally:
             self._turn_at = math.inf
             self._sockets.close()
@@ -189,14 +189,14 @@ class Publisher:
             self._unwritten(error)
             return
         if self.problem:
-            log.info("the ledger of events is written again")
+            log.info("the ledger of events can be written again")
         self.problem = ""
 
     def _unwritten(self, error: OSError) -> None:
         self._write_at = time.monotonic() + _WRITE_AGAIN_S
         if not self.problem:
             log.error("the ledger of events cannot be written: %s", error.strerror or error)
-        self.problem = f"the ledger cannot be written, so a next server cannot tell removals: {error.strerror}"
+        self.problem = f"the ledger cannot be written, so the next server cannot report removals: {error.strerror}"
 
 
 def pause() -> None:

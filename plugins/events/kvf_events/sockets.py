@@ -119,7 +119,7 @@ class EventSockets:
 
     def _begin_anew(self) -> None:
         """Disconnect all readers, since none can be by itself: those that read come back and ask for what they lack."""
-        log.warning("readers have subscribed to %d bytes of topics: all are disconnected", self._subscribed_bytes)
+        log.warning("disconnected all event readers, which subscribed to %d bytes of topics", self._subscribed_bytes)
         self._refused_before += self._sockets.refused
         self._sockets.close()
         self._open()

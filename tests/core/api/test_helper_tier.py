@@ -131,7 +131,7 @@ def test_a_helper_that_starts_slowly_is_not_frozen(tmp_path: Path) -> None:
 
 def test_a_tier_that_is_never_made_ends_its_helper(tmp_path: Path) -> None:
     tier = HelperTier(tiers.slow, tiers.SlowOptions(str(tmp_path / "go")), name="slow", where="[[l2]] #1", start_s=2.0)
-    with pytest.raises(TierError, match="the helper process was killed: it was not ready within 2 s"):
+    with pytest.raises(TierError, match="the helper process was killed: not ready within 2 s"):
         tier.contains([key("k")], deadline=soon())
     tier.close()
 
@@ -165,11 +165,11 @@ def test_a_tier_that_cannot_be_made_is_a_tier_error_at_once() -> None:
 def test_a_store_that_refuses_to_be_opened_says_why_and_the_log_says_it_once(caplog: pytest.LogCaptureFixture) -> None:
     tier = HelperTier(refused, NoOptions(), name="refused", where="[[l2]] #1")
     for _ in range(3):
-        with pytest.raises(TierError, match="the helper process made no tier: no store here; start it"):
+        with pytest.raises(TierError, match="the helper process could not make the tier: no store here; start it"):
             tier.contains([key("k")], deadline=soon())
     tier.close()
     said = [each.message for each in caplog.records if each.levelname == "ERROR"]
-    assert said == ["tier refused: the helper process made no tier: no store here; start it"]
+    assert said == ["tier refused: the helper process could not make the tier: no store here; start it"]
 
 
 def test_nothing_arrives_after_the_end_of_a_call() -> None:
@@ -245,8 +245,8 @@ def test_what_makes_the_tier_is_found_by_its_name() -> None:
         with pytest.raises(PluginBroken, match="cannot be found by its name") as refused:
             HelperTier(make, NoOptions(), name="mine", where="[[l2]] #1")
         assert refused.value.where == "[[l2]] #1"
-        assert refused.value.available == "functions and classes at the top of a module that can be imported"
+        assert refused.value.available == "a function or class at the top of an importable module"
     with pytest.raises(PluginBroken, match=r"<locals>.Inner of tests.core.api.test_helper_tier cannot be found"):
         HelperTier(make_here, Inner(), name="mine", where="[[l2]] #1")
-    with pytest.raises(PluginBroken, match="options of type dict"):
+    with pytest.raises(PluginBroken, match="the options have type dict"):
         HelperTier(make_here, {}, name="mine", where="[[l2]] #1")  # type: ignore[type-var]

@@ -40,7 +40,7 @@ def capacity(server: ServerProcess) -> int:
 def test_l1_is_a_quarter_of_the_available_memory_and_a_line_says_so(machine: Path) -> None:
     with ServerProcess(capacity="", program=program(machine)) as server:
         assert capacity(server) == 128 * MIB
-        assert "L1 has 128.0 MiB, 25% of the 513.0 MiB of memory that are available" in server.log
+        assert "L1 has 128.0 MiB: 25% of the 513.0 MiB of available memory" in server.log
 
 
 def test_a_takeover_keeps_it(machine: Path) -> None:
@@ -48,7 +48,7 @@ def test_a_takeover_keeps_it(machine: Path) -> None:
         machine.write_text("300")
         assert server.take_over() == 0
         assert capacity(server) == 128 * MIB
-        assert "L1 has 128.0 MiB, as before" in server.log
+        assert "L1 has 128.0 MiB: the size of the kept L1" in server.log
 
 
 def test_a_server_that_is_killed_goes_on_with_what_its_keeper_has(machine: Path) -> None:

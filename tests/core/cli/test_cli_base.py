@@ -80,7 +80,7 @@ def test_a_right_configuration_is_ok(site: Path, toml: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
         f"ok: {toml}: l1 memory, eviction two_queues, l2 store, hasher sha256",
-        "unknown until the start: whether `create` of memory.memory (acme-kvf 1.0) and tier.store (acme-kvf 1.0) works",
+        "not checked before the server starts: `create` of memory.memory (acme-kvf 1.0) and tier.store (acme-kvf 1.0)",
     ]
     by_environment = run("config", "check", site=site, config=str(toml))
     assert by_environment.stdout == done.stdout

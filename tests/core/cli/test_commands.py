@@ -82,7 +82,7 @@ def test_a_broken_one_breaks_no_other(site: Path) -> None:
     )
     assert "acme-broken 1.0" in done.stderr
     done = command(site, "number")
-    assert "[plugin.broken] kvframework number: acme_number_commands:app is no typer.Typer" in done.stderr
+    assert "[plugin.broken] kvframework number: acme_number_commands:app is not a typer.Typer" in done.stderr
 
 
 def test_two_of_a_name_are_named_and_the_core_wins(site: Path, tmp_path: Path) -> None:

@@ -46,15 +46,15 @@ def apply(server: FileServer, *arguments: str) -> tuple[int, str]:
 
 
 def test_a_change_is_shown_and_in_force(server: FileServer) -> None:
-    assert apply(server) == (0, "nothing differs\n")
+    assert apply(server) == (0, "the configuration has not changed\n")
     status, text = apply(server, "--set", "log.level=debug", "--dry-run")
     assert status == 0
     assert "log.level" in text
-    assert "a dry run" in text
+    assert "dry run: nothing has changed" in text
     status, text = apply(server, "--set", "log.level=debug", "--set", "log.format=json")
-    assert (status, text.splitlines()[-1]) == (0, "applied: 2 changed")
+    assert (status, text.splitlines()[-1]) == (0, "changed keys: 2")
     wait_until(lambda: '"message": "configuration: ' in server.log, what="a line of JSON")
-    assert apply(server, "--set", "log.level=debug", "--set", "log.format=json")[1] == "nothing differs\n"
+    assert "has not changed" in apply(server, "--set", "log.level=debug", "--set", "log.format=json")[1]
 
 
 def test_one_key_that_needs_a_restart_keeps_all_back(server: FileServer) -> None:
@@ -64,18 +64,18 @@ def test_one_key_that_needs_a_restart_keeps_all_back(server: FileServer) -> None
     lines = [line.split() for line in text.splitlines()]
     assert ["log.level", '"info"', '"debug"', "now"] in lines
     assert ["l1.capacity", '"16MiB"', '"32MiB"', "needs", "restart"] in lines
-    assert text.splitlines()[-1] == "nothing has changed: 1 of 2 need a restart"
+    assert text.splitlines()[-1] == "nothing has changed: 1 of 2 changed keys need a restart"
     document = json.loads(apply(server, *arguments, "--json")[1])
     assert document["applied"] is False
     assert {each["key"]: each["now"] for each in document["changes"]} == {"log.level": True, "l1.capacity": False}
-    assert apply(server) == (0, "nothing differs\n")
+    assert apply(server) == (0, "the configuration has not changed\n")
 
 
 def test_a_refused_configuration_is_an_error_of_the_command(server: FileServer) -> None:
     status, text = apply(server, "--set", "l2.0.use=filesystem", "--set", "l2.0.path=/etc/passwd/x")
     assert status == 2
     assert "[[l2]] #1" in text
-    assert apply(server) == (0, "nothing differs\n")
+    assert apply(server) == (0, "the configuration has not changed\n")
 
 
 def test_no_server_is_an_error_of_the_command(tmp_path: Path) -> None:
@@ -89,14 +89,14 @@ def test_sighup_reads_the_file_again_all_or_nothing(server: FileServer) -> None:
     wait_until(lambda: "SIGHUP: the configuration has not changed" in server.log)
     server.write(capacity="32MiB", log='[log]\nlevel = "debug"\n')
     server.hang_up()
-    wait_until(lambda: "nothing has changed, since these keys need a restart: l1.capacity" in server.log)
+    wait_until(lambda: "nothing has changed, because these keys need a restart: l1.capacity" in server.log)
     server.file.write_text("[l1")
     server.hang_up()
-    wait_until(lambda: "SIGHUP: the configuration is refused, nothing has changed" in server.log)
+    wait_until(lambda: "SIGHUP: nothing has changed, because the configuration is wrong:" in server.log)
     server.file.unlink()
     os.mkfifo(server.file)
     server.hang_up()
-    wait_until(lambda: "a pipe cannot be read again" in server.log)
+    wait_until(lambda: "a pipe cannot be read twice" in server.log)
     server.file.unlink()
     server.write(log='[log]\nlevel = "debug"\n')
     server.hang_up()
@@ -126,7 +126,7 @@ def test_what_is_nested_thousands_deep_is_refused_by_each_reader_of_the_file(ser
     status, text = apply(server)
     assert (status, refused in text) == (2, True)
     server.hang_up()
-    wait_until(lambda: "SIGHUP: the configuration is refused, nothing has changed" in server.log)
+    wait_until(lambda: "SIGHUP: nothing has changed, because the configuration is wrong:" in server.log)
     assert refused in server.log
     assert "Traceback" not in server.log
     server.write(log='[log]\nlevel = "debug"\n')

@@ -51,4 +51,4 @@ def test_a_configuration_that_cannot_be_read_is_a_finding(tmp_path: Path) -> Non
 def test_for_a_pipe_a_finding_is_a_line(tmp_path: Path) -> None:
     done = run("doctor", "--config", str(tmp_path / "none.toml"))
     (line,) = (line for line in done.stdout.splitlines() if "config.file" in line)
-    assert re.match(r"fail +config.file .*none\.toml: cannot be read: .*; hint: ", line)
+    assert re.match(r"fail +config.file .*none\.toml: the file cannot be read: .*; hint: ", line)

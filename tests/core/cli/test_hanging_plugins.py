@@ -99,7 +99,7 @@ def test_a_create_that_does_not_return_ends_the_start_and_the_check_says_that_it
     checked = quick(site, "config", "check", str(toml))
     assert (checked.returncode, checked.stderr) == (0, "")
     assert checked.stdout.splitlines()[1:] == [
-        "unknown until the start: whether `create` of hasher.stuck (acme 1.0) works"
+        "not checked before the server starts: `create` of hasher.stuck (acme 1.0)"
     ]
     served = quick(site, "serve", "--config", str(toml))
     assert (served.returncode, served.stdout) == (2, "")
@@ -135,7 +135,7 @@ def test_a_server_that_serves_refuses_such_a_plugin_and_serves_on(site: Path, mo
                 longest = max(longest, time.monotonic() - begun)
                 assert begun < until
             assert longest < 2.0, "the server stood still meanwhile"
-        assert "SIGHUP: the configuration is refused, nothing has changed: [plugin.broken]" in server.log
+        assert "SIGHUP: nothing has changed, because the configuration is wrong: [plugin.broken]" in server.log
         at = ("--set", f"server.endpoint={server.endpoint}")
         done = run("config", "apply", str(server.file), *at)
         assert done.returncode == 2

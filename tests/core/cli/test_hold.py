@@ -69,12 +69,12 @@ def test_a_server_and_its_keeper(keeper: subprocess.Popen[bytes], folder: Path, 
 
     refused = run("hold", "--drop", "--endpoint", endpoint)
     assert refused.returncode == 1
-    assert "uses what is kept; --drop --restart ends it first" in refused.stderr
+    assert ", uses the memory; --drop --restart stops it first" in refused.stderr
     assert run("hold", "--drop", "--restart", "--endpoint", endpoint).returncode == 0
 
     second = run_process("hold", "--", "--set", f"server.endpoint={endpoint}")
     assert second.returncode == 2
-    assert f"process {keeper.pid}, keeps the server at this endpoint" in second.stderr
+    assert f"process {keeper.pid}, serves this endpoint; see kvframework hold --status" in second.stderr
 
     # Before it serves a server ends by the signal itself.
     wait_until(lambda: answers(endpoint), TIMEOUT, "the cold server's answer")
@@ -92,13 +92,13 @@ def test_a_server_and_its_keeper(keeper: subprocess.Popen[bytes], folder: Path, 
         (["--", "--cofnig", "x"], "No such option"),
         (["--", "--config", "/not/there.toml"], "/not/there.toml"),
         (["--", "--set", "server.endpoint=ipc:///proc/none/s.sock"], "cannot be made"),
-        (["--status", "--drop"], "are three commands"),
-        (["--restart"], "goes with --drop"),
-        (["--json"], "come after"),
-        (["--endpoint", "ipc:///x/s.sock"], "come after"),
+        (["--status", "--drop"], "needs --drop"),
+        (["--restart"], "needs --drop"),
+        (["--json"], "options after"),
+        (["--endpoint", "ipc:///x/s.sock"], "options after"),
         (["--set", "l1.capacity=1GiB"], "kvframework hold -- --config kvf.toml"),
-        (["--drop", "--set", "l1.capacity=1GiB"], "for its start"),
-        (["--status", "--", "--set", "a.b=1"], "for its start"),
+        (["--drop", "--set", "l1.capacity=1GiB"], "take no options"),
+        (["--status", "--", "--set", "a.b=1"], "take no options"),
     ],
 )
 def test_what_is_wrong_is_refused_before_anything_runs(arguments: list[str], text: str) -> None:
@@ -114,7 +114,7 @@ def test_a_keeper_that_does_not_answer_in_time(folder: Path, endpoint: str) -> N
         asked = run("hold", "--reload", "--endpoint", endpoint, "--timeout", "0.1")
     assert asked.returncode == 2
     assert "does not answer within 0.1 s" in asked.stderr
-    assert "hint: it may still do what it was asked" in asked.stderr
+    assert "hint: the keeper may still carry" in asked.stderr
 
 
 def test_the_options_of_the_server_have_their_help() -> None:
@@ -127,5 +127,5 @@ def test_a_server_that_refuses_its_start_ends_the_keeper(folder: Path, endpoint:
     ended = run_process("hold", "--", "--set", f"server.endpoint={endpoint}", "--set", "l1.use=nothing")
     assert ended.returncode == 2
     assert "[plugin.not_found]" in ended.stderr
-    assert "a restart does not help" in ended.stderr
+    assert ": a restart would fail too, and no memory is held" in ended.stderr
     assert not (folder / "s.sock.hold").exists()

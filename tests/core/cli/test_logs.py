@@ -84,7 +84,7 @@ def test_warnings_and_threads_are_logged_too() -> None:
     assert (warning["level"], warning["logger"]) == ("warning", "py.warnings")
     assert "careful" in warning["message"]
     assert failure["level"] == "error"
-    assert failure["message"] == "worker ended by an error"
+    assert failure["message"] == "worker ended with an error"
     assert failure["exception"].endswith("ValueError: in a thread")
 
 

@@ -24,8 +24,8 @@ with KVClient(sys.argv[1]) as client:
     for number in (1, 2):
         WorkerAdapter(client, instance_id=number, model_name="m").close()
 """
-MISSING = ("copies of cpu_gather", "hashes", "planes of codecs", "copies past the caches", "packing of token ids")
-LINE = f"no compiled kernels for {', '.join(MISSING)}, which is slower"
+MISSING = ("copies of cpu_gather", "hashes", "planes of codecs", "copies that bypass caches", "packing of token ids")
+LINE = f"compiled kernels are missing, so these are slower: {', '.join(MISSING)}"
 PACKAGES = ("kvframework", "kvf_pinned", "kvf_eviction", "kvf_hashers", "kvf_cpu_gather", "kvf_codecs", "kvf_layouts")
 
 
@@ -49,7 +49,7 @@ def said(log: str) -> int:
 def test_it_is_said_once_by_each(bare: Path) -> None:
     with ServerProcess() as server:
         assert said(server.log) == 1
-        assert "with a C compiler in PATH run: pip install " in server.log
+        assert "put a C compiler into PATH and run: pip install " in server.log
         assert len(server.status()["server"]["missing_kernels"]) == len(MISSING)
         engine = ran(sys.executable, "-c", ENGINE, server.endpoint, timeout=120)
         assert said(engine.stderr) == 1

@@ -159,22 +159,22 @@ CASES = {
     "value": ("config.field", "expected `int` >= 0"),
     "plugin": ("plugin.not_found", "hasher 'sha265'"),
     "option": ("config.field", "unknown key 'paht'"),
-    "codec": ("config.field", "codec 'zstd' is not in use"),
+    "codec": ("config.field", "codec 'zstd' is not configured"),
     "missing_key": ("config.curve_key", "cannot be read: No such file"),
-    "open_key": ("config.curve_key", "others may use the secret key"),
+    "open_key": ("config.curve_key", "other users may use the secret key:"),
     "no_key": ("config.curve_key", "no CURVE key"),
     "no_client_keys": ("config.curve_key", "the directory of client keys cannot be read"),
-    "one_folder": ("config.field", "is the store of [[l2]] #1 already"),
-    "foreign_folder": ("config.field", "holds files that are not the tier's"),
+    "one_folder": ("config.field", "is already the store of [[l2]] #1"),
+    "foreign_folder": ("config.field", "holds files of others"),
     "locked_folder": ("config.field", f", process {os.getpid()}"),
     "no_folder": ("config.field", "Not a directory"),
     "redis_port": ("config.field", "redis-py does not understand url"),
     "redis_scheme": ("config.field", "redis-py does not understand url"),
     "huge": ("storage.arena", "does not fit into memory"),
     "held": ("config.endpoint", "another server holds this endpoint, process 4711"),
-    "long_path": ("config.endpoint", "the socket's path has"),
+    "long_path": ("config.endpoint", "the socket path"),
     "open_directory": ("config.endpoint", "others may write to the directory"),
-    "no_socket": ("config.endpoint", "exists and is no socket"),
+    "no_socket": ("config.endpoint", "exists and is not a socket"),
     "taken_port": ("config.endpoint", "cannot listen: Address already in use"),
     "foreign_address": ("config.endpoint", "cannot listen: Cannot assign requested address"),
     "one_port": ("config.endpoint", "endpoint and tcp are the same"),
@@ -276,7 +276,7 @@ def test_the_three_refuse_with_the_same_text(
 
 def without_room(text: str) -> str:
     """The memory that is available now changes between two commands."""
-    return "\n".join(line for line in text.splitlines() if not line.startswith("  available:"))
+    return "\n".join(line for line in text.splitlines() if not line.startswith("  expected:"))
 
 
 def test_every_refusal_is_named_not_only_the_first(bench: Bench) -> None:

@@ -116,7 +116,7 @@ def test_a_second_signal_ends_at_once_and_leaves_nothing_either(redis: RedisServ
         client.send("CLEAR", m.Clear(l2=True))
         client.call("NOOP", m.Empty())
         server.process.send_signal(number)
-        wait_until(lambda: "stopping: 1 requests in flight" in server.log, what="the first signal's effect")
+        wait_until(lambda: "stopping: 1 requests in progress" in server.log, what="the first signal's effect")
         assert "s.sock.lock" in files(server), "requests in flight are still waited for"
         status, _ = ends(server, number)
         assert status == 128 + number
@@ -224,7 +224,7 @@ def test_a_handler_that_never_ends_does_not_keep_the_server(marker: Path) -> Non
         _, kind, error = client.receive()
         assert kind == "ERROR"
         assert isinstance(error, errors.ShuttingDown)
-        assert "ended without waiting for kvf-worker" in server.log
+        assert "ended without waiting for these threads: kvf-worker" in server.log
         assert files(server) == []
 
 
@@ -235,7 +235,7 @@ def test_a_tier_that_never_ends_does_not_keep_the_server(marker: Path) -> None:
         status, seconds = ends(server, signal.SIGINT)
         assert status == 0
         assert seconds < LIMIT_S
-        assert "a tier blocks a storage thread" in server.log
+        assert "the arena stays mapped, because a call of a tier still runs after its deadline" in server.log
         assert files(server) == []
 
 

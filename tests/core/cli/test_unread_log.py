@@ -102,7 +102,7 @@ def test_the_status_says_that_the_log_cannot_be_written() -> None:
         wait_until(lambda: client.status()["log"]["waiting"] == 0, what="the log's thread to give up on each line")
         document = client.status()
         assert document["log"]["dropped"] >= 3
-        assert {"where": "log", "fact": "it cannot be written: No space left on device"} in document["problems"]
+        assert {"where": "log", "fact": "the log cannot be written: No space left on device"} in document["problems"]
 
 
 def test_a_log_that_is_read_again_has_all_that_waited(talking: str) -> None:

@@ -118,7 +118,7 @@ def test_a_load_of_what_was_never_stored_is_not_called_evicted(
     engine = PagedEngine(client)
     loaded = engine.worker.submit_retrieve(engine.request(list(range(256))), 0, 256, [list(range(16))])
     assert not loaded.result(20)
-    assert "not all objects are in L1" in caplog.text
+    assert "some objects are not in L1" in caplog.text
     assert "evicted" not in caplog.text
 
 

@@ -59,7 +59,7 @@ def test_a_connection_that_breaks_is_replaced(server: ServerProcess) -> None:
         engine = PagedEngine(client)
         load = between_pieces(engine)
         broken = client._connection._link
-        broken._stop(ServerGone("a signal interrupted a message"))
+        broken._stop(ServerGone("a signal interrupted sending a message"))
         wait_until(lambda: client._connection._link is not broken and client.usable, what="another connection")
         assert not load.result(60).ok
         engine.worker.close()

@@ -167,7 +167,7 @@ def test_a_damaged_memory_costs_reading_and_a_line_and_is_mended(
 def test_without_a_directory_files_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write(tmp_path / "a", b"one")
     assert digest(path, write(tmp_path / "file", b"")) == expected(b"one")
-    assert "not remembered" in caplog.text
+    assert "cannot be cached" in caplog.text
 
 
 def test_the_users_memory_lies_in_the_cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,7 +193,7 @@ def test_who_asked_and_the_instance_give_back_and_only_the_instance_commits(serv
         reply = asking(scheduler, key, 7, 7, 99)
         (grant,) = reply.grants
         for each in (stranger, scheduler):
-            with pytest.raises(Exception, match="no lease"):
+            with pytest.raises(Exception, match="unknown lease"):
                 each.call("COMMIT_RETRIEVE", m.Commit(grant.lease))
         assert asking(stranger, key, free=(grant.lease,)).hit_tokens == 512
         granted_at = time.monotonic()
@@ -204,7 +204,7 @@ def test_who_asked_and_the_instance_give_back_and_only_the_instance_commits(serv
         for each in (scheduler, worker):
             unused = asking(scheduler, key, 7).grants[0].lease
             asking(each, key, free=(unused, unused, "nothing"))
-            with pytest.raises(Exception, match="no lease"):
+            with pytest.raises(Exception, match="unknown lease"):
                 worker.call("COMMIT_RETRIEVE", m.Commit(unused))
 
 

@@ -75,7 +75,7 @@ def test_an_extra_before_its_chunk_is_whole_counts(early: list[int]) -> None:
 def test_an_extra_after_its_chunk_is_hashed_is_refused() -> None:
     request = hashes()
     request.extend([1, 2, 3, 4, 5])
-    with pytest.raises(RequestError, match="chunk 0, which is hashed without it"):
+    with pytest.raises(RequestError, match="chunk 0, which is already hashed without it"):
         request.extend([6, 7, 8], {0: b"image A", 1: b"image B"})
     request.extend([6, 7, 8], {1: b"image B"})
     assert request.digests(8) == Sha256().chunk_digests(
@@ -88,7 +88,7 @@ def test_extras_may_be_given_again_but_not_changed() -> None:
     for token in range(9):
         request.extend([token], {0: b"adapter", 1: b"image", 2: b"image"})
     for index in range(3):
-        with pytest.raises(RequestError, match=f"two different extras for chunk {index}"):
+        with pytest.raises(RequestError, match=f"chunk {index} has two different extras"):
             request.extend([], {index: b"another"})
 
 

@@ -81,7 +81,7 @@ def test_tickets_end_with_the_next_lookup_or_a_little_later(engine: Engine) -> N
     engine.scheduler.free(first)
     second = engine.scheduler.lookup(engine.request)
     assert first.ticket != second.ticket
-    with pytest.raises(Exception, match="no ticket"):
+    with pytest.raises(Exception, match="unknown ticket"):
         engine.client.request("FREE_LOOKUP_LOCKS", m.TicketRef(first.ticket), m.Freed)
     engine.scheduler.free(second)
     engine.settle(0)

@@ -31,7 +31,7 @@ from tests.devices import faulty  # isort: skip
 
 SHAPE = (2, 64, 16, 2, 4)
 GROUPS = {"groups": [{"layers": ["l*"], "axes": ["plane", "block", "token", "head", "dim"], "block_size": 16}]}
-REFUSED = "transport lends_nothing cannot be used for this engine's memory and is left out"
+REFUSED = "transport lends_nothing is left out, because it cannot use this engine's memory"
 
 
 @pytest.fixture(autouse=True)
@@ -278,7 +278,7 @@ def test_tensors_are_registered_anew_only_after_a_close(node: SimulatedNode, con
         adapter.register_kv_caches(on_devices(node, 0), block_size=16)
         with pytest.raises(ValueError, match="instance 1 is already registered") as refused:
             adapter.register_kv_caches(on_devices(node, 0), block_size=16)
-        assert "close() the adapter before the old tensors are freed" in refused.value.hint
+        assert "call close() before you free the old tensors, then register the new ones" in refused.value.hint
         adapter.close()
         adapter.register_kv_caches(on_devices(node, 0), block_size=16)
         assert stores(connected, adapter)

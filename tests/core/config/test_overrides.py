@@ -76,12 +76,12 @@ def test_the_default_is_never_changed() -> None:
         ("=4", "not of the form"),
         ("server..workers=4", "not of the form"),
         (".workers=4", "not of the form"),
-        ("l2.1.use=redis", "index an array of 0"),
-        ("layout.first.use=x", "'first' to index an array of 3"),
-        ("layout.-1.use=x", "'-1' to index an array of 3"),
-        ("layout.9=x", "'9' to index an array of 3"),
-        ("l1.use.x=1", "a value that is not a table"),
-        ("l1.use.x.y=1", "is a value, not a table"),
+        ("l2.1.use=redis", "'1' as the index of 0"),
+        ("layout.first.use=x", "'first' as the index of 3"),
+        ("layout.-1.use=x", "'-1' as the index of 3"),
+        ("layout.9=x", "'9' as the index of 3"),
+        ("l1.use.x=1", "in a value, not in a table"),
+        ("l1.use.x.y=1", ", which lies in a value, not in a table"),
     ],
 )
 def test_a_bad_override_says_so(override: str, fact: str) -> None:

@@ -44,8 +44,8 @@ def test_shares_are_percents_or_sizes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "place", "fact"),
     [
-        ('[tenants.a]\nsalts = ["plain-text-salt"]', "[tenants.a] salts #1", "no digest"),
-        (f'[tenants.a]\nsalts = ["{A.upper()}"]', "[tenants.a] salts #1", "no digest"),
+        ('[tenants.a]\nsalts = ["plain-text-salt"]', "[tenants.a] salts #1", "not the digest"),
+        (f'[tenants.a]\nsalts = ["{A.upper()}"]', "[tenants.a] salts #1", "not the digest"),
         (f'[tenants.a]\nsalts = ["{A}"]\n[tenants.b]\nsalts = ["{B}", "{A}"]', "[tenants.b] salts #2", "[tenants.a]"),
         (f'[tenants.a]\nsalts = ["{A}"]\nmin = "30%"\nmax = "20%"', "[tenants.a]", "min 30% is more than max 20%"),
         (f'[tenants.a]\nsalts = ["{A}"]\nmin = "2GiB"\nmax = "1GiB"', "[tenants.a]", "min 2GiB is more"),
@@ -54,12 +54,12 @@ def test_shares_are_percents_or_sizes(tmp_path: Path) -> None:
             "[tenants.b]",
             "100.5 %",
         ),
-        (f'[tenants.a]\nsalts = ["{A}"]\nmax = "101%"', "[tenants.a] max", "no share"),
-        (f'[tenants.a]\nsalts = ["{A}"]\nmax = "much"', "[tenants.a] max", "no share"),
+        (f'[tenants.a]\nsalts = ["{A}"]\nmax = "101%"', "[tenants.a] max", "not a share"),
+        (f'[tenants.a]\nsalts = ["{A}"]\nmax = "much"', "[tenants.a] max", "not a share"),
         (f'[tenants.a]\nsalts = ["{A}"]\nmaximum = "1%"', "[tenants.a]", "unknown key 'maximum'"),
-        (f'[tenants.other]\nsalts = ["{A}"]', "[tenants.other]", "no name for a tenant"),
-        (f'[tenants."a b"]\nsalts = ["{A}"]', "[tenants.a b]", "no name for a tenant"),
-        (f'[tenants.{"a" * 33}]\nsalts = ["{A}"]', f"[tenants.{'a' * 33}]", "no name for a tenant"),
+        (f'[tenants.other]\nsalts = ["{A}"]', "[tenants.other]", "is not a tenant name"),
+        (f'[tenants."a b"]\nsalts = ["{A}"]', "[tenants.a b]", "is not a tenant name"),
+        (f'[tenants.{"a" * 33}]\nsalts = ["{A}"]', f"[tenants.{'a' * 33}]", "is not a tenant name"),
         ("[tenants.a]\nsalts = []", "[tenants.a] salts", "length"),
         ("[tenants.a]\nmin = '1%'", "[tenants.a]", "salts"),
         ("tenants = 3", "[tenants]", "expected a table"),
@@ -87,5 +87,5 @@ def test_with_the_capacity_sizes_and_percents_are_compared(tmp_path: Path) -> No
     with pytest.raises(ConfigFieldError, match="min 1KiB is more than max 10%"):
         bytes_of_tenants(config.tenants, 5000)
     two = load(tmp_path, one + f'[tenants.b]\nsalts = ["{B}"]\nmin = "50%"')
-    with pytest.raises(ConfigFieldError, match="together"):
+    with pytest.raises(ConfigFieldError, match="add up to"):
         bytes_of_tenants(two.tenants, 2000)

@@ -95,7 +95,7 @@ def test_unequal_keys_and_values_of_a_dynamic_cache_form_two_groups():
 # Axes, shapes of one tensor or several, and what the refusal says.
 SIZES = (BLOCK, HEADS, DIM)
 REFUSED = {
-    "no axes": ((), [(2, 6, *SIZES)], "not declared"),
+    "no axes": ((), [(2, 6, *SIZES)], "are not set"),
     "too few axes": (AXES, [(6, *SIZES)], "4 axes"),
     "block size": (AXES, [(2, 6, 8, HEADS, DIM)], "'token'"),
     "planes": (AXES, [(3, 6, *SIZES)], "'plane'"),

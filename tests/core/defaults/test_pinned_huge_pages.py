@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 
 def machine(root: Path, for_all: str = "", for_this_size: str = "", pool: tuple[int, int, int] | None = None) -> Path:
-    """`pool` is the number of reserved pages, of free ones, and of those of them that were promised."""
+    """`pool` is the number uses reserved pages, of free ones, and of those of them that were promised."""
     if pool is not None:
         reserved = root / f"kernel/mm/hugepages/hugepages-{huge_page_bytes() >> 10}kB"
         reserved.mkdir(parents=True)
@@ -49,7 +49,7 @@ def machine(root: Path, for_all: str = "", for_this_size: str = "", pool: tuple[
         ("deny", "", False, "shmem_enabled is deny"),
         ("never", "advise", True, "shmem_enabled is advise"),
         ("advise", "never", False, "shmem_enabled is never"),
-        ("", "", False, "the kernel has none for shared memory"),
+        ("", "", False, "the kernel has no huge pages for shared memory"),
     ],
 )
 def test_auto_takes_what_the_kernel_gives(

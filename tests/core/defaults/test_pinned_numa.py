@@ -36,11 +36,11 @@ NUMA_MAPS = Path("/proc/self/numa_maps")
 @pytest.mark.parametrize(
     ("memory", "devices", "nodes", "reason"),
     [
-        ("0-1", [(GPU, 1)], (1,), "the accelerators are there"),
-        ("0-1", [(CONSUMER_GPU, 0), (NETWORK, 1), (CONSOLE, 1)], (0,), "the accelerators are there"),
-        ("0-1,4,6-7", [(GPU, 7), (GPU, 7), (OTHER_ACCELERATOR, 4), (GPU, -1)], (4, 7), "the accelerators are there"),
-        ("0-1", [(GPU, -1)], (), "no accelerator is known to be on a NUMA node"),
-        ("0-1", [(NETWORK, 0)], (), "no accelerator is known to be on a NUMA node"),
+        ("0-1", [(GPU, 1)], (1,), "these nodes have accelerators"),
+        ("0-1", [(CONSUMER_GPU, 0), (NETWORK, 1), (CONSOLE, 1)], (0,), "these nodes have accelerators"),
+        ("0-1,4,6-7", [(GPU, 7), (GPU, 7), (OTHER_ACCELERATOR, 4), (GPU, -1)], (4, 7), "these nodes have accelerators"),
+        ("0-1", [(GPU, -1)], (), "no accelerator reports its NUMA node"),
+        ("0-1", [(NETWORK, 0)], (), "no accelerator reports its NUMA node"),
         ("0,2", [(GPU, 1), (GPU, 3)], (), "the accelerators are on NUMA nodes 1, 3, where there is no memory"),
         ("0", [(GPU, 0)], (), "there is one NUMA node"),
         ("", [(GPU, 0)], (), "the kernel reports no NUMA nodes"),
@@ -55,7 +55,7 @@ def test_auto_follows_the_accelerators(
 def test_what_is_configured_counts_more_than_what_is_seen(tmp_path: Path) -> None:
     machine = sysfs(tmp_path, "0-3", (GPU, 1))
     assert choose("off", machine) == ANYWHERE
-    assert choose([3, 0, 3], machine) == Choice((0, 3), "as configured")
+    assert choose([3, 0, 3], machine) == Choice((0, 3), "the configuration names them")
 
 
 def test_files_that_cannot_be_read_say_nothing(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_the_arena_is_placed_before_it_is_touched(caplog: pytest.LogCaptureFixtu
         assert policies(NUMA_MAPS.read_text()) == ["prefer:0"]
         works(arena)
     assert [each.getMessage() for each in caplog.records if "has pages" not in each.getMessage()] == [
-        "[l1]: the arena lies on NUMA node 0, while there is room: as configured"
+        "[l1]: the arena lies on NUMA node 0, while there is room: the configuration names them"
     ]
 
 
@@ -153,7 +153,7 @@ def test_a_node_that_is_not_there_is_told_and_the_arena_works(caplog: pytest.Log
         assert policies(NUMA_MAPS.read_text()) == ["default"]
     (line,) = warnings(caplog)
     assert line == (
-        "[l1]: the arena lies where the kernel puts it, not on NUMA node 1023: Invalid argument; "
+        "[l1]: the kernel chooses the arena's NUMA nodes, because it refused NUMA node 1023: Invalid argument; "
         'name nodes of Mems_allowed_list in /proc/self/status, or set [l1] numa = "off"'
     )
 
@@ -169,7 +169,7 @@ def test_a_container_that_may_not_is_told_what_it_lacks(
     with made([0, 1]) as arena:
         works(arena)
     (line,) = warnings(caplog)
-    assert "not on NUMA nodes 0, 1: Operation not permitted; give the container the capability SYS_NICE" in line
+    assert "it refused NUMA nodes 0, 1: Operation not permitted; give the container the capability SYS_NICE" in line
 
 
 def test_a_processor_whose_call_is_not_known_is_not_guessed_at(
@@ -204,10 +204,10 @@ def told(numa: object, machine: Path) -> Finding:
 def test_the_doctor_says_what_the_arena_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = sysfs(tmp_path, "0-1", (GPU, 0))
     monkeypatch.setattr("kvf_pinned.advice.place", lambda *_: None)
-    fact = "the arena lies on NUMA node 0, while there is room: the accelerators are there"
+    fact = "the arena lies on NUMA node 0, while there is room: these nodes have accelerators"
     assert told("auto", machine) == Finding("pinned.numa", "ok", fact)
     assert told([0, 1], machine).fact.startswith("the arena is interleaved over NUMA nodes 0, 1, while there is room")
-    assert told("off", machine).fact == "the arena lies where the kernel puts it: numa is off"
+    assert told("off", machine).fact == "the arena lies on nodes that the kernel chooses: numa is off"
 
 
 @pytest.mark.usefixtures("permitted")
@@ -227,7 +227,7 @@ def test_numa_nodes_are_told_in_order(tmp_path: Path) -> None:
     machine = sysfs(tmp_path, "0,2,10", cpus={10: "10-11", 2: "2-3", 0: ""})
     found = by_id(numa_findings(machine))
     assert found["numa.nodes"].fact == "3: node0 has the CPUs none; node2 has the CPUs 2-3; node10 has the CPUs 10-11"
-    assert found["numa.accelerators"].fact == "there are no accelerators on the PCI bus"
+    assert found["numa.accelerators"].fact == "the PCI bus has no accelerators"
     assert by_id(numa_findings(tmp_path / "none")).keys() == {"numa.nodes"}
 
 

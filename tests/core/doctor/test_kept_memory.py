@@ -63,9 +63,9 @@ def test_kept_memory_without_a_server_is_worth_a_look(
     with keeping(socket, server, nbytes):
         (finding,) = kept(f"ipc://{socket}")
     assert finding.level == level
-    assert finding.fact.startswith("`kvframework hold`, process 7, keeps ")
+    assert finding.fact.startswith("`kvframework hold`, process 7, holds ")
     # Its server may wait for a corrected configuration: freeing L1 is not the first thing to do.
-    assert ("its log says why" in finding.advice) == (level == "warn")
+    assert ("see the log of `kvframework hold`; `kvframework hold --drop` frees" in finding.advice) == (level == "warn")
 
 
 def test_nothing_is_said_where_no_keeper_runs(socket: Path) -> None:

@@ -36,7 +36,7 @@ def test_a_check_that_raises_or_hangs_is_a_finding() -> None:
     assert (second.id, second.level) == ("disk.check", "fail")
     assert "no such thing" in second.fact
     (late,) = run_check("disk", lambda: time.sleep(60) or [], timeout_s=0.05)  # type: ignore[func-returns-value]
-    assert "did not end within 0.05 s" in late.fact
+    assert "no result within 0.05 s" in late.fact
 
 
 def test_a_check_that_hangs_does_not_keep_the_command() -> None:
@@ -65,21 +65,21 @@ def test_a_path_that_is_too_long_fails(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert list(socket_findings(default_endpoint())) == []
     (refused,) = (each for each in examine().findings if each.level == "fail")
     assert refused.id == "config.endpoint"
-    assert "the socket's path has" in refused.fact
+    assert "the socket path" in refused.fact
     assert "[server] endpoint" in refused.advice
 
 
 def test_the_directory_is_private_or_told(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     endpoint = f"ipc://{folder}/server.sock"
-    assert "the server makes it" in by_id(socket_findings(endpoint))["socket.directory"].fact
+    assert "does not exist; the server will make it" in by_id(socket_findings(endpoint))["socket.directory"].fact
     folder.mkdir(mode=0o700)
     assert by_id(socket_findings(endpoint))["socket.directory"].level == "ok"
     folder.chmod(0o777)
     assert "socket.directory" not in by_id(socket_findings(endpoint))
     with pytest.raises(EndpointError, match="others may write to the directory"):
         check_directory(folder)
-    with pytest.raises(EndpointError, match="this user may not make it in /proc"):
+    with pytest.raises(EndpointError, match="this user may not make the directory in /proc"):
         check_directory(Path("/proc/self/status/run"))
 
 
@@ -87,7 +87,7 @@ def test_a_server_that_runs_is_named(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     endpoint, running = f"ipc://{tmp_path}/server.sock", RunningServer(7, "kvf.toml", 1 << 20)
     assert "(process 7, configuration kvf.toml)" in by_id(socket_findings(endpoint, running))["socket.server"].fact
-    assert by_id(socket_findings(endpoint))["socket.server"].fact == "no server of this user answers there"
+    assert by_id(socket_findings(endpoint))["socket.server"].fact == "no server of this user answers at the endpoint"
 
 
 # limits
@@ -110,7 +110,7 @@ def test_descriptors_are_counted(limit: str, level: str, text: str) -> None:
 def test_locked_memory_is_told() -> None:
     assert in_a_child("MEMLOCK, (65536, 65536)")["limits.memlock"][:2] == (
         "ok",
-        "64.0 KiB of memory may be locked; only device transports lock memory",
+        "a process may lock 64.0 KiB of memory; only device transports lock memory",
     )
 
 
@@ -143,7 +143,7 @@ def test_the_tightest_cgroup_counts(tmp_path: Path, version: int) -> None:
         (folder / limit).write_text(most)
         (folder / used).write_text(str(1 << 20))
     found = by_id(checks.memory(proc, cgroups))
-    assert found["memory.machine"].fact == "2.0 GiB available of 4.0 GiB"
+    assert found["memory.machine"].fact == "2.0 GiB of 4.0 GiB are available"
     assert (found["memory.cgroup"].level, "allows 1.0 GiB" in found["memory.cgroup"].fact) == ("ok", True)
     (top / "a" / used).write_text(str(1000 << 20))
     assert by_id(checks.memory(proc, cgroups))["memory.cgroup"].level == "warn"

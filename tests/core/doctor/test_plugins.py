@@ -146,7 +146,7 @@ def test_a_transport_that_pins_wants_to_lock_memory(site: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
     assert levels(found) == {"plugin.usable": "ok", "limits.memlock": "warn"}
-    assert found["limits.memlock"].fact == "64.0 KiB of memory may be locked, and transport gpu pins L1 for its device"
+    assert found["limits.memlock"].fact == "a process may lock 64.0 KiB of memory, but transport gpu locks all of L1"
     assert "LimitMEMLOCK=infinity" in found["limits.memlock"].advice
 
 

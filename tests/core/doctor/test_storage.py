@@ -44,7 +44,7 @@ def refusal_for_anybody(path: Path) -> object:
 def test_a_folder_that_is_not_there_yet_is_ok_and_is_not_made(tmp_path: Path) -> None:
     found = ask("filesystem", path=str(tmp_path / "a" / "kv"), capacity="1MiB")
     assert levels(found) == {"plugin.usable": "ok", "filesystem.folder": "ok", "filesystem.space": "ok"}
-    assert f"it will be made in {tmp_path}" in found["filesystem.folder"].fact
+    assert f"does not exist yet and will be made in {tmp_path}" in found["filesystem.folder"].fact
     assert list(tmp_path.iterdir()) == []
 
 

@@ -150,7 +150,7 @@ def test_drop_frees_nothing_that_another_server_uses(held: Held, arena: int) -> 
     fcntl.flock(arena, fcntl.LOCK_EX)
     reply = held.ask("drop", restart=True)
     assert (reply["done"], reply["freed"]) == (True, 0)
-    assert "another process uses" in reply["text"]
+    assert "another process still uses" in reply["text"]
     assert token_of("kvf-arena", arena).isalnum()
     assert held.ready(2)["found"] == {}
 
@@ -190,7 +190,7 @@ class TestReload:
         wait_until(lambda: held.ask("status")["starts"] == 2, TIMEOUT, "the next start")
         reply = held.ask("reload")
         assert not reply["done"]
-        assert "it is not ready yet" in reply["text"]
+        assert ", is not ready yet" in reply["text"]
         assert held.ask("status")["starts"] == 2
 
     def test_a_new_server_that_fails_first_leaves_the_old_one(self, held: Held) -> None:
@@ -198,7 +198,7 @@ class TestReload:
         held.fail("before the hand-over")
         reply = held.ask("reload")
         assert not reply["done"]
-        assert "the old one stays" in reply["text"]
+        assert "before it was ready: the old server keeps running" in reply["text"]
         assert held.servers() == {old}
         assert held.ask("status")["server"]["pid"] == old
 
@@ -223,4 +223,4 @@ class TestReload:
         held.process.wait(TIMEOUT)
         assert all(has_ended(pid) for pid in servers)
         asked.join(TIMEOUT)
-        assert replies == [{"done": False, "text": "the keeper ends"}]
+        assert replies == [{"done": False, "text": "the keeper is ending"}]

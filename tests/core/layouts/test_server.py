@@ -195,6 +195,6 @@ def test_the_canary_proves_opaque_blocks_too(client: KVClient) -> None:
     worker = WorkerAdapter(
         client, instance_id=1, model_name="m", layout="opaque", layout_options={"packing": "amx", "block_axis": 0}
     )
-    with pytest.raises(BadLayout, match="not the engine's"):
+    with pytest.raises(BadLayout, match="the declared layout differs from the engine's:"):
         worker.register_kv_caches(kv, block_size=16, view=PackedView(kv, shift=4))
     worker.register_kv_caches(kv, block_size=16, view=PackedView(kv))

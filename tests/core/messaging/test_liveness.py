@@ -204,7 +204,7 @@ def test_stale_sockets_are_removed_but_no_other_file(endpoint: str) -> None:
             sock.bind(name)
     Lab(endpoint).stop()
     Path(path).write_text("somebody's")
-    with pytest.raises(EndpointError, match="no socket"):
+    with pytest.raises(EndpointError, match="not a socket"):
         EndpointFiles(endpoint).acquire()
     assert Path(path).read_text() == "somebody's"
     assert not os.path.exists(path + ".lock")

@@ -42,7 +42,7 @@ def test_none_left_even_to_count_them_is_none_left(monkeypatch: pytest.MonkeyPat
 def test_what_is_needed_is_there_or_it_is_said() -> None:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     counts.need(descriptors=1, threads=2)
-    with pytest.raises(OutOfResources, match=f"of this process's {limit} descriptors are free"):
+    with pytest.raises(OutOfResources, match=f"of its {limit} open files left"):
         counts.need(descriptors=limit)
 
 

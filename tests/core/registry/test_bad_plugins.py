@@ -32,7 +32,7 @@ BROKEN = {
     "no list": (f"{HOOKS}@hookimpl\ndef kvf_codecs(): return 'bad'", "returned str"),
     "no provider": (f"{HOOKS}@hookimpl\ndef kvf_codecs(): return [1]", "a list with int"),
     "nothing": (f"{HOOKS}@hookimpl\ndef kvf_codecs(): return None", "returned 0 providers named 'bad'"),
-    "too long a codec's name": (codec_module("bad", "n" * 17), "does not fit into a value's header"),
+    "too long a codec's name": (codec_module("bad", "n" * 17), "is too long"),
     "another name": (codec_module("good"), "returned 0 providers named 'bad'"),
     "twice the name": (codec_module("bad", "bad"), "returned 2 providers named 'bad'"),
     "class instead of provider": (f"{HOOKS}@hookimpl\ndef kvf_codecs(): return [CodecProvider]", "a list with type"),

@@ -74,7 +74,7 @@ def test_an_absent_plugin_says_what_is_there_and_what_was_probably_meant() -> No
 def test_a_name_of_another_kind_is_pointed_at() -> None:
     with pytest.raises(errors.PluginWrongKind, match="of another kind: eviction"):
         PluginRegistry().resolve("hasher", "lru")
-    with pytest.raises(errors.PluginWrongKind, match="no kind of plugin called 'store'"):
+    with pytest.raises(errors.PluginWrongKind, match="unknown kind of plugin 'store'"):
         PluginRegistry().resolve("store", "redis")
 
 

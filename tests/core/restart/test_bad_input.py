@@ -128,7 +128,7 @@ def test_no_memory_for_the_journal() -> None:
         os.close(fd)
         with server.client() as client:
             overwrite_all(client, 6)
-            assert "the journal of L1 ends, so the next server begins cold" in server.log
+            assert "the journal of L1 failed, so the next server starts with an empty L1:" in server.log
         server.kill9()
         server.start()
         assert why_cold(server).startswith("no_journal")

@@ -48,5 +48,5 @@ def test_a_server_that_forgets_who_may_still_write_is_found() -> None:
 @pytest.mark.timeout(KILLS * 30)
 def test_a_start_that_forgets_what_was_used_last_is_found() -> None:
     # Stored again before it was missed, it is in the journal twice.
-    with pytest.raises(Broken, match=r"LOST|two objects of one name"):
+    with pytest.raises(Broken, match=r"LOST|two objects have the same name"):
         Kills(SEED, KILLS, bug="forgetful_start").run()

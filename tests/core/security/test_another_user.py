@@ -168,7 +168,7 @@ def test_a_folder_that_everybody_may_write_to_is_no_tier(tmp_path: Path, caplog:
         os.chmod(folder, mode)
         with pytest.raises(ConfigFieldError, match="any user may write") as caught:
             provider.create(FilesystemOptions(path=str(folder)), TableContext("[[l2]] #1"))
-        assert "name a folder in it" in caught.value.hint
+        assert "use a folder inside it, or remove the permission: chmod o-w" in caught.value.hint
     inside = folder / "tier"
     provider.create(FilesystemOptions(path=str(inside)), TableContext("[[l2]] #1")).close()
     assert stat.S_IMODE(inside.stat().st_mode) == 0o700

@@ -38,7 +38,7 @@ def test_an_admitted_client_maps_nothing_and_manages_nothing(server: RemoteServe
     assert remote.hello.liveness == ""
     registered = remote.register()
     key = key_for(registered, TOKENS)
-    with pytest.raises(errors.TransportMismatch, match="does not map the arena"):
+    with pytest.raises(errors.TransportMismatch, match="this client has not mapped the arena"):
         remote.prepare_store(key)
     for l2 in (False, True):
         with pytest.raises(errors.RequestError, match="only a client on this node may clear"):
@@ -107,7 +107,7 @@ def test_strangers_do_not_make_the_server_read_its_keys_again(tmp_path: Path, mo
 def test_a_directory_of_keys_to_which_others_may_add_is_refused(tmp_path: Path, mode: int) -> None:
     keys = Keys(tmp_path / "keys")
     os.chmod(keys.clients, mode)
-    with pytest.raises(CurveKeyError, match="others may add keys"):
+    with pytest.raises(CurveKeyError, match="other users may add keys:"):
         AdmittedClients(keys.clients)
 
 

@@ -36,7 +36,7 @@ def test_a_name_forges_no_line_and_moves_no_cursor(server: ServerProcess) -> Non
         for name in shown:
             assert_harmless(name)
     # Without a liveness socket it is silent from now on, which is told by its name.
-    wait_until(lambda: "was silent for too long" in server.log)
+    wait_until(lambda: ", which sent nothing for too long" in server.log)
     assert_harmless(server.log)
 
 
@@ -109,7 +109,7 @@ def test_a_device_has_a_name_that_can_be_shown(name: str) -> None:
         return [msgspec.msgpack.encode(each) for each in (ExportedAllocation(Allocation(device, b"h", 512)), view)]
 
     assert read_handles(handles("GPU-1"), layout, desc).device == "GPU-1"
-    with pytest.raises(errors.RequestError, match="no proper name"):
+    with pytest.raises(errors.RequestError, match="the device's name is not valid"):
         read_handles(handles(name), layout, desc)
 
 

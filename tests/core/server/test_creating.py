@@ -120,8 +120,8 @@ def test_every_kind_is_named_with_its_table(setting: str, place: str, name: str)
         ("l2.0.use=refuses", "config.field", "[[l2]] #1 path", "no such folder"),
         ("l2.0.use=refuses_here", "storage.tier", "[[l2]] #1", "no such store"),
         ("l2.0.use=exits", "plugin.broken", "[[l2]] #1", "create raised SystemExit: 3"),
-        ("l2.0.use=nameless", "plugin.broken", "[[l2]] #1", "what create returned has no name"),
-        ("requests.0.use=listed", "plugin.broken", "[[requests]] #1", "a list with int"),
+        ("l2.0.use=nameless", "plugin.broken", "[[l2]] #1", "the result of create has no name"),
+        ("requests.0.use=listed", "plugin.broken", "[[requests]] #1", "a list of int"),
     ],
 )
 def test_what_a_plugin_says_itself_passes(setting: str, code: str, place: str, fact: str) -> None:

@@ -202,7 +202,7 @@ def test_a_server_that_has_ended_meanwhile() -> None:
     with ServerProcess() as server:
         pid = server.pid
         server.stop()
-    with pytest.raises(EndpointError, match=f"process {pid}, has ended meanwhile"):
+    with pytest.raises(EndpointError, match=f"process {pid}, ended before the takeover"):
         takeover.take_over(server.endpoint, pid, None)
 
 

@@ -69,5 +69,5 @@ def test_one_that_fails_is_a_problem_of_the_server_which_serves() -> None:
     with serving("listener.0.use=tally", plugins=(Plugin(Broken),)) as server, WireClient(server.endpoint) as client:
         wait_until(lambda: client.status()["problems"], what="the problem")
         (problem,) = client.status()["problems"]
-        assert problem["fact"] == "listener tally: it has failed: ValueError('it cannot listen')"
+        assert problem["fact"] == "listener tally: the listener failed: ValueError('it cannot listen')"
         client.register(1, hidden_dim_size=64)

@@ -93,7 +93,7 @@ def test_store_and_retrieve_move_the_named_blocks(client: WireClient, plugin: Ga
 
 def test_a_retrieve_of_what_is_not_there_is_a_miss(client: WireClient) -> None:
     reply = client.call("RETRIEVE", transfer(list(range(32))))
-    assert (reply.ok, reply.reason) == (False, "not all objects are in L1")
+    assert (reply.ok, reply.reason) == (False, "some objects are not in L1")
     (record,) = client.call("RECENT", m.Recent()).records
     assert (record.request, record.path, record.outcome, record.missing) == ("RETRIEVE", "server", "miss", 0)
     assert record.reason == "never_stored"

@@ -70,7 +70,7 @@ def test_an_instance_is_the_registered_one(stored: Stored) -> None:
     instance.attached["mine"] = 1
     with WireClient(stored.server.endpoint):
         stranger = stored.server._messages.sessions[1]
-        with pytest.raises(NotRegistered, match="your instances: none"):
+        with pytest.raises(NotRegistered, match="the client's instances: none"):
             stored.services.instance(1, stranger)
     with pytest.raises(NotRegistered):
         stored.services.instance(2)

@@ -24,7 +24,7 @@ from tests.support.wire_client import WireClient
 def test_an_arena_that_a_copy_still_uses_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
     with serving() as server:
         held = server.service.storage.table.arena[:16]
-    assert "a transport keeps views of the arena" in caplog.text
+    assert "the arena stays mapped, because a transport still uses it after its last request" in caplog.text
     held.release()
 
 
@@ -49,8 +49,8 @@ def test_a_client_that_lives_is_not_said_to_have_ended(caplog: pytest.LogCapture
         client.register(instance_id=50)
     client.close()
     (line,) = (each.message for each in caplog.records if "1 instance" in each.message)
-    assert line.startswith("session of ")
-    assert "closed, as the server stops: 1 instance, 0 tickets and " in line
+    assert line.startswith("closed the session of ")
+    assert "because the server stops: 1 instance, 0 tickets and " in line
 
 
 # How many loads and writes call a tier at once: by its `[[l2]]` table, else by its provider.

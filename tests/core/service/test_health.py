@@ -51,7 +51,7 @@ def test_a_tier_whose_circuit_is_not_closed() -> None:
     circuits = {"read": "closed", "write": "open"}
     down = tier(state="open", state_s=12.34, circuits=circuits, last_error="no route to host\n  hint: find one")
     assert problems(document(l2=[tier(), down])) == [
-        {"where": "l2.1", "fact": "redis is down for writes since 12 s: no route to host; hint: find one"}
+        {"where": "l2.1", "fact": "redis is down for writes for 12 s: no route to host; hint: find one"}
     ]
     both = tier(state="half-open", circuits={"read": "half-open", "write": "open"})
     (problem,) = problems(document(l2=[both]))
@@ -69,7 +69,7 @@ def test_a_tier_whose_call_does_not_end() -> None:
 
 def test_memory_that_is_not_there() -> None:
     (problem,) = problems(document(l1={"ready_bytes": 1 << 20, "capacity_bytes": 4 << 20, "counters": {}}))
-    assert problem == {"where": "l1", "fact": "1.0 MiB of 4.0 MiB are resident"}
+    assert problem == {"where": "l1", "fact": "1.0 MiB of 4.0 MiB of L1 are in memory so far"}
 
 
 def lost(**fields: Any) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def test_what_a_client_lost_lately() -> None:
     (problem,) = problems(lost())
     assert problem["where"] == "losses"
     assert problem["fact"].startswith(
-        "'vllm worker 0' (process 12) lost 2 loads and 1 store (3.0 MiB), the last one 4 s ago: [run.deadline] 3; "
+        "'vllm worker 0' (process 12) failed 2 loads and 1 store (3.0 MiB), last 4 s ago: [run.deadline] 3; "
     )
     assert problem["fact"].count("busy") == 1
     assert "deadline_scale" in problem["fact"]
@@ -111,7 +111,7 @@ def test_what_was_lost_while_there_was_no_server_is_counted_and_no_problem() -> 
 def test_doors_that_are_shut() -> None:
     seen = {"in_use": 700, "limit": 1000, "readers": False, "sessions": False, "local": True}
     (problem,) = problems(document(messaging={"counters": {}, "descriptors": seen}))
-    fact = "700 of 1000 descriptors are in use: new clients and new readers of events are not accepted"
+    fact = "700 of 1000 open files are in use: new clients and new event readers are not accepted"
     assert problem == {"where": "messaging.descriptors", "fact": fact}
 
 
@@ -173,7 +173,8 @@ def test_the_report_names_what_has_grown_once() -> None:
     assert report.changes(bad, 120.0) == ""
     worse = document(messaging={"counters": {"malformed": 9, "late": 1}}, prefetch={"refused": 1})
     assert report.changes(worse, 130.0) == (
-        "1 loads were too many at once (prefetch.refused); 3 messages were malformed (messaging.counters.malformed)"
+        "1 loads were refused as too many at once (prefetch.refused); "
+        "3 messages were malformed (messaging.counters.malformed)"
     )
     worst = document(l2=[tier(corrupt=2)], messaging={"counters": {"errors.request.range": 5}})
     assert report.changes(worst, 140.0) == (

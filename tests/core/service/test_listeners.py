@@ -104,7 +104,7 @@ def test_a_status_that_fails_is_a_problem_of_its_listener(listeners: Listeners, 
     listeners.add("one", listener)
     listeners.add("two", Counting())
     found = listeners.others()
-    assert "its status fails" in str(found["one"])
+    assert "the listener's status failed:" in str(found["one"])
     assert found["two"] == {"received": 0}
 
 

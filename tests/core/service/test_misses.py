@@ -23,7 +23,7 @@ from kvframework.storage.l1.eviction_statistics import Cause, Ghost
 from kvframework.storage.namespaces import NamespaceRecord
 from tests.support.waiting import wait_until
 
-HERE, THERE = b"h" * 16, b"t" * 16
+HERE, THERE, ELSEWHERE = b"h" * 16, b"t" * 16, "other_namespace"
 DESC = MemoryLayoutDesc(256, (GroupDesc((2, 2, 256, 8), "float16"),))
 RECORD = NamespaceRecord("m", 1, DESC)
 EVICTED = Ghost(Cause.ROOM, 50.0, 40.0, "other")
@@ -57,7 +57,7 @@ def test_every_cause_of_a_ghost_has_a_reason(cause: Cause) -> None:
 
 
 @given(
-    down=st.sampled_from(["", "disk: its circuit is open"]),
+    down=st.sampled_from(["", "disk: the tier is down"]),
     refused=st.booleans(),
     ghost=st.none() | st.builds(Ghost, st.sampled_from(Cause), st.floats(0, 9), st.floats(0, 9)),
     tiers_cleared_at=st.just(-inf) | st.floats(0, 9),
@@ -92,25 +92,25 @@ def other(**changes: Any) -> NamespaceRecord:
         ([], None),
         ([row(None, namespace=THERE)], None),
         ([row(salt="s")], MissReason("other_salt", "stored with a salt, asked without one")),
-        ([row(other(dtype="float32"), namespace=THERE)], MissReason("other_namespace", "dtype float32, not float16")),
-        ([row(other(window=64), namespace=THERE)], MissReason("other_namespace", "window 64, not 0")),
-        ([row(other(groups=2), namespace=THERE)], MissReason("other_namespace", "2 layer groups, not 1")),
-        ([row(other(world_size=4), namespace=THERE)], MissReason("other_namespace", "world size 4, not 1")),
+        ([row(other(dtype="int8"), namespace=THERE)], MissReason(ELSEWHERE, "stored with dtype int8, not float16")),
+        ([row(other(window=64), namespace=THERE)], MissReason(ELSEWHERE, "stored with window 64, not 0")),
+        ([row(other(groups=2), namespace=THERE)], MissReason(ELSEWHERE, "stored with 2 layer groups, asked with 1")),
+        ([row(other(world_size=4), namespace=THERE)], MissReason(ELSEWHERE, "stored with world size 4, asked with 1")),
         (
             [row(other(), namespace=THERE)],
-            MissReason("other_namespace", "other weights, revision, quantisation or packing"),
+            MissReason(ELSEWHERE, "stored with other weights, revision, quantisation or packing"),
         ),
-        ([row(other(model="n"), namespace=THERE)], MissReason("other_namespace", "stored under the model name 'n'")),
+        ([row(other(model="n"), namespace=THERE)], MissReason(ELSEWHERE, "stored under the model name 'n'")),
         ([row(other(model="n", dtype="float32"), namespace=THERE)], None),
         (
             [row(other(model="n"), namespace=THERE), row(other(dtype="int8"), namespace=THERE)],
-            MissReason("other_namespace", "dtype int8, not float16"),
+            MissReason(ELSEWHERE, "stored with dtype int8, not float16"),
         ),
         (
             [row(other(), namespace=THERE), row(salt="s")],
             MissReason("other_salt", "stored with a salt, asked without one"),
         ),
-        ([row(rank=1)], MissReason("never_stored", "by rank 0, while another rank or layer group has it")),
+        ([row(rank=1)], MissReason("never_stored", "rank 0 did not store it, another rank or layer group did")),
     ],
 )
 def test_where_else_the_chunk_is_says_why_it_is_not_here(rows: list[Row], expected: MissReason | None) -> None:

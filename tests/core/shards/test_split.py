@@ -92,13 +92,13 @@ def test_a_shard_is_the_same_part_of_the_model_whoever_holds_it(data: st.DataObj
         (ModelPart(8, 2, 2), layout(4, 2), "rank 2 of 2"),
         (ModelPart(8, -1, 2), layout(4, 2), "rank -1 of 2"),
         (ModelPart(0, 0, 1), layout(1, 2), "0 KV heads"),
-        (ModelPart(8, 0, 2), layout(2, 2), "has 2 heads; of 8 KV heads, a rank of 2 has 4"),
+        (ModelPart(8, 0, 2), layout(2, 2), "has 2 KV heads, expected 4 of 8 on a rank of 2"),
         (ModelPart(8), layout(8, 2, state=True), "recurrent states"),
         (ModelPart(1), layout(1, 2, packing="amx", dtype="uint8"), "opaque blocks"),
-        (ModelPart(8, 0, 1, 0, 3), layout(8, 2), "the 2 layers from layer 0 on, of 3, are no whole ranges of 3"),
-        (ModelPart(8, 0, 1, 2, 3), layout(8, 2), "no whole ranges"),
-        (ModelPart(8, 0, 1, -2, 4), layout(8, 2), "no whole ranges"),
-        (ModelPart(8, stage="+pp2"), layout(8, 2), "pipeline stage are not known"),
+        (ModelPart(8, 0, 1, 0, 3), layout(8, 2), "the 2 layers from layer 0 on, of 3, are not whole ranges of 3"),
+        (ModelPart(8, 0, 1, 2, 3), layout(8, 2), ", are not whole ranges of"),
+        (ModelPart(8, 0, 1, -2, 4), layout(8, 2), ", are not whole ranges of"),
+        (ModelPart(8, stage="+pp2"), layout(8, 2), "the layer numbers of this pipeline stage are unknown"),
     ],
 )
 def test_what_is_no_whole_shard_is_refused_with_the_reason(part: ModelPart, held: KVLayout, why: str) -> None:
@@ -117,7 +117,7 @@ def test_layers_in_another_order_are_not_split() -> None:
 def test_groups_of_unequal_heads_and_too_many_groups_are_refused() -> None:
     one = layout(8, 2).groups[0]
     other = msgspec.structs.replace(one, heads=4, layer_names=("l.2", "l.3"))
-    with pytest.raises(BadLayout, match="layer group 1 has 4 heads"):
+    with pytest.raises(BadLayout, match="layer group 1 has 4 KV heads"):
         split(ModelPart(8), KVLayout("paged", (one, other)))
     many = tuple(msgspec.structs.replace(one, layer_names=(f"l.{index}", f"m.{index}")) for index in range(9))
     with pytest.raises(BadLayout, match="more than 64 layer groups"):

@@ -207,7 +207,7 @@ def test_a_journal_without_memory_ends_and_the_server_goes_on(
     store(table, 6)
     table.drop([KEYS[0], KEYS[1]])
     assert len(table) == 5
-    assert "the next server begins cold" in caplog.text
+    assert "the journal of L1 failed, so the next server starts with an empty L1:" in caplog.text
     with pytest.raises(Cold, match="no_journal"):
         journal_module.read_identity(journal.memory)
 
@@ -403,7 +403,7 @@ def test_a_journal_cut_off(used: Journal, size: int) -> None:
 def test_a_newer_release(used: Journal) -> None:
     schema = journal_module.SCHEMA
     used.memory[8:12] = (schema + 1).to_bytes(4, "little")
-    with pytest.raises(Cold, match=f"other_release: a journal of schema {schema + 1}, this release reads {schema}"):
+    with pytest.raises(Cold, match=f"other_release: the journal has schema {schema + 1}, expected {schema}"):
         # Its size is that of its own release.
         open_whole(used.memory[: journal_module.SLOTS_AT - 8])
 

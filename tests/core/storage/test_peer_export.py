@@ -120,7 +120,7 @@ def test_the_problems_of_a_tier_are_in_its_status(make_node: MakeNode) -> None:
     assert store.status()["problems"] == ["nobody is there"]
     node.tier.down = True
     store._ask_for_facts()
-    assert store.status()["problems"] == ["its `problems` raised RuntimeError"]
+    assert store.status()["problems"] == ["the plugin's `problems` raised RuntimeError"]
     node.tier.down = False
 
 
@@ -135,4 +135,4 @@ def test_what_a_tier_tells_is_in_its_status_and_a_bug_of_it_spoils_nothing(make_
     assert store.status()["details"] == {}
     problems = store.status()["problems"]
     assert problems[0] == "nobody is there"  # type: ignore[index]
-    assert problems[1].startswith("its `status` raised")  # type: ignore[index]
+    assert problems[1].startswith("the plugin's `status` raised")  # type: ignore[index]

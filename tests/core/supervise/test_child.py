@@ -108,7 +108,7 @@ def test_a_killed_process_is_started_again_with_a_growing_delay(caplog: pytest.L
 def test_a_process_that_hangs_at_its_start_is_killed_and_started_again() -> None:
     with running(Child(b"h", ready_s=0.5)) as child:
         wait_until(lambda: len(child.ends) == 2, MOST_S)
-        assert set(child.ends) == {"the program was killed: it was not ready within 0.5 s"}
+        assert set(child.ends) == {"the program was killed: not ready within 0.5 s"}
 
 
 def test_a_process_that_stops_in_time_is_not_killed() -> None:
@@ -145,7 +145,7 @@ def test_a_process_that_closes_its_connection_and_goes_on_is_ended() -> None:
         child.want = False
         child.sock.send(b"c")
         wait_until(lambda: child.ends, MOST_S)
-        assert child.ends == ["the program was killed: it did not end"]
+        assert child.ends == ["the program was killed: did not end"]
 
 
 def test_its_owner_can_have_it_killed() -> None:

@@ -117,7 +117,7 @@ def test_loads_that_are_never_ended_do_not_keep_another_engine_from_storing() ->
         misses = [each for each in records if each.request_id == "hoards" and each.outcome == "miss"]
         # Its unpinned prompts made room for others.
         assert {each.reason for each in misses} == {"dropped_share", "evicted"}
-        assert any("was refused, as its client keeps its share of L1" in why(each, 0.0) for each in misses)
+        assert any("the load was refused, because the client pins its full share" in why(each, 0.0) for each in misses)
 
 
 @pytest.mark.parametrize("is_granted", [True, False])

@@ -111,7 +111,7 @@ def test_what_a_slow_tier_has_is_computed_and_a_quick_one_is_used_again(node: No
     record = node.last()
     assert record.reason == "priced"
     assert record.outcome in ("partial", "miss")
-    assert "its load would take" in record.detail
+    assert "loading would take" in record.detail
     assert record.load_s > record.compute_s > 0
     price = node.wire.status()["price"]
     assert price["on"]

@@ -49,7 +49,7 @@ def test_without_keys_nothing_is_ever_answered(server: RemoteServer) -> None:
         WireClient(server.tcp, timeout=1.0).close()
     with KVClient(server.tcp, connect_timeout_s=0.1) as client:
         wait_until(lambda: client._connection.last_error is not None)
-        with pytest.raises(ServerGone, match="no answer to HELLO") as caught:
+        with pytest.raises(ServerGone, match="the server did not answer HELLO") as caught:
             _ = client.hello
         assert "kvframework keys" in caught.value.hint
     assert sessions(server) == before
@@ -76,7 +76,7 @@ def test_a_client_does_not_talk_to_another_server(server: RemoteServer, tmp_path
     other = Keys(tmp_path / "other")
     wrong = CurveKeys(other.directory / "server.public", server.keys.of("client").client_secret)
     with KVClient(server.tcp, curve=wrong, deadline_scale=0.1) as client:
-        wait_until(lambda: "no answer to HELLO" in str(client._connection.last_error))
+        wait_until(lambda: "the server did not answer HELLO" in str(client._connection.last_error))
     with server.connect() as admitted:
         assert admitted.wait_up(20)
 
@@ -181,7 +181,7 @@ def test_key_files_that_cannot_be_meant(tmp_path: Path) -> None:
         curve.read_secret(tmp_path / "a.public")
     for mode in (0o640, 0o604, 0o660):
         os.chmod(tmp_path / "a.secret", mode)
-        with pytest.raises(CurveKeyError, match="others may use") as caught:
+        with pytest.raises(CurveKeyError, match="other users may use the secret key:") as caught:
             curve.read_secret(tmp_path / "a.secret")
         assert "chmod 600" in caught.value.hint
     bad = tmp_path / "bad"

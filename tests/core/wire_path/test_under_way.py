@@ -129,7 +129,7 @@ def test_the_server_stops_cleanly_while_it_sends(server: RemoteServer) -> None:
         proxy.release()
         thread.join(20)
         assert results == [False]
-    for complaint in ("stays mapped", "pieces of the arena", "Traceback", "ERROR"):
+    for complaint in ("stays mapped", "parts of the arena", "Traceback", "ERROR"):
         assert complaint not in server.process.log
 
 

@@ -28,7 +28,7 @@ def test_a_client_that_comes_again_is_one_entry_and_one_line_a_minute(caplog: py
     for _ in range(int(3 * TELL_AGAIN_S / 2)):  # a refused client tries every two seconds
         world.hello()
         world.now += 2
-    reason = "the client speaks protocol versions 2 to 3; available: 1 to 1"
+    reason = "the client speaks protocol versions 2 to 3; expected: 1 to 1"
     line = f"'engine' (process 7, kvframework 0.9) was refused: [protocol.version] {reason}"
     assert [record.getMessage() for record in caplog.records] == [line] * 3
     assert world.refusals.report() == [

@@ -44,7 +44,7 @@ def test_those_who_share_none_are_refused_everywhere_until_one_is_replaced(
     fact = f"the client speaks protocol versions {spoken}"
     with OtherServer(server_is) as server, OtherEngine(server.endpoint, engine_is) as engine:
         engine.wait_log("cannot be used: [protocol.version] " + fact)
-        engine.wait_log("available: {} to {}".format(*server_is.versions))
+        engine.wait_log("expected: {} to {}".format(*server_is.versions))
         engine.wait_log(fact, times=2)  # a log is read long after it began
         assert engine.seen["hit"] == 0
         assert engine.seen["error"] == "protocol.version"
@@ -75,7 +75,7 @@ def test_those_who_share_none_are_refused_everywhere_until_one_is_replaced(
     ("release", "code", "fact"),
     [
         (Release(omits=("transports",)), "protocol.payload", "missing required field `transports`"),
-        (Release(fingerprint="sha256/2"), "protocol.version", "the server hashes with sha256/2"),
+        (Release(fingerprint="sha256/2"), "protocol.version", "the server uses the hasher sha256/2"),
     ],
 )
 def test_an_engine_that_cannot_use_a_server_tells_the_server_why(release: Release, code: str, fact: str) -> None:
@@ -94,7 +94,7 @@ def test_an_engine_that_cannot_use_a_server_tells_the_server_why(release: Releas
 
 def test_a_request_that_the_server_does_not_know_is_told_on_both_sides() -> None:
     with OtherServer(Release(lacks=("LOOKUP",))) as server, OtherEngine(server.endpoint, NEWER) as engine:
-        engine.wait_log("LOOKUP failed, taken as a miss: [protocol.unknown_request]")
+        engine.wait_log("LOOKUP failed and counts as a miss: [protocol.unknown_request]")
         wait_until(lambda: engine.seen.get("failures", 0) > 2, what="failures are counted")
         assert "was refused 'LOOKUP': [protocol.unknown_request]" in server.log
         [refused] = refusals(server, engine.pid, "LOOKUP")
@@ -105,7 +105,7 @@ def test_a_request_that_the_server_does_not_know_is_told_on_both_sides() -> None
 def test_an_error_that_nobody_knows_yet_is_a_miss_with_its_text() -> None:
     strange = Release(versions=(1, 2), lacks=("LOOKUP",), error_code="tomorrow.strange")
     with OtherServer(strange) as server, OtherEngine(server.endpoint, TODAY) as engine:
-        engine.wait_log("LOOKUP failed, taken as a miss: [remote]")
+        engine.wait_log("LOOKUP failed and counts as a miss: [remote]")
         engine.wait_log("(tomorrow.strange)")
         wait_until(lambda: engine.seen.get("failures", 0) > 2, what="failures are counted")
         assert engine.seen["usable"]

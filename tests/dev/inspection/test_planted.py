@@ -174,7 +174,7 @@ def test_a_plugin_with_required_options_is_made_with_those_that_are_given(site: 
 
 def test_options_of_a_module_are_refused(site: Path) -> None:
     install(site, "acme", {"tier.deep": "deep"}, {"deep": NEEDS_PATH}, metadata=PROPER)
-    with pytest.raises(ConfigFieldError, match="of one plugin"):
+    with pytest.raises(ConfigFieldError, match="needs one plugin"):
         inspect_plugin("deep", {"path": str(site)})
 
 
@@ -201,7 +201,7 @@ def test_an_author_is_told_what_to_change_and_a_user_whom_to_ask(site: Path, sou
     with pytest.raises(PluginError) as caught:
         PluginRegistry().resolve("codec", "one")
     said = {
-        "hook-fails": "report it to the author of acme; `kvframework plugins check` says more",
+        "hook-fails": "report it to the author of acme; run `kvframework plugins check` for details",
         "api-version": "install a release of the plugin for this kvframework, or another kvframework",
     }
     assert caught.value.hint == said[problem]

@@ -148,8 +148,8 @@ def test_a_class_would_have_the_name_of_its_base() -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "fact"),
     [
-        ("tear", "mine", "there is no kind 'tear'"),
-        ("tier", "filesystem", "offers tier.filesystem already"),
+        ("tear", "mine", "unknown kind 'tear'"),
+        ("tier", "filesystem", "already offers tier.filesystem"),
         ("codec", "redis", "there is a module kvf_redis already"),
     ],
 )
@@ -163,7 +163,7 @@ def test_what_would_not_work_is_refused(kind: str, name: str, fact: str) -> None
     ("there", "offers", "kind", "fact"),
     [
         ("kvf-mine", "eviction.other", "tier", "there is a distribution kvf-mine already"),
-        ("acme-kvf", "eviction.mine", "eviction", "[scaffold.name] NAME: acme-kvf 1.0 offers eviction.mine already"),
+        ("acme-kvf", "eviction.mine", "eviction", "[scaffold.name] NAME: acme-kvf 1.0 already offers eviction.mine"),
     ],
 )
 def test_what_is_installed_is_not_replaced(tmp_path: Path, there: str, offers: str, kind: str, fact: str) -> None:
@@ -263,6 +263,6 @@ def test_a_variant_that_the_kind_lacks_is_refused(tmp_path: Path, kind: str, opt
     done = new(tmp_path, kind, "mine", option)
     assert done.returncode == 2
     assert f"{option}: the kind {kind} has no {option}" in done.stderr
-    assert "available: tier --helper, transport --driver" in done.stderr
+    assert "expected: tier --helper, transport --driver" in done.stderr
     assert f"hint: leave {option} out" in done.stderr
     assert os.listdir(tmp_path) == []

@@ -20,14 +20,14 @@ def test_a_tier_is_named_by_a_word_or_its_plugin() -> None:
     with pytest.raises(PlanError, match="slow="):
         tier_offers([parse_tier("disk=1GB/s,slow=0.5@1s-2s")])
     for still in ("disk=0B/s", "disk=1GB/s,write=0B/s"):
-        with pytest.raises(PlanError, match="a rate of nothing"):
+        with pytest.raises(PlanError, match="the rate is 0"):
             tier_offers([parse_tier(still)])
 
 
 def test_a_tier_is_there_once() -> None:
     several = ["redis=1GB/s", "disk=3GB/s", "disk=10GB/s"]
     assert [each.name for each in tier_offers(map(parse_tier, several))] == ["redis", "disk", "disk"]
-    with pytest.raises(PlanError, match="the same tier is there twice: disk"):
+    with pytest.raises(PlanError, match="the same tier is given twice: disk"):
         tier_offers(map(parse_tier, [*several, "filesystem=3GB/s"]))
 
 

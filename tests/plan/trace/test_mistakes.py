@@ -98,7 +98,7 @@ def test_a_truncated_line_says_that_the_file_ends_within_it(tmp_path: Path) -> N
     assert error.fact == "the file ends within this line"
     assert error.where.endswith(":2")
     error = _refused(_text(tmp_path, f"{whole}\n{whole[:-5]}\n{whole}\n"))
-    assert error.fact.startswith("this is no JSON object")
+    assert error.fact.startswith("the line is not a JSON object:")
     assert error.where.endswith(":2")
 
 
@@ -120,13 +120,13 @@ def test_nested_ever_deeper(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("written", "fact"),
     [
-        (gzip.compress(b"{}", mtime=0), "this is of no known form"),
-        ('{"timestamp": 1}'.encode("utf-16"), "this is of no known form"),
-        (bytes(100), "this is of no known form"),
-        (json.dumps([_GOOD]).encode(), "this is of no known form"),
-        (b"[server]\nprice = true\n", "this is of no known form"),
-        (b'{"prompt": "Tell me"}\n', "this is of no known form"),
-        (b"TIMESTAMP,ContextTokens\n18:17,4808\n", "this is of no known form"),
+        (gzip.compress(b"{}", mtime=0), "the file has an unknown format"),
+        ('{"timestamp": 1}'.encode("utf-16"), "the file has an unknown format"),
+        (bytes(100), "the file has an unknown format"),
+        (json.dumps([_GOOD]).encode(), "the file has an unknown format"),
+        (b"[server]\nprice = true\n", "the file has an unknown format"),
+        (b'{"prompt": "Tell me"}\n', "the file has an unknown format"),
+        (b"TIMESTAMP,ContextTokens\n18:17,4808\n", "the file has an unknown format"),
         (b"", "the file is empty"),
         (b"\n \n", "the file is empty"),
     ],
@@ -142,10 +142,10 @@ def test_another_form_is_refused_with_those_that_are_read(tmp_path: Path, writte
 
 
 def test_what_is_no_file(tmp_path: Path) -> None:
-    assert _refused(tmp_path / "missing").fact == "there is no such file"
+    assert _refused(tmp_path / "missing").fact == "the file does not exist"
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe"):
-        assert "no file, but a folder, a pipe" in _refused(path).fact
+        assert "the path is a folder, a pipe or a device" in _refused(path).fact
 
 
 @pytest.mark.parametrize(

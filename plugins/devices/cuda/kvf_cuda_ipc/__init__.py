@@ -29,13 +29,13 @@ class CudaOptions(DeviceOptions, frozen=True):
 
     engine: Annotated[
         Literal["auto", "dma", "kernel"],
-        Meta(description="what copies: the GPU's copy engines, a kernel, or each where it is faster"),
+        Meta(description="what copies: the GPU's copy engines, a kernel, or the faster of both"),
     ] = "auto"
-    kernel_below: Annotated[
-        ByteSize, Meta(description="with `auto`: fragments that are smaller than this are copied by the kernel")
-    ] = ByteSize(28 << 10)
+    kernel_below: Annotated[ByteSize, Meta(description="with `auto`: the kernel copies fragments with fewer bytes")] = (
+        ByteSize(28 << 10)
+    )
     kernel_blocks: Annotated[
-        int, Meta(ge=1, le=1024, description="blocks of 512 threads of the kernel: how much of the GPU it may take")
+        int, Meta(ge=1, le=1024, description="most blocks of 512 threads that the kernel may use on the GPU")
     ] = 32
 
 
@@ -69,7 +69,7 @@ def _probe() -> str | None:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
         return (
-            "there is no NVIDIA driver here, libcuda.so.1 cannot be loaded: install one, or give the container GPUs,"
+            "libcuda.so.1 cannot be loaded: install an NVIDIA driver, or give the container GPUs,"
             " with `compute` in NVIDIA_DRIVER_CAPABILITIES"
         )
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
@@ -82,7 +82,7 @@ def kvf_transports() -> list[DeviceTransportProvider[CudaOptions]]:
     return [
         DeviceTransportProvider(
             name="cuda_ipc",
-            summary="the server copies between the memory of NVIDIA GPUs and the arena",
+            summary="the server copies KV between NVIDIA GPUs and its shared memory",
             options=CudaOptions,
             create_engine=create_engine,
             create_copier=create_copier,

@@ -20,14 +20,16 @@ def diagnose(options: CudaOptions) -> Iterator[Finding]:
         yield Finding("cuda_ipc.devices", "fail", error.fact, error.hint)
         return
     if not devices:
-        yield Finding("cuda_ipc.devices", "fail", "no GPU is visible here", "give the process the engines' GPUs")
+        yield Finding(
+            "cuda_ipc.devices", "fail", "this process sees no GPU", "give the server's process the engines' GPUs"
+        )
         return
     for ordinal in devices:
         shown = f"{driver.model(ordinal)}, {name_of(driver.uuid(ordinal), driver.model(ordinal))}"
         shares = driver.shares_events(ordinal)
         if shares is None:
             fact = f"{shown}; the driver does not say whether it shares memory and events"
-            yield Finding("cuda_ipc.devices", "warn", fact, "kvframework bench gpu-report FILE tries it")
+            yield Finding("cuda_ipc.devices", "warn", fact, "test it with kvframework bench gpu-report FILE")
         elif shares:
             yield Finding("cuda_ipc.devices", "ok", shown)
         else:
@@ -35,7 +37,7 @@ def diagnose(options: CudaOptions) -> Iterator[Finding]:
                 "cuda_ipc.devices",
                 "fail",
                 f"{shown} cannot share memory and events between processes",
-                "use cpu_gather",
+                "use the transport cpu_gather",
             )
     yield _copy_engines(driver, options)
     if options.engine != "dma":
@@ -49,7 +51,9 @@ def _copy_engines(driver: Driver, options: CudaOptions) -> Finding:
     fact = f"the driver, of CUDA {major}.{minor}, has no batched copies"
     if options.engine == "dma":
         return Finding("cuda_ipc.copy_engines", "fail", fact, "install a driver of CUDA 12.8 or later")
-    return Finding("cuda_ipc.copy_engines", "warn", f"{fact}: the kernel copies all", "install a newer driver")
+    return Finding(
+        "cuda_ipc.copy_engines", "warn", f"{fact}, so the kernel copies everything", "install a newer driver"
+    )
 
 
 def _kernel(driver: Driver, options: CudaOptions) -> Finding:
@@ -59,5 +63,5 @@ def _kernel(driver: Driver, options: CudaOptions) -> Finding:
         fact = error.fact.splitlines()[0]
         if options.engine == "kernel":
             return Finding("cuda_ipc.kernel", "fail", fact, error.hint)
-        return Finding("cuda_ipc.kernel", "warn", f"{fact}: the copy engines copy small fragments too", error.hint)
-    return Finding("cuda_ipc.kernel", "ok", "NVRTC compiles the copy kernel")
+        return Finding("cuda_ipc.kernel", "warn", f"{fact}, so the copy engines also copy small fragments", error.hint)
+    return Finding("cuda_ipc.kernel", "ok", "NVRTC can compile the copy kernel")

@@ -17,7 +17,7 @@ from kvf_devices import Allocation, Arena, CopierDriver
 from kvframework.api.copy_plans import CopyBatch
 from kvframework.errors import DeviceError, DeviceLost
 
-_NO_KERNEL = "no kernel copies small fragments, the copy engines do, slowly"
+_NO_KERNEL = "the copy engines copy small fragments, slowly, because the kernel cannot"
 
 
 class Stream(NamedTuple):
@@ -44,7 +44,7 @@ class CudaCopier(CopierDriver[Event, Stream]):
         self._kernel = None if options.engine == "dma" else self._gather_kernel(driver, options, ordinal)
         if self._batched is None and self._kernel is None:
             raise DeviceError(
-                f"nothing can copy here: {'; '.join(self._lacks.values())}",
+                f"neither copy engines nor a kernel can copy: {'; '.join(self._lacks.values())}",
                 where="cuda_ipc",
                 hint=f"install a driver of CUDA 12.8 or later, or NVRTC: {INSTALL}",
             )
@@ -64,7 +64,7 @@ class CudaCopier(CopierDriver[Event, Stream]):
 
     def open(self, allocation: Allocation) -> int:
         if not same(allocation.device, self._device):
-            raise DeviceError(f"memory of {allocation.device} on {self._device}", where="cuda_ipc")
+            raise DeviceError(f"the memory is of {allocation.device}, the copier of {self._device}", where="cuda_ipc")
         # Behind the memory's handle that of an event, see `CudaEngine`; an engine of a former release sends none.
         self._prove(allocation.handle[MEMORY_HANDLE_BYTES:])
         address = self._driver.open_memory(allocation.handle[:MEMORY_HANDLE_BYTES])
@@ -74,12 +74,12 @@ class CudaCopier(CopierDriver[Event, Stream]):
             raise
         except DeviceError as error:
             # The engine's own driver gave it the size, and every view was checked against that.
-            self._lacks.setdefault("size", f"the size of opened memory is not compared with its engine's: {error.fact}")
+            self._lacks.setdefault("size", f"the size of opened memory is not verified: {error.fact}")
             return address
         if address + allocation.nbytes > base + nbytes:
             self._driver.close_memory(address)
             raise DeviceError(
-                f"an allocation of {nbytes} bytes was opened, not of {allocation.nbytes}", where="cuda_ipc"
+                f"the opened allocation has {nbytes} bytes, expected {allocation.nbytes}", where="cuda_ipc"
             )
         return address
 
@@ -108,7 +108,7 @@ class CudaCopier(CopierDriver[Event, Stream]):
         except DeviceLost:
             raise
         except DeviceError as error:
-            self._lacks.setdefault("priority", f"loads have no priority over stores: {error.fact}")
+            self._lacks.setdefault("priority", f"loads get no priority over stores: {error.fact}")
             return Stream(self._driver.create_stream(0), loads)
 
     def wait(self, stream: Stream, event: Event) -> None:
@@ -133,7 +133,7 @@ class CudaCopier(CopierDriver[Event, Stream]):
         except DeviceLost:
             raise
         except DeviceError as error:
-            self._lacks["dma"] = f"no copy engine copies: {error.fact}"
+            self._lacks["dma"] = f"the copy engines cannot copy: {error.fact}"
             return None
 
     def _gather_kernel(self, driver: Driver, options: CudaOptions, ordinal: int) -> GatherKernel | None:
@@ -149,9 +149,7 @@ class CudaCopier(CopierDriver[Event, Stream]):
 
     def _leave_out_kernel(self, reason: str) -> None:
         if self._batched is None:
-            raise DeviceError(
-                f"{reason}, and nothing but the kernel copies", where="cuda_ipc", hint='set engine = "dma"'
-            )
+            raise DeviceError(f"{reason}, and only the kernel could copy", where="cuda_ipc", hint='set engine = "dma"')
         self._kernel = None
         self._lacks["kernel"] = f"{_NO_KERNEL}: {reason}"
 
@@ -161,7 +159,7 @@ def _ordinal(driver: Driver, device: str) -> int:
     found = [ordinal for ordinal, name in enumerate(seen) if same(name, device)]
     if len(found) != 1:
         raise DeviceError(
-            f"{device} is not here",
+            f"{device} is not visible to the server",
             where="cuda_ipc",
             available=", ".join(seen) or "no GPU",
             hint="give the server's container the GPUs of the engines",

@@ -57,10 +57,10 @@ _STICKY = frozenset(
     }
 )
 _HINTS = {
-    "NO_DEVICE": "give the server's process, whose copier looks for it, the GPUs of the engines",
-    "INVALID_DEVICE": "give the server's process, whose copier looks for it, the GPUs of the engines",
+    "NO_DEVICE": "give the server's process the GPUs of the engines",
+    "INVALID_DEVICE": "give the server's process the GPUs of the engines",
     "OUT_OF_MEMORY": "leave room on the GPU: the server's copier needs a CUDA context there",
-    "DEVICE_UNAVAILABLE": "set the GPU's compute mode to Default (nvidia-smi -c 0): another admits one process only",
+    "DEVICE_UNAVAILABLE": "set the GPU's compute mode to Default (nvidia-smi -c 0); other modes admit only one process",
     "COMPAT_NOT_SUPPORTED_ON_DEVICE": "the driver is older than cuda-bindings: install a newer driver",
 }
 
@@ -162,7 +162,7 @@ class Driver:
             cu.cuPointerGetAttribute, cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, cu.CUdeviceptr(address)
         )
         if int(kind) != int(cu.CUmemorytype.CU_MEMORYTYPE_DEVICE):
-            raise DeviceError(f"address {address:#x} is no memory of a GPU", where="cuda_ipc")
+            raise DeviceError(f"address {address:#x} is not memory of a GPU", where="cuda_ipc")
         attribute = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
         return int(_call(cu.cuPointerGetAttribute, attribute, cu.CUdeviceptr(address)))
 
@@ -343,7 +343,7 @@ def _bytes_of(handle: Any, size: int) -> bytes:
 
 def _filled(handle: Any, data: bytes) -> Any:
     if len(data) != MEMORY_HANDLE_BYTES:
-        raise DeviceError(f"a handle of {len(data)} bytes", where="cuda_ipc", available=f"{MEMORY_HANDLE_BYTES}")
+        raise DeviceError(f"the handle has {len(data)} bytes", where="cuda_ipc", available=f"{MEMORY_HANDLE_BYTES}")
     ctypes.memmove(handle.getPtr(), data, len(data))
     return handle
 
@@ -370,6 +370,8 @@ def show_only(device: str) -> None:
     `DeviceError` for an invalid name of a GPU."""
     if not _NAME.fullmatch(device):
         raise DeviceError(
-            f"{device!r} is no name of a GPU", where="cuda_ipc", available="GPU- or MIG- and a UUID, in small letters"
+            f"{device!r} is not the name of a GPU",
+            where="cuda_ipc",
+            available="GPU- or MIG- and a UUID, in small letters",
         )
     os.environ["CUDA_VISIBLE_DEVICES"] = device

@@ -37,7 +37,9 @@ class Words:
         """Return a free word. Raises `DeviceError` if all are in use."""
         with self._lock:
             if not self._spare:
-                raise DeviceError(f"{len(self._memory)} transfers are waited for by streams at once", where="cuda_ipc")
+                raise DeviceError(
+                    f"{len(self._memory)} transfers have waiting streams, which is the maximum", where="cuda_ipc"
+                )
             index = self._spare.pop()
         return Word(self, index, (self._memory[index] + 1) % _CYCLE, self._device_address + index * _WORD)
 
@@ -110,7 +112,7 @@ def _recorded(found: object, event: object) -> int:
         raise DeviceError(
             f"the engine's {type(event).__name__} was never recorded",
             where="cuda_ipc",
-            hint="record it behind the work that fills the blocks, then submit",
+            hint="record the event after the work that fills the blocks, then submit",
         )
     return handle
 
@@ -121,7 +123,7 @@ def _handle(found: object, of: object) -> int:
         if 0 <= handle < 1 << 64:
             return handle  # type: ignore[no-any-return]
     raise DeviceError(
-        f"the handle of the engine's {type(of).__name__} is none of the driver's",
+        f"the handle of the engine's {type(of).__name__} is not a handle of the driver",
         where="cuda_ipc",
         available="0 to 2**64 - 1",
     )
@@ -157,7 +159,7 @@ class CudaEngine(EngineDriver[PooledEvent]):
         self._events = 0
         self._closed = False
         if not driver.devices():
-            raise DeviceError("this process sees no GPU", where="cuda_ipc", hint="look at CUDA_VISIBLE_DEVICES")
+            raise DeviceError("this process sees no GPU", where="cuda_ipc", hint="check CUDA_VISIBLE_DEVICES")
 
     def export(self, address: int) -> Exported:
         with self._any_context():
@@ -165,7 +167,7 @@ class CudaEngine(EngineDriver[PooledEvent]):
         with self._context(ordinal):
             base, nbytes = self._driver.allocation_of(address)
             if self._driver.is_exportable(address) is False:
-                raise _not_exportable(address, "it is virtual or managed memory")
+                raise _not_exportable(address, "the memory is virtual or managed")
             proof = self._proof(ordinal)
             try:
                 handle = self._driver.export_memory(base) + proof
@@ -213,7 +215,7 @@ class CudaEngine(EngineDriver[PooledEvent]):
         """Block the stream until a word of pinned host memory is written, which the release does. Its further work
         needs nothing else of the host."""
         if not self._ordinals:
-            raise DeviceError("no memory of a GPU is registered", where="cuda_ipc")
+            raise DeviceError("no GPU memory is registered", where="cuda_ipc")
         ordinal = next(iter(self._ordinals.values()))
         with self._context(ordinal):
             raw = _current_stream(ordinal) if stream is None else stream_of(stream)
@@ -278,7 +280,7 @@ class CudaEngine(EngineDriver[PooledEvent]):
         use."""
         used = next((each for each in self._driver.devices() if self._driver.has_context(each)), None)
         if used is None:
-            raise DeviceError("this process has used no GPU yet: these tensors are not on one", where="cuda_ipc")
+            raise DeviceError("this process has not used a GPU yet, so the tensors are not on one", where="cuda_ipc")
         with self._context(used):
             yield
 
@@ -289,7 +291,7 @@ class CudaEngine(EngineDriver[PooledEvent]):
 
     def _ordinal(self, device: str) -> int:
         if device not in self._ordinals:
-            raise DeviceError(f"{device} is no GPU of this instance", where="cuda_ipc")
+            raise DeviceError(f"{device} is not a GPU of this instance", where="cuda_ipc")
         return self._ordinals[device]
 
 
@@ -297,7 +299,7 @@ def _not_exportable(address: int, reason: str) -> DeviceError:
     return DeviceError(
         f"memory at {address:#x} cannot be exported to other processes: {reason}",
         where="cuda_ipc",
-        available="what cudaMalloc gave",
+        available="memory from cudaMalloc",
         hint=_EXPORT_HINT,
     )
 
@@ -315,7 +317,7 @@ def _words_of_process(driver: Driver, ordinal: int) -> Words:
             address, on_device = driver.allocate_host(Words.NBYTES)
             if on_device is None:
                 driver.free_host(address)
-                raise DeviceError("the driver does not say where the GPU sees pinned memory", where="cuda_ipc")
+                raise DeviceError("the driver does not report the GPU's address of pinned memory", where="cuda_ipc")
             _words.append(Words(address, on_device))
         return _words[0]
 

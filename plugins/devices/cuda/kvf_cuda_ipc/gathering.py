@@ -45,7 +45,7 @@ def _architecture(capability: int, known: Sequence[int]) -> str:
     older = [each for each in known if each < capability]
     if not older:
         raise DeviceError(
-            f"NVRTC compiles for no GPU as old as compute capability {capability}",
+            f"NVRTC cannot compile for compute capability {capability}",
             where="cuda_ipc",
             available=f"{min(known)} and later",
             hint='set engine = "dma"',
@@ -116,7 +116,7 @@ class GatherKernel:
 
     def _try(self, stream: RawStream, batch: CopyBatch, here: int, further: int | None, to_arena: bool) -> None:
         if further is None:
-            raise DeviceError("the driver does not say where the GPU sees pinned memory", where="cuda_ipc")
+            raise DeviceError("the driver does not report the GPU's address of pinned memory", where="cuda_ipc")
         self.copy(stream, batch, here + further, to_arena=to_arena)
 
     def copy(self, stream: RawStream, batch: CopyBatch, arena: int, *, to_arena: bool) -> None:

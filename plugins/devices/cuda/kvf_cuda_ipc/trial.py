@@ -54,7 +54,7 @@ def prove(driver: Driver, copy: Copy) -> None:
     driver.free(gpu)
     driver.free_host(host)
     if wrong:
-        raise DeviceError("bytes that were copied to the GPU and back are others", where="cuda_ipc")
+        raise DeviceError("bytes changed when they were copied to the GPU and back", where="cuda_ipc")
 
 
 def _batches(gpu: int) -> Iterator[CopyBatch]:

@@ -65,8 +65,8 @@ class Pinning:
             self._error = error
         except Exception as error:
             # Otherwise copies would wait for it for ever.
-            log.exception("pinning the arena failed")
-            self._error = DeviceError(f"the arena could not be pinned: {type(error).__name__}: {error}")
+            log.exception("pinning the server's memory failed")
+            self._error = DeviceError(f"the server's memory could not be pinned: {type(error).__name__}: {error}")
 
     def _pin(self, start: int) -> int:
         end = min(start + self._slice, self._size)

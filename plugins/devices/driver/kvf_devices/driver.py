@@ -51,17 +51,17 @@ class DeviceOptions(Options, frozen=True):
     """Base of the options of a device transport, with those of every device's part. Vendors add their own."""
 
     in_flight: Annotated[
-        ByteSize, Meta(description="bytes that may be under way per device and direction at once; at least 1")
+        ByteSize, Meta(description="most bytes being copied per device and direction at once; at least 1")
     ] = ByteSize(128 << 20)
     launch: Annotated[
-        ByteSize, Meta(description="bytes of one launch, at least 1; a cancel waits for what was launched")
+        ByteSize, Meta(description="bytes of one launch, at least 1; a cancel waits for launched copies")
     ] = ByteSize(32 << 20)
     pace: Annotated[
-        ByteSize, Meta(description="bytes per second that are copied per device and direction at most; 0: no bound")
+        ByteSize, Meta(description="most bytes per second copied per device and direction; 0: no limit")
     ] = ByteSize(0)
     # Copiers report every half second that they are alive.
     stall_s: Annotated[
-        float, Meta(ge=1, description="seconds after which a copier that gets nowhere is killed and started again")
+        float, Meta(ge=1, description="seconds without progress after which a copier is killed and restarted")
     ] = 10.0
 
     def __post_init__(self) -> None:
@@ -70,9 +70,9 @@ class DeviceOptions(Options, frozen=True):
         for name, least in (("in_flight", 1), ("launch", 1), ("pace", 0)):
             value = int(getattr(self, name))
             if value < least:
-                raise ValueError(f"{name} is {value}: at least {least} byte")
+                raise ValueError(f"{name} is {value}, expected at least {least} byte")
             if value >= 1 << 63:
-                raise ValueError(f"{name} is {value}: less than 2**63 bytes")
+                raise ValueError(f"{name} is {value}, expected less than 2**63 bytes")
 
 
 class EngineDriver(ABC, Generic[E]):

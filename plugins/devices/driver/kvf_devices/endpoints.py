@@ -64,7 +64,7 @@ class DeviceTransfer(TransferContext):
         """Return the handles of the tensors. Raises `DeviceError` for memory that cannot be exported, `BadLayout` for
         memory on several devices."""
         if self._layout is None or self._declared is None:
-            raise NotRegistered("the tensors are not declared", where="memory_handles")
+            raise NotRegistered("the tensors are not registered", where="memory_handles")
         views = self._layout.block_views(self._declared, kv_caches)
         self._device, handles = export_memory(views, self._declared, self._driver.export)
         self._caches, self._addresses, self._places = kv_caches, _addresses(kv_caches), _places(views)
@@ -114,7 +114,7 @@ class DeviceTransfer(TransferContext):
             # The engine goes on without its cache.
             self.faults += 1
             number = transfer.registration.instance_id
-            log.error("instance %d: no event could be recorded, which is a miss: %s", number, error)
+            log.error("instance %d: no event could be recorded, so the request is a miss: %s", number, error)
             return Future.resolved(failed(error))
         try:
             future = send(transfer, event=event[1], stream_hook=self._driver.block_stream)
@@ -134,9 +134,9 @@ class DeviceTransfer(TransferContext):
         assert self._declared is not None
         if _places(self._layout.block_views(self._declared, kv_caches)) != self._places:
             raise BadLayout(
-                "these are not the tensors that were registered",
+                "the tensors differ from the registered tensors",
                 where="kv_caches",
-                available="memory that stays where it is",
+                available="memory at a fixed address",
                 hint="register again, or use cpu_gather",
             )
 

@@ -86,7 +86,7 @@ def export_memory(views: Views, layout: KVLayout, export: Callable[[int], Export
     devices = {each.allocation.device for each in allocations}
     if len(devices) != 1:
         raise BadLayout(
-            f"the tensors lie on {len(devices)} devices: {', '.join(sorted(devices))}",
+            f"the tensors are on {len(devices)} devices: {', '.join(sorted(devices))}",
             available="one device",
             hint="register one instance for each device",
         )
@@ -103,18 +103,20 @@ def read_handles(handles: Sequence[bytes], layout: KVLayout, desc: MemoryLayoutD
     expected = sum(group.planes * group.num_layers for group in layout.groups)
     if len(flat) != expected or not 1 <= len(allocations) <= MAX_ALLOCATIONS:
         raise RequestError(
-            f"{len(flat)} views of {len(allocations)} allocations", where="handles", available=f"{expected} views"
+            f"the request has {len(flat)} views of {len(allocations)} allocations",
+            where="handles",
+            available=f"{expected} views",
         )
     largest = max(allocation.nbytes for allocation in allocations)
     if largest > MAX_ALLOCATION_BYTES:
         raise RequestError(
-            f"an allocation of {largest} bytes", where="handles", available=f"at most {MAX_ALLOCATION_BYTES}"
+            f"an allocation has {largest} bytes", where="handles", available=f"at most {MAX_ALLOCATION_BYTES}"
         )
     if len({allocation.device for allocation in allocations}) != 1:
         raise RequestError("the allocations are of several devices", where="handles", available="one device")
     device = allocations[0].device
     if not 1 <= len(device) <= MAX_DEVICE_NAME or not device.isprintable():
-        raise RequestError("the device has no proper name", where="handles", available=f"{MAX_DEVICE_NAME} letters")
+        raise RequestError("the device's name is not valid", where="handles", available=f"{MAX_DEVICE_NAME} letters")
     rest, views = iter(flat), []
     for index, group in enumerate(layout.groups):
         planes = [[next(rest) for _ in range(group.num_layers)] for _ in range(group.planes)]
@@ -127,12 +129,12 @@ def read_handles(handles: Sequence[bytes], layout: KVLayout, desc: MemoryLayoutD
 def _check_servable(layout: KVLayout, desc: MemoryLayoutDesc) -> None:
     for index, each in enumerate(desc.groups):
         if each.form != CANONICAL and not each.form.startswith(OPAQUE):
-            raise BadLayout(f"objects of form {each.form}", available=f"{CANONICAL}, {OPAQUE}...")
+            raise BadLayout(f"the objects have the form {each.form}", available=f"{CANONICAL}, {OPAQUE}...")
         if not 1 <= layout.blocks_of(index) < NO_BLOCK:
             raise BadLayout(
                 f"{layout.blocks_of(index)} blocks",
                 where=f"layout.groups[{index}]",
-                available="memory that stays where it is",
+                available="memory at a fixed address",
                 hint="use cpu_gather for tensors passed at each submit",
             )
 
@@ -154,7 +156,7 @@ def _check_view(
     end = view.offset + last + dtype_bytes(group.dtype)
     if view.blocks < blocks or end > allocations[view.allocation].nbytes:
         raise RequestError(
-            f"a view of {view.blocks} blocks ends at byte {end}",
+            f"a view with {view.blocks} blocks ends at byte {end}",
             where=where,
             available=f"{blocks} blocks in an allocation of {allocations[view.allocation].nbytes} bytes",
         )

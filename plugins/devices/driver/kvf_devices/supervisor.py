@@ -160,7 +160,7 @@ class CopierSupervisor(SupervisedChild):
         It then keeps the arena mapped, and continues its writes, until the kernel releases it."""
         ended = super().join(timeout_s)
         if not ended:
-            log.error("%s, process %s, does not end: it is blocked in the kernel", self.title, self.pid)
+            log.error("%s, process %s, does not end, because it is blocked in the kernel", self.title, self.pid)
         return ended
 
     def _cancel(self, number: int) -> None:
@@ -298,16 +298,16 @@ class CopierSupervisor(SupervisedChild):
             self.lacks = message.what
             for each in self.lacks:
                 if self._once.passes(each):
-                    log.warning("%s goes without: %s", self.title, each)
+                    log.warning("%s lacks a feature: %s", self.title, each)
         elif isinstance(message, m.Ready):
             self.ready()
 
     def _stalled(self) -> str:
         """Return why the process has to be killed; "" if it need not be."""
         if self._oldest_s > self._stall_s:
-            return f"a copy has taken {self._oldest_s:.1f} s"
+            return f"a copy has run for {self._oldest_s:.1f} s"
         with self._lock:
             asked = [each.asked for each in self._instances.values() if each.asked is not None]
             asked += [at for _, at in list(self._pending.values())[:1]]
         silent = time.monotonic() - max(self._heard, min(asked, default=math.inf))
-        return f"it has sent no message for {silent:.1f} s" if silent > self._stall_s else ""
+        return f"the copier has sent no message for {silent:.1f} s" if silent > self._stall_s else ""

@@ -22,7 +22,7 @@ class BlendOptions(Options, frozen=True):
         Meta(
             ge=0,
             le=1 << 22,
-            description="segments that are found in a prompt which does not mark them; those not met for longest are "
+            description="segments that the server finds in prompts without marks; those not met for longest are "
             "forgotten (some 600 bytes of memory each, and 32 more a chunk). Marked ones are found without it",
         ),
     ] = 65536

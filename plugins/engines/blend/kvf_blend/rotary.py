@@ -65,7 +65,7 @@ def check(rotary: Rotary) -> None:
     try:
         msgspec.convert(msgspec.structs.asdict(rotary), Rotary)
     except msgspec.ValidationError as error:
-        raise BadRotary(str(error), where="rotary", hint="build Rotary with the types that it declares") from None
+        raise BadRotary(str(error), where="rotary", hint="build Rotary with values of its declared types") from None
     for name in ("theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
         if not math.isfinite(getattr(rotary, name)):
             _refuse(rotary, name, "a finite number")

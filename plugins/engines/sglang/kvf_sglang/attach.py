@@ -66,7 +66,7 @@ class Attachments:
             self._pools[name] = Attachment(
                 self._client,
                 lambda: self._registered(name, form, page_tokens, place),
-                missing=f"pool {name} is not cached until there is a server that accepts it",
+                missing=f"pool {name} is not cached until a server accepts it",
             )
             self._pools[name].begin_in_background(self._name)
 

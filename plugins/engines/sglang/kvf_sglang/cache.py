@@ -151,7 +151,7 @@ class PageCache:
             form = form_of(pool, self._page_tokens)
             # The first rank alone stores what all hold alike, except states.
             if name != KV and self._worker.replicated and form.per_head and not form.state and self._worker.tp_size > 1:
-                self._leave_out(f"the heads of pool {name} are split, and only the first rank stores")
+                self._leave_out(f"pool {name} is not cached: its heads are split, but only the first rank stores")
                 return
         except KVFrameworkError as error:
             self._leave_out(f"pool {name}: {error}")
@@ -167,7 +167,7 @@ class PageCache:
         """From now on everything is a miss: the names of this engine's KV no longer hold."""
         if not self._retired:
             self._retired = why
-            log.warning("nothing is loaded or stored any more until this engine starts again: %s", why)
+            log.warning("the engine loads and stores nothing until it restarts: %s", why)
 
     def forget(self) -> None:
         """From now on only what is stored later is found. The server keeps its objects: other engines use them."""
@@ -226,7 +226,7 @@ class PageCache:
             return failed
         places = places_of(indices, pages.slots)
         if places is None or len(places) != len(keys):
-            self._log(f"pool {name}: slots that are not one whole page of {pages.slots} for each key")
+            self._log(f"pool {name}: the slots are not one whole page of {pages.slots} slots for each key")
             return failed
         digests = digests_of(keys)
         started = self._clock()
@@ -242,7 +242,7 @@ class PageCache:
 
     def _leave_out(self, why: str) -> None:
         self._left_out = True
-        self._log(f"nothing is cached: {why}")
+        self._log(f"SGLang's KV is not cached: {why}")
 
     def _left(self, until: float) -> float:
         return max(until - self._clock(), 0.0)

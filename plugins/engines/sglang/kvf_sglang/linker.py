@@ -60,7 +60,7 @@ class KvFrameworkLinker(UnifiedCacheLinker):  # type: ignore[misc]
         names = {str(getattr(each, "name", each)) for each in components}
         if params.pp_size > 1 or not names <= {"FULL", "MAMBA"}:
             what = "pipeline parallelism" if params.pp_size > 1 else f"a cache of {', '.join(sorted(names))}"
-            log.warning("nothing is cached: the linker does not serve %s", what)
+            log.warning("SGLang's KV is not cached, because the linker does not support %s", what)
             return
         from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
         from sglang.srt.runtime_context import get_parallel

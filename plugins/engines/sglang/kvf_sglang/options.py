@@ -46,12 +46,10 @@ class SglangOptions(EngineOptions, frozen=True):
     """Each field is the key `kvframework.<field>`."""
 
     lookup_deadline_s: Annotated[
-        Seconds, msgspec.Meta(description="how long one question for pages may take, with their load from L2")
+        Seconds, msgspec.Meta(description="longest wait for a lookup of pages, with their load from L2")
     ] = 1.0
-    load_deadline_s: Annotated[Seconds, msgspec.Meta(description="how long one load of up to 128 pages may take")] = 2.0
-    store_deadline_s: Annotated[Seconds, msgspec.Meta(description="how long one store of up to 128 pages may take")] = (
-        5.0
-    )
+    load_deadline_s: Annotated[Seconds, msgspec.Meta(description="longest wait for a load of up to 128 pages")] = 2.0
+    store_deadline_s: Annotated[Seconds, msgspec.Meta(description="longest wait for a store of up to 128 pages")] = 5.0
 
 
 def parse_options(extra: Mapping[str, object], where: str = BACKEND) -> SglangOptions:
@@ -80,10 +78,10 @@ def check_linker_version(version: str) -> None:
     """Raise `VersionMismatch` for another release: the linker's interface has changed with each."""
     if version not in KNOWN:
         raise VersionMismatch(
-            f"this is SGLang {version}, and the interface of linkers changes with each release",
+            f"SGLang {version} is not supported: its linker interface changes with each release",
             where="kvf_sglang",
             available=f"SGLang {', '.join(KNOWN)}",
-            hint="use the storage backend of the hierarchical cache, or install such an SGLang",
+            hint="use the storage backend of the hierarchical cache, or install a supported SGLang",
         )
 
 
@@ -95,12 +93,12 @@ def check_version(version: str, interface: str) -> str:
         return ""
     if interface != FINGERPRINT:
         raise VersionMismatch(
-            f"this is SGLang {version}, whose storage interface is not the one that this backend follows",
+            f"SGLang {version} has a storage interface that this backend does not support",
             where="kvf_sglang",
             available=f"SGLang {', '.join(KNOWN)}, and releases with the same interface",
-            hint="install such an SGLang, or the kvframework release that follows this one",
+            hint="install a supported SGLang, or a later kvframework",
         )
     log.warning(
-        "SGLang %s has not been tried with this release, its storage interface is that of %s", version, KNOWN[-1]
+        "SGLang %s is untested with this release, but its storage interface equals that of %s", version, KNOWN[-1]
     )
     return version

@@ -36,7 +36,7 @@ _LATENT = {
     "page_first_direct": ("block", "layer", "token", "head", "dim"),
 }
 _STATE_LAYOUTS = ("page_first", "page_first_direct")
-TURNED = "the numbers of its states do not lie in the order of their shape"
+TURNED = "the numbers of its states are not in the order of their shape"
 # Exact classes: their subclasses hold other things in the same attributes.
 _MHA, _MLA, _MAMBA = "MHATokenToKVPoolHost", "MLATokenToKVPoolHost", "MambaPoolHost"
 
@@ -67,7 +67,7 @@ def form_of(pool: Any, page_tokens: int) -> PoolForm:
     if kind == _MAMBA:
         return _states(pool, page_tokens)
     if kind not in (_MHA, _MLA):
-        raise _refused(pool, "its kind is not known to convert exactly")
+        raise _refused(pool, "its kind has no exact conversion")
     if pool.page_size != page_tokens:
         raise _refused(pool, f"its pages have {pool.page_size} tokens, those of the page hashes {page_tokens}")
     axes = (_KEYS_AND_VALUES if kind == _MHA else _LATENT).get(pool.layout)
@@ -143,7 +143,7 @@ def release_of(pool: Any) -> str:
 
 def _refused(pool: Any, why: str) -> BadLayout:
     return BadLayout(
-        f"a host pool of kind {type(pool).__name__} cannot be kept: {why}",
+        f"a host pool of kind {type(pool).__name__} cannot be cached: {why}",
         where="kvf_sglang",
         available=f"{_MHA}: {', '.join(_KEYS_AND_VALUES)}; {_MLA}: {', '.join(_LATENT)}; "
         f"{_MAMBA}: {', '.join(_STATE_LAYOUTS)}",
@@ -169,7 +169,7 @@ def device_form_of(pool: Any, page_tokens: int) -> PoolForm:
         order = ("layer", "block", "dim")
         return state_form(cache.temporal, cache.conv, order, page_tokens, release=release_of(pool))
     if kind not in (_DEVICE_MHA, _DEVICE_MLA):
-        raise _device_refused(pool, "its kind is not known to convert exactly")
+        raise _device_refused(pool, "its kind has no exact conversion")
     if pool.page_size != page_tokens:
         raise _device_refused(pool, f"its pages have {pool.page_size} tokens, those of the page hashes {page_tokens}")
     if getattr(pool, "kv_cache_layout", "nhd") != "nhd":
@@ -186,7 +186,7 @@ def device_form_of(pool: Any, page_tokens: int) -> PoolForm:
 
 def _device_refused(pool: Any, why: str) -> BadLayout:
     return BadLayout(
-        f"a device pool of kind {type(pool).__name__} cannot be kept: {why}",
+        f"a device pool of kind {type(pool).__name__} cannot be cached: {why}",
         where="kvf_sglang",
         available=f"{_DEVICE_MHA}, {_DEVICE_MLA} and {_DEVICE_MAMBA}, as SGLang makes them by default",
         hint="use the storage backend of the hierarchical cache, or run this model without the linker",

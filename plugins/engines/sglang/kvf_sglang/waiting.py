@@ -39,7 +39,7 @@ class Offloads:
         oldest = self._submitted.popleft()
         error = oldest.exception()
         if error is not None:
-            log.error("an offload failed: %r", error, exc_info=error)
+            log.error("storing pages failed: %r", error, exc_info=error)
         return error is None and oldest.result()
 
     def quiesce(self) -> None:

@@ -51,7 +51,7 @@ class RestoredCache(DynamicCache):  # type: ignore[misc]
         if held and not any(getattr(layer, "device", None) == torch.device("mps:0") for layer in self.layers):
             raise RequestError(
                 f"assisted generation cannot begin with a cache that holds {held} tokens",
-                hint="decode without an assistant, or give generate() an empty cache: save() stores that afterwards",
+                hint="decode without an assistant, or give generate() an empty cache and call save() afterwards",
             )
         super().activate_past_recording()
 
@@ -93,20 +93,24 @@ def learn_form(model: Any) -> CacheForm:
 def _learn(model: Any) -> CacheForm:
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
-        raise BadLayout(f"{name} is an encoder-decoder", available="decoder models", hint="use it without the cache")
+        raise BadLayout(
+            f"{name} is an encoder-decoder", available="decoder models", hint="use the model without the cache"
+        )
     text = model.config.get_text_config(decoder=True)
     if not getattr(text, "is_causal", True) or getattr(text, "use_bidirectional_attention", None) in (True, "all"):
         raise BadLayout(
-            f"the tokens of {name} see those behind them", available="causal models", hint="use it without the cache"
+            f"the tokens of {name} attend to later tokens",
+            available="causal models",
+            hint="use the model without the cache",
         )
     layers = DynamicCache(config=model.config).layers
     check_layers(name, layers)
     if not any(has_pair(layer) for layer in layers):
         kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
         raise BadLayout(
-            f"{name} has no attention layer to cache, only states: {kinds}",
+            f"{name} has no attention layer to cache, only recurrent states: {kinds}",
             available="models with at least one attention layer, whose cache tells how many tokens it holds",
-            hint="use it without the cache",
+            hint="use the model without the cache",
         )
     plain = all(has_pair(layer) and not has_states(layer) for layer in layers)
     cache = empty_cache(model.config, plain=plain)
@@ -115,11 +119,11 @@ def _learn(model: Any) -> CacheForm:
     except Exception as error:
         raise BadLayout(
             f"{name} cannot run with a {'plain ' * plain}DynamicCache: {type(error).__name__}: {error}",
-            hint="use it without the cache",
+            hint="use the model without the cache",
         ) from error
     pairs = layers_of(cache, tokens=1)
     if any(plane.shape[2] != 1 for pair in pairs for plane in pair):
-        raise BadLayout(f"{name} keeps KV of more tokens than it is given", hint="use it without the cache")
+        raise BadLayout(f"{name} keeps KV of more tokens than it was given", hint="use the model without the cache")
     form = CacheForm(
         tuple((keys[:, :, :0], values[:, :, :0]) for keys, values in pairs),
         tuple(index for index, layer in enumerate(cache.layers) if has_pair(layer)),
@@ -176,11 +180,11 @@ def check_empty(form: CacheForm, cache: Any, tokens: int) -> None:
     states = {index for index, layer in enumerate(layers) if has_states(layer)}
     pairs = tuple(index for index, layer in enumerate(layers) if has_pair(layer))
     if states != {place.layer for place in form.states} or (layers and pairs != form.layers):
-        raise BadLayout("the cache has other layers than the model", hint="make it with the model's config")
+        raise BadLayout("the cache and the model have different layers", hint="make the cache with the model's config")
     if any(has_pair(layer) and int(layer.get_seq_length()) for layer in layers) or any(
         any(layer.has_previous_state.values()) for layer in layers if has_states(layer)
     ):
-        raise BadLayout("the cache is not empty", hint="give a new one, or call its reset()")
+        raise BadLayout("the cache is not empty", hint="give a new cache, or call its reset()")
     room = min(
         (layer.get_max_length() for layer in layers if has_pair(layer) and not layer.is_sliding),
         default=-1,
@@ -223,7 +227,9 @@ def _prove(model: Any, form: CacheForm) -> None:
     forward.compute(tokens[:_BEFORE], first)
     pairs, states = layers_of(first, tokens=_BEFORE), read_states(form, first)
     if states is None:
-        raise BadLayout(f"{type(model).__name__} does not fill its states", hint="use it without the cache")
+        raise BadLayout(
+            f"{type(model).__name__} does not fill its recurrent states", hint="use the model without the cache"
+        )
 
     def difference(kind: str = "") -> float:
         """How far the logits are off, without the states of one kind."""
@@ -239,7 +245,7 @@ def _prove(model: Any, form: CacheForm) -> None:
             raise BadLayout(
                 f"{type(model).__name__} computes other logits from a restored cache, as without its {kind} states",
                 available="models that go on from their states with several tokens at once",
-                hint="this release of transformers cannot continue its prompts; use it without the cache",
+                hint="this release of transformers cannot continue its prompts; use the model without the cache",
             )
     if not form.states and off > rounding * 16:
         raise BadLayout(f"{type(model).__name__} computes other logits from a restored cache")

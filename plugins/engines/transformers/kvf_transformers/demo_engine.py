@@ -64,13 +64,13 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--endpoint", required=True)
     parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--question", default="", help="asked behind the text")
+    parser.add_argument("--question", default="", help="the question that follows the text")
     parser.add_argument("--model", default="", help="a local folder or GGUF file; default: the random Llama")
     parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--tokens", type=int, default=0, help="cut the text to so many tokens; 0: all")
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--wait", action="store_true", help="wait for a line of standard input before connecting")
-    parser.add_argument("--corrupt-kv", action="store_true", help="spoil what was restored, to see the tokens change")
+    parser.add_argument("--corrupt-kv", action="store_true", help="damage the restored KV, to see the tokens change")
     return parser.parse_args()
 
 

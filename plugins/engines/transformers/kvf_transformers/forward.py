@@ -61,5 +61,5 @@ def token_list(input_ids: torch.Tensor | Sequence[int]) -> list[int]:
         input_ids = input_ids.tolist()
     tokens = list(input_ids)
     if not tokens:
-        raise RequestError("there are no tokens", where="input_ids")
+        raise RequestError("input_ids has no tokens", where="input_ids")
     return tokens

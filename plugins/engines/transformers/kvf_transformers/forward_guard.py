@@ -61,13 +61,13 @@ class Begun:
         for at, (mine, given) in enumerate(zip(self.tokens, tokens, strict=False)):
             if mine != given:
                 raise RequestError(
-                    f"token {at} of input_ids is {given}, and the cache was computed for {mine}",
+                    f"token {at} of input_ids is {given}, but the cache was computed for {mine}",
                     where="input_ids",
-                    hint="give the tokens that went through the model",
+                    hint="give the tokens that the model computed",
                 )
         if self.departure and len(tokens) > len(self.tokens):
             raise RequestError(
-                f"from token {len(self.tokens)} on the cache holds other KV than that of its tokens: {self.departure}",
+                f"from token {len(self.tokens)} on the cache does not hold the KV of its tokens: {self.departure}",
                 where="cache",
                 hint=_PLAIN,
             )
@@ -136,7 +136,7 @@ class ForwardGuard:
         try:
             return self._named.now() if self._named else None
         except Exception as error:  # noqa: BLE001 - a model without a name computes as without a cache
-            warn(_log, "what is computed now is not stored", error)
+            warn(_log, "the KV computed now is not stored", error)
             return None
 
     def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -163,7 +163,7 @@ class ForwardGuard:
         except RequestError:
             raise
         except Exception as error:  # noqa: BLE001 - the pass is the caller's
-            warn(_log, "what is computed now is not stored", error)
+            warn(_log, "the KV computed now is not stored", error)
             first, tokens, found = 0, None, f"its arguments could not be read: {type(error).__name__}"
         self._passes[key] = _Pass(None if cache is None else weakref.ref(cache), first, tokens, found)
 
@@ -174,14 +174,14 @@ class ForwardGuard:
         if rows != held_rows:
             static = isinstance(cache, cache_utils.StaticCache)
             raise RequestError(
-                f"{rows} rows of tokens for a cache that holds those of {held_rows}",
+                f"the input has {rows} rows of tokens, the cache {held_rows}",
                 where="the model",
                 hint=f"for num_beams or num_return_sequences call {'restore() without a cache, then ' * static}"
                 f"cache.batch_repeat_interleave({rows // held_rows or rows})",
             )
         if begun.restored and begun.now != self._now():
             raise RequestError(
-                "the model has changed since the cache was restored", where="the model", hint="restore it again"
+                "the model has changed since the cache was restored", where="the model", hint="restore the cache again"
             )
         begun.restored = 0
 
@@ -206,5 +206,5 @@ class ForwardGuard:
             self._begun[cache] = begun
         tokens = found.tokens or []
         if tokens and tokens_in(cache) != found.first + len(tokens):
-            how = "the model has computed more, or fewer, tokens than it was given"
+            how = "the model computed another number of tokens than it was given"
         begun.computed(found.first, [] if how else tokens, how)

@@ -44,7 +44,7 @@ class ModelIdentity:
             raise RequestError(
                 f"this {type(model).__name__} has no name: it was made from a configuration",
                 where="model_name",
-                hint="give model_name, another one for other weights",
+                hint="give a model_name that differs for different weights",
             )
         self._model = model
         self._name = name or ""
@@ -123,7 +123,7 @@ class ModelIdentity:
             before = {*self._last.model.facts, *self._last.adapters.facts}
             now = [*state.model.facts, *state.adapters.facts]
             changed = [fact[:200] for fact in now if fact not in before] or ["weights, or fewer adapters"]
-            log.info("the model has changed, its KV has another name now: %s", "; ".join(changed[:3]))
+            log.info("the model has changed, so its KV has another name now: %s", "; ".join(changed[:3]))
         self._last, self._last_name = ModelState(Section(state.model.facts), Section(state.adapters.facts)), name
 
     @staticmethod

@@ -107,7 +107,7 @@ class ServedModel:
         try:
             self._attach(now, connect_timeout_s)
         except (ServerGone, DeadlineExceeded) as error:
-            _log.warning("no server yet, prompts are computed: %s", error)
+            _log.warning("prompts are computed, because no server answers yet: %s", error)
         except BaseException:
             self.close()
             raise
@@ -178,7 +178,7 @@ class TransformersKV(ServedModel):
             if now.holds(len(tokens)):
                 moved = self._session.load(now, tokens, self._speed.now())
         except Exception as error:  # noqa: BLE001 - whatever fails, the prompt is computed
-            warn(_log, "the prompt is computed, nothing was restored", error)
+            warn(_log, "nothing could be restored, so the prompt is computed", error)
         begun = self._guard.begin(cache, now)
         # Without a server there is nobody to say how long a chunk is.
         if now and now.form.states and (chunk := self._session.chunk_tokens(now)):
@@ -209,13 +209,13 @@ class TransformersKV(ServedModel):
         try:
             if begun is None or plain < held:
                 unseen = RequestError(
-                    f"{held - plain} of {held} tokens were computed unseen, or after the model had changed",
+                    f"{held - plain} of {held} tokens were computed by another model, or after the model changed",
                     hint="call the model that was given to TransformersKV, after that was made, not in training mode",
                 )
-                warn(_log, "a part of the prompt's KV is not stored", unseen)
+                warn(_log, "part of the prompt's KV is not stored", unseen)
             now = self._model.now()
             if begun is not None and begun.now != now:
-                raise RequestError("the model has changed since the cache was begun", hint="restore and compute again")
+                raise RequestError("the model changed after the cache was begun", hint="restore and compute again")
             held = plain
             if begun is not None and held and now.holds(length):
                 states = begun.snapshots.of(tokens[:held]) if begun.snapshots else {}
@@ -223,7 +223,7 @@ class TransformersKV(ServedModel):
                     states[length] = last
                 moved = self._session.store(now, tokens[:held], pairs, states)
         except Exception as error:  # noqa: BLE001 - a failed store must not cost the engine its answer
-            warn(_log, "the prompt's KV was not stored", error)
+            warn(_log, "the prompt's KV could not be stored", error)
         return Saved(moved.tokens, moved.nbytes, time.perf_counter() - started, moved.seconds)
 
     def prefill(
@@ -251,7 +251,7 @@ class TransformersKV(ServedModel):
         try:
             now = self._model.now()
         except Exception as error:  # noqa: BLE001 - then it is not known to be
-            warn(_log, "what was restored is computed again", error)
+            warn(_log, "the restored KV is computed again", error)
             return False
         begun = self._guard.begun(cache)
         return begun is not None and begun.now == now

@@ -207,7 +207,7 @@ class _Walk:
         number = getattr(module.merged_adapters, "number", 0)
         if merged and own["_disable_adapters"]:
             raise RequestError(
-                f"adapters {', '.join(merged)} are merged and disabled: the next forward pass takes them out",
+                f"adapters {', '.join(merged)} are merged and disabled: the next forward pass removes them",
                 where=path,
                 hint="call unmerge_adapter() before adapters are disabled",
             )
@@ -328,9 +328,9 @@ def unwrapped(model: Any) -> Any:
             for config in _methods(model, set(_names(model))):
                 if getattr(config, "is_prompt_learning", False):
                     raise RequestError(
-                        f"the adapter puts {_method(config)} before the prompt, which no token stands for",
+                        f"the adapter puts {_method(config)} before the prompt, which no token names",
                         where=type(model).__name__,
-                        hint="put it into the weights, or use the model without the cache",
+                        hint="merge the adapter into the weights, or use the model without the cache",
                     )
             model = model.get_base_model()
         else:
@@ -341,7 +341,7 @@ def _check_methods(model: Any, inner: Any, active: set[str]) -> None:
     for config in [*_methods(model, active), *_methods(inner, active)]:
         if _method(config) in _REFUSED_METHODS or getattr(config, "alora_invocation_tokens", None):
             raise RequestError(
-                f"the KV of a prefix under an adapter of type {_method(config)} depends on what comes behind it",
+                f"the KV of a prefix under an adapter of type {_method(config)} depends on later tokens",
                 where=type(inner).__name__,
                 available="adapters that add to weights: LoRA and its like",
                 hint=_MERGE,
@@ -379,7 +379,7 @@ def _check_not_random(own: Mapping[str, Any], path: str) -> None:
         named = key == "p" or any(part in key for part in _RANDOM)
         if named and isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
             raise RequestError(
-                f"it is in training mode and draws random numbers: {key} is {value}",
+                f"the model is in training mode and draws random numbers: {key} is {value}",
                 where=path or "the model",
                 hint="call model.eval()",
             )
@@ -391,7 +391,7 @@ def _check_hooks(where: str, *hooks: Mapping[int, Any]) -> None:
             called = _called(getattr(hook, "func", hook))
             if not called.startswith(_TRUSTED_HOOKS):
                 raise RequestError(
-                    f"the forward hook {called} may change KV in a way that no name covers",
+                    f"the forward hook {called} may change KV, but is not part of the KV's name",
                     where=where,
                     hint="remove the hook, or use the model without the cache",
                 )
@@ -406,7 +406,7 @@ def _present(tensor: torch.Tensor, name: str, own: Mapping[str, Any], path: str)
         if weights is not None:
             return _offloaded(weights, name)
     raise RequestError(
-        "the weight is on the meta device: it has no content", where=path + name, hint="load the model's weights before"
+        "the weight is on the meta device: it has no content", where=path + name, hint="load the model's weights first"
     )
 
 

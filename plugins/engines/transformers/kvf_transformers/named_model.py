@@ -83,7 +83,7 @@ class NamedModel:
             if now == found:
                 self._last = self._know(now)
                 return self._last
-        raise RequestError("the model changes with every forward pass", hint="use it without the cache")
+        raise RequestError("the model changes with every forward pass", hint="use the model without the cache")
 
     def weights_changed(self) -> None:
         """Have every weight read again, see `ModelIdentity.weights_changed`."""

@@ -66,11 +66,11 @@ def layers_of(cache: Any, *, tokens: int) -> list[LayerPair]:
                 f"{type(layer).__name__} holds {min(kept, seen)} of {max(seen, tokens)} tokens",
                 where=f"layer {index}",
                 available=f"all of at least {tokens} tokens",
-                hint="a cache that forgets what leaves the window cannot be stored: use the one that restore() makes",
+                hint="a cache that drops tokens outside the window cannot be stored: use the cache of restore()",
             )
         pairs.append((layer.keys[:, :, :seen], layer.values[:, :, :seen]))
     if not len(cache):
-        raise BadLayout("the cache has no layers", hint="the model does not use the past_key_values that it is given")
+        raise BadLayout("the cache has no layers", hint="the model ignores the past_key_values that it is given")
     return pairs
 
 
@@ -80,7 +80,7 @@ def checked_cache(cache: Any) -> Any:
         raise BadLayout(
             f"the cache is a {type(cache).__name__}",
             available="DynamicCache, StaticCache",
-            hint="continuous batching makes its PagedAttentionCache itself and asks nobody before it computes a prompt",
+            hint="continuous batching makes its own PagedAttentionCache and cannot load prompts",
         )
     return cache
 

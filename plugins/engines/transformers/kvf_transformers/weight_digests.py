@@ -176,7 +176,7 @@ def _parts_of(weight: Weight) -> Iterator[_Part]:
 def _check_dense(path: str, tensor: torch.Tensor) -> None:
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise RequestError(
-            f"its memory is {'quantised by torch' if tensor.is_quantized else tensor.layout}",
+            f"the tensor's memory is {'quantised by torch' if tensor.is_quantized else tensor.layout}",
             where=path,
             available="dense tensors",
             hint="use the model without the cache",

@@ -77,7 +77,7 @@ class AdapterReader:
         """64 hex digits. Blocks while files are read that are not remembered. Raises `OSError` for files that cannot be
         read or that change meanwhile, `ConfigFieldError` for what is no adapter."""
         if not adapter.is_local:
-            raise _no_adapter(adapter, "it is not loaded from files")
+            raise _no_adapter(adapter, "the adapter is not loaded from files")
         files = _files(adapter)
         scaling, rank = _scaling(adapter, files[CONFIG])
         digests = [[name, *self._digest(path)] for name, path in files.items()]
@@ -114,7 +114,7 @@ def _files(adapter: AdapterFacts) -> Mapping[str, Path]:
         if (path.suffix in WEIGHT_SUFFIXES or path.name == CONFIG) and path.is_file()
     }
     if CONFIG not in found or len(found) < 2 or len(found) > _MAX_FILES:
-        raise _no_adapter(adapter, f"it has {len(found)} files of weights and configuration")
+        raise _no_adapter(adapter, f"the folder has {len(found)} files of weights and configuration")
     return found
 
 
@@ -124,7 +124,7 @@ def _scaling(adapter: AdapterFacts, path: Path) -> tuple[float, int]:
         text = file.read(_MAX_CONFIG_BYTES + 1)
     try:
         if len(text) > _MAX_CONFIG_BYTES:
-            raise ValueError(f"it is longer than {_MAX_CONFIG_BYTES} bytes")
+            raise ValueError(f"the file is longer than {_MAX_CONFIG_BYTES} bytes")
         config = json.loads(text)
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
         return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank), rank
@@ -134,10 +134,10 @@ def _scaling(adapter: AdapterFacts, path: Path) -> tuple[float, int]:
 
 def _no_adapter(adapter: AdapterFacts, why: str) -> ConfigFieldError:
     return ConfigFieldError(
-        f"the adapter {adapter.name!r} has no name by its content: {why}",
+        f"the adapter {adapter.name!r} cannot be named by its content: {why}",
         where=adapter.path,
         available=f"a folder with {CONFIG} and files of weights",
-        hint="its requests are computed",
+        hint="requests with this adapter are computed",
     )
 
 
@@ -224,7 +224,9 @@ class LoadedAdapters:
         try:
             watch_calls(manager_class, ("_load_adapter",), self)
         except AttributeError as error:
-            log.warning("requests with adapters are computed, this vLLM's loads cannot be seen: %s", error)
+            log.warning(
+                "requests with adapters are computed, because this vLLM does not report adapter loads: %s", error
+            )
 
     @contextmanager
     def around(self, call: WatchedCall) -> Iterator[None]:
@@ -242,7 +244,9 @@ class LoadedAdapters:
         """A load has succeeded; `before` is the adapter's name from before that."""
         content = self._named(adapter)
         if content != before:
-            log.warning("the files of adapter %s changed while it was loaded: its requests are computed", adapter.name)
+            log.warning(
+                "the files of adapter %s changed while vLLM loaded it, so its requests are computed", adapter.name
+            )
             content = ""
         self._content[adapter.number] = content
         self._news[adapter.number] = AdapterNews(adapter.name, adapter.path, content)
@@ -260,7 +264,7 @@ class LoadedAdapters:
         To be asked after each step."""
         if self._base_uses_last_slot and not self._is_base_spoiled and self._slots()[-1:] not in ([], (), [None]):
             self._is_base_spoiled = True
-            log.warning("on a CPU vLLM gives requests without an adapter the one in its last slot: they are not stored")
+            log.warning("requests without an adapter are not stored: on a CPU vLLM applies its last adapter to them")
         return self._is_base_spoiled
 
     def take_news(self) -> dict[int, AdapterNews | None]:

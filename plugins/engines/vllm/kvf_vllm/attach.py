@@ -57,7 +57,7 @@ class AttachedInstance:
         self._attachment = Attachment(
             client,
             self._register,
-            missing="no KV is loaded or stored until there is a server that accepts this engine",
+            missing="no KV is loaded or stored until a server accepts this engine",
         )
 
     @property
@@ -97,7 +97,7 @@ class AttachedInstance:
                 naming.set_result(not stop.is_set())
             except Exception as error:
                 known = isinstance(error, KVFrameworkError)
-                what = "updated weights have no name that other engines know"
+                what = "no other engine shares KV of the updated weights"
                 log.warning("%s: %s", what, error, exc_info=None if known else error)
                 naming.set_result(False)
 

@@ -125,7 +125,7 @@ BlockForm = OpaqueBlocks | CanonicalBlocks
 def _check(name: str, form: LayerForm) -> None:
     exact = _EXACT.get((form.backend, form.isa))
     if exact is None or form.cache_layout not in exact.cache_layouts:
-        raise _refused(f"it is {form}, whose order of elements is not known to convert exactly", name)
+        raise _refused(f"it is {form}, whose order of elements has no exact conversion", name)
     if form.spec not in _SPECS or form.packed or form.head_size != form.head_size_v:
         raise _refused(f"it is {form}, which holds more or less than keys and values of one size", name)
     if form.dtype not in _FLOATS or form.dtype != form.model_dtype or form.kv_dtype not in ("auto", form.dtype):
@@ -172,7 +172,7 @@ def prove_planes(
         for name, (keys, values) in planes.items():
             update = getattr(layers[name].impl, "do_kv_cache_update", None)
             if update is None:
-                raise _refused("vLLM has no write of its own to compare with", name)
+                raise _refused("vLLM has no function that writes KV to compare with", name)
             tensor = kv_caches[name]
             before = tensor[NULL_BLOCK].clone()
             written = [_pattern(plane[NULL_BLOCK], seed) for seed, plane in enumerate((keys, values))]
@@ -181,7 +181,7 @@ def prove_planes(
             try:
                 update(layers[name], *written, tensor, slots)
                 if not (torch.equal(keys[NULL_BLOCK], written[0]) and torch.equal(values[NULL_BLOCK], written[1])):
-                    raise _refused("vLLM's own write puts keys and values elsewhere", name)
+                    raise _refused("vLLM writes keys and values to other places", name)
             finally:
                 tensor[NULL_BLOCK].copy_(before)
 

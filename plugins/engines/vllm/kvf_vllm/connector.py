@@ -126,7 +126,7 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         join_log("vllm")
         if self._tried:
             log.warning(
-                "vLLM %s is tried: its interface is known to equal that of a supported release, but it was never run",
+                "vLLM %s is untested: its interface equals that of a supported release",
                 vllm.__version__,
             )
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -154,7 +154,7 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self._is_beside_others = is_beside_others(transfer)
         if role == KVConnectorRole.SCHEDULER:
             if self._unread:
-                log.warning("nothing is loaded or stored: %s", self._unread)
+                log.warning("vLLM loads and stores no KV: %s", self._unread)
             self._start("the scheduler's side", self._start_scheduler)
 
     # vLLM asks these two before it makes a connector, the first one while it reads its configuration, for full CUDA
@@ -289,7 +289,7 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def handle_preemptions(self, kv_connector_metadata: Plan) -> None:
         if self._updates is not None and not self._updates.is_following:
             self.shutdown()
-            raise RuntimeError("this vLLM's updates of its weights cannot be seen")
+            raise RuntimeError("this vLLM does not report updates of its weights")
         if self._worker is not None:
             self._worker.before_step(kv_connector_metadata.plan)
 
@@ -473,7 +473,7 @@ def _start_server(options: VllmOptions) -> None:
             command, capture_output=True, text=True, timeout=_AUTOSTART_S, check=False, stdin=subprocess.DEVNULL
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        log.warning("no server was started: %s", error)
+        log.warning("the server could not be started: %s", error)
         return
     for line in done.stderr.splitlines():
         log.log(logging.WARNING if done.returncode else logging.INFO, "%s", line)

@@ -98,12 +98,14 @@ class EngineNames:
         if is_updated:
             # Whatever was hidden so far has another name than what comes.
             self.generation, self.served = "", None
-            log.info("the engine's weights were updated: KV from before is neither loaded nor stored")
+            log.info("the engine's weights were updated: KV of the old weights is neither loaded nor stored")
         if (were_changing or is_updated) and not self.weights.are_changing:
             if not self.weights.are_shared:
                 self.generation = secrets.token_hex(16)
             if not self.weights.are_alone:
-                log.warning("nothing is loaded or stored until vLLM's prefix cache, which holds older KV, is reset")
+                log.warning(
+                    "vLLM loads and stores no KV until its prefix cache, which holds KV of the old weights, is reset"
+                )
         return is_updated
 
     def _learn(self) -> None:
@@ -124,7 +126,7 @@ class EngineNames:
         stages = {each.stage: each for each in known}
         self._differ = len(known) > len(stages) or len({each.chunk_tokens for each in known}) > 1
         if self._differ:
-            log.error("the engine's workers name their KV differently, nothing is loaded or stored: %s", known)
+            log.error("vLLM loads and stores no KV, because its workers name their KV differently: %s", known)
         if self._differ or not self.have_come or None in self._heard.values():
             return ()
         return [self._of_all_ranks(stages[stage]) for stage in sorted(stages)]

@@ -110,7 +110,7 @@ def why_unread(vllm_config: Any, *, invariant: bool = False) -> str:
     if not vllm_config.scheduler_config.enable_chunked_prefill:
         return (
             "this engine has neither prefix caching nor chunked prefill, so its prefill does not read earlier KV (if "
-            "you switched both off, leave chunked prefill on)"
+            "you disabled both, enable chunked prefill)"
         )
     if not getattr(vllm_config.model_config, "is_prefix_caching_supported", True):
         return "vLLM does not support prefix caching for this model"
@@ -125,7 +125,7 @@ def check_parallel(parallel: Any) -> None:
                 f"{name} is {getattr(parallel, name)}",
                 where="kvf_vllm",
                 available="1; tensor, pipeline and data parallelism",
-                hint="run without the connector, or split the model otherwise",
+                hint="run without the connector, or split the model in another way",
             )
 
 
@@ -134,7 +134,7 @@ def check_sleep(model: Any, *, tells: bool, transport: str) -> None:
     server might go on using its memory, which lies elsewhere afterwards."""
     if getattr(model, "enable_sleep_mode", False) and not tells and transport != "cpu_gather":
         raise ConfigFieldError(
-            "this engine may sleep, and this vLLM does not tell its connector when",
+            "the engine may sleep, but this vLLM does not tell its connector when",
             where="kvframework.transport",
             available="cpu_gather, whose copies the engine makes by itself",
             hint='set "kvframework.transport": "cpu_gather", or use vLLM 0.33',

@@ -51,9 +51,9 @@ class Named:
         changed since."""
         if began is None:
             raise ConfigFieldError(
-                "the weights of the running engine were changed, not all of them by files",
+                "some weights of the running engine were changed without files",
                 where=facts.name,
-                available='collective_rpc("reload_weights", kwargs={"weights_path": ...}), which shares',
+                available='collective_rpc("reload_weights", kwargs={"weights_path": ...}), which keeps KV shared',
                 hint="this engine finds only KV that it stored after that change",
             )
         own = self.facts.files
@@ -63,5 +63,5 @@ class Named:
         identity = model_identity(VLLM, replace(facts, started=math.inf), model=self.model)
         changed = changed_since(facts.files, began)
         if changed:
-            raise OSError(f"{changed[0]} was changed since vLLM began to load the weights")
+            raise OSError(f"{changed[0]} changed after vLLM began to load the weights")
         return identity

@@ -113,7 +113,7 @@ class ServerLookups:
         return _together(parts, request, start, speed)
 
     def _serving(self) -> Sequence[SchedulerAdapter]:
-        assert self._adapters, "lookups come after serve()"
+        assert self._adapters, "a lookup needs an earlier call of serve()"
         return self._adapters
 
 

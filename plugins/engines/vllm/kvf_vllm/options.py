@@ -33,23 +33,24 @@ class VllmOptions(EngineOptions, frozen=True):
     layout: Annotated[
         Literal["opaque", "canonical"],
         msgspec.Meta(
-            description='"opaque": blocks are stored as they lie, for engines that lay them out alike; "canonical": '
-            "element by element, also for engines that lay them out otherwise, where that is exact"
+            description='"opaque": whole blocks, for engines with equal block layouts; "canonical": '
+            "element by element, also for engines with other block layouts, if the conversion is exact"
         ),
     ] = "opaque"
     lookup_deadline_s: Annotated[
-        Seconds, msgspec.Meta(description="how long a request may wait for its load from L2")
+        Seconds, msgspec.Meta(description="longest wait of a request for its load from L2")
     ] = 2.0
     autostart: Annotated[
         str,
         msgspec.Meta(
             pattern=r"^([0-9.]+ *[KMGTkmgt]?i?[Bb]?)?$",
-            description="the capacity of L1, such as 8GiB, of a server that the engine's start starts where none runs, "
-            "as kvframework run does, of kvframework-run; empty: none is started",
+            description="capacity of L1, such as 8GiB, of the server that the engine starts if none runs, "
+            "by kvframework-run; empty: the engine starts none",
         ),
     ] = ""
     connect_timeout_s: Annotated[
-        Seconds, msgspec.Meta(description="how long the engine's start waits for a server; later it is found by itself")
+        Seconds,
+        msgspec.Meta(description="longest wait for a server at the engine's start; a later server is found, too"),
     ] = 5.0
     announce_salts: Annotated[
         bool,
@@ -59,7 +60,8 @@ class VllmOptions(EngineOptions, frozen=True):
         ),
     ] = False
     min_hit_tokens: Annotated[
-        int, msgspec.Meta(ge=0, le=1 << 24, description="external hits of fewer tokens are computed instead")
+        int,
+        msgspec.Meta(ge=0, le=1 << 24, description="least tokens of a hit that is loaded; shorter hits are computed"),
     ] = 0
 
 
@@ -79,10 +81,10 @@ def check_version(version: str) -> str:
     release = _release(version)
     if release not in (*SUPPORTED, TRIED):
         raise VersionMismatch(
-            f"this is vLLM {version}, whose connector interface is not the one that this connector follows",
+            f"this is vLLM {version}, whose connector interface this connector does not support",
             where="kvf_vllm",
             available=f"vLLM {', '.join(SUPPORTED)}; {TRIED} is tried",
-            hint="install such a vLLM, or the kvframework release that follows this one",
+            hint="install a supported vLLM, or a later kvframework",
         )
     return release if release == TRIED else ""
 

@@ -41,7 +41,7 @@ def retain_action(envelope: Any, prompt_tokens: int) -> tuple[Retain, ...]:
             raise _wrong(f"version {str(action.action_version)[:20]!r}", f"{MAJOR}.x")
         directives = action.payload.get("directives") if isinstance(action.payload, Mapping) else None
         if not isinstance(directives, list):
-            raise _wrong("a payload without a list `directives`", "a list of objects")
+            raise _wrong("the payload has no list `directives`", "a list of objects")
         items += directives[: MAX_RETAINS - len(items)]
     return retain_of([_range(item, prompt_tokens) for item in items])
 
@@ -55,7 +55,7 @@ def _range(item: object, prompt_tokens: int) -> object:
     if said.pop("covers_output", False) is True:
         said["start"] = prompt_tokens
     if "priority" not in said:
-        raise _wrong("a directive without a priority", "0 to 100")
+        raise _wrong("the directive has no priority", "0 to 100")
     duration = said.setdefault("duration", _LONGEST_S)
     if isinstance(duration, (int, float)) and duration > _LONGEST_S:
         said["duration"] = _LONGEST_S
@@ -157,7 +157,7 @@ def current_wish(request: EngineRequest, once: LogLimit, *, weights_updated: boo
         wish = Wish(False, False, reason="weights_changed")
     if wish.ignored and once.passes("ignored"):
         log.warning(
-            "kvframework.retain or kv_hints of request %r are ignored, and so are such ones from now on: %s",
+            "ignored kvframework.retain or kv_hints of request %r; further such hints are ignored silently: %s",
             request.request_id,
             wish.ignored,
         )

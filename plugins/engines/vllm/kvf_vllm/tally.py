@@ -14,23 +14,23 @@ PREFIX = "kvframework:"
 REASON = "miss_requests"
 
 COUNTERS: dict[str, str] = {
-    "hit_requests": "requests for which the server had tokens that vLLM had not",
-    "hit_tokens": "tokens of these",
-    REASON: "requests without such tokens, by reason",
-    "loaded_tokens": "tokens loaded, of each worker",
-    "loaded_bytes": "bytes loaded, of all workers",
-    "failed_loads": "loads that failed, whose tokens were computed",
-    "stored_tokens": "tokens stored or found to be stored, of each worker",
-    "stored_bytes": "bytes of these, of all workers",
-    "failed_stores": "stores of which something was not stored",
-    "cancelled_stores": "stores that were ended because vLLM needed their blocks",
-    "unstorable_chunks": "runs of chunks that were not stored because vLLM had given blocks of them away",
-    "errors": "transfers that could not be started, and calls of the connector that failed; vLLM's log has the reason",
+    "hit_requests": "requests whose lookup found tokens that vLLM did not have",
+    "hit_tokens": "tokens that lookups found and vLLM did not have",
+    REASON: "requests whose lookup found no such tokens, by reason",
+    "loaded_tokens": "tokens loaded, counted in each worker",
+    "loaded_bytes": "bytes loaded by all workers",
+    "failed_loads": "failed loads, whose tokens were computed",
+    "stored_tokens": "tokens stored or already stored, counted in each worker",
+    "stored_bytes": "bytes stored or already stored by all workers",
+    "failed_stores": "stores that stored only a part",
+    "cancelled_stores": "stores cancelled because vLLM needed their blocks",
+    "unstorable_chunks": "runs of chunks not stored because vLLM had reused their blocks",
+    "errors": "transfers that could not start, and failed connector calls; vLLM's log has the reason",
 }
 SECONDS: dict[str, str] = {
-    "lookup": "from the first question about a request to its hit, L2 included",
-    "load": "from the start of a load to its end",
-    "store": "from the start of a store to its end",
+    "lookup": "time from the first lookup of a request to its hit, L2 included",
+    "load": "time of a load",
+    "store": "time of a store",
 }
 
 

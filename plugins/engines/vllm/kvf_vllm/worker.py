@@ -82,7 +82,11 @@ class WorkerSide:
         self._weights.change()
         for request_id, (op, loading, started) in self._loading.items():
             self._end(loading)
-            self._loading[request_id] = op, Future.resolved(LoadOutcome(False, "its weights are updated")), started
+            self._loading[request_id] = (
+                op,
+                Future.resolved(LoadOutcome(False, "the engine's weights are being updated")),
+                started,
+            )
         for _, storing, _ in self._storing.values():
             self._end(storing)
         self._settle_stores()
@@ -105,7 +109,7 @@ class WorkerSide:
             submitted = self._submitted(ops, partial(self._instance.load, in_pieces=not within), LoadOutcome.failed)
             futures.update(zip((op.request_id for op in ops), submitted, strict=True))
         for op in plan.loads:
-            unnamed = Future.resolved(LoadOutcome(False, "the scheduler could not name it"))
+            unnamed = Future.resolved(LoadOutcome(False, "the scheduler could not name the KV"))
             self._loading[op.request_id] = (op, futures.get(op.request_id, unnamed), started)
         self._end_within(started)
         self._advance(computes=plan.computes)

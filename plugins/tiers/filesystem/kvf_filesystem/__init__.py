@@ -18,7 +18,7 @@ class FilesystemOptions(Options, frozen=True):
         str,
         Meta(
             min_length=1,
-            description="the folder; made with mode 0700 if it is missing. One that holds anything else, or that "
+            description="path of the folder; a missing one is made with mode 0700. A folder with other files, or that "
             "any user may write to, is refused",
         ),
     ]
@@ -26,22 +26,22 @@ class FilesystemOptions(Options, frozen=True):
     fsync: Annotated[
         Literal["none", "data", "full"],
         Meta(
-            description='written to the disk before a put returns: "none", nothing for sure; "data", the file; "full", '
-            "also its name. Only a power failure or a crash of the kernel makes a difference, and what it tears "
-            "is found by its checksum"
+            description='what is on the disk before a put returns: "none", nothing for sure; "data", the file; "full", '
+            "also the file's name. This matters only for a power failure or a kernel crash; a value cut short by it "
+            "is detected by its checksum"
         ),
     ] = "none"
     direct: Annotated[
         Literal["auto", "on", "off"],
         Meta(
-            description="which large values (1 MiB and more) bypass the page cache: auto, those written to a folder "
-            "that is not shared, where the file system can do it; on, all, written and read"
+            description="which values of 1 MiB or more bypass the page cache: auto, values written to a folder "
+            "that is not shared, if the file system supports it; on, all values written and read"
         ),
     ] = "auto"
     shared: Annotated[
         bool,
         Meta(
-            description="several servers use the folder at the same time, for example by NFS; all of them set it. "
+            description="several servers use the folder at the same time, for example by NFS; every server sets it. "
             "Without it a second server is refused"
         ),
     ] = False
@@ -56,7 +56,7 @@ class FilesystemOptions(Options, frozen=True):
 
 def _probe() -> str | None:
     if not hasattr(os, "preadv"):
-        return "the kernel has no vectored file access: it needs Linux"
+        return "the tier needs Linux, whose kernel has vectored file access"
     return None
 
 

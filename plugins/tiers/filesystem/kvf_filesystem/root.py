@@ -99,7 +99,7 @@ def lock(marker_fd: int, options: FilesystemOptions, path: str, where: str) -> N
     except BlockingIOError:
         raise _in_use(path, _holders(marker_fd, options), where) from None
     except OSError as error:
-        _log.warning("%s: the folder cannot be locked (%s): it must not be used by two servers", where, error.strerror)
+        _log.warning("%s: the folder cannot be locked (%s): only one server may use the folder", where, error.strerror)
 
 
 def check_lock(marker_fd: int, options: FilesystemOptions, path: str, where: str, *, replaces: int | None) -> None:
@@ -115,7 +115,7 @@ def _in_use(path: str, holders: set[int], where: str) -> ConfigFieldError:
     return ConfigFieldError(
         f"another server uses the folder {path}{processes}",
         where=f"{where}.path",
-        hint="set shared = true for all of them, or name another folder",
+        hint="set shared = true in every server, or use another folder",
     )
 
 
@@ -257,7 +257,7 @@ def _absolute(path: str, where: str) -> str:
     path = os.path.expanduser(path)
     if "\0" in path or path.startswith("~"):
         raise ConfigFieldError(
-            f"the path {path!r} names no folder", where=f"{where}.path", hint="after ~ comes / or the name of a user"
+            f"the path {path!r} does not name a folder", where=f"{where}.path", hint="write / or a user's name after ~"
         )
     return os.path.abspath(path)
 
@@ -309,10 +309,10 @@ def _check_private(fd: int, path: str, where: str) -> None:
         raise ConfigFieldError(
             f"any user may write to the folder {path}: {stat.filemode(status.st_mode)}",
             where=f"{where}.path",
-            hint="name a folder in it, which is made with mode 0700, or take the right away: chmod o-w",
+            hint="use a folder inside it, or remove the permission: chmod o-w",
         )
     if status.st_uid not in (0, os.geteuid()):
-        _log.warning("%s: uid %d owns the folder %s, and may change what is stored there", where, status.st_uid, path)
+        _log.warning("%s: uid %d owns the folder %s, and may change the stored values", where, status.st_uid, path)
 
 
 def _check_marker(fd: int, path: str, where: str) -> None:
@@ -321,9 +321,9 @@ def _check_marker(fd: int, path: str, where: str) -> None:
     if MARKER not in names:
         if not _PASSED_OVER.issuperset(names):
             raise ConfigFieldError(
-                f"the folder {path} holds files that are not the tier's",
+                f"the folder {path} holds files of others",
                 where=f"{where}.path",
-                hint="name an empty folder, or one that does not exist",
+                hint="use an empty folder, or one that does not exist yet",
             )
         return
     # O_NONBLOCK: opening a FIFO in place of the marker would block.
@@ -336,14 +336,14 @@ def _check_marker(fd: int, path: str, where: str) -> None:
         os.close(marker_fd)
     if not is_file or (found != _MARK and status.st_nlink > 1):  # a torn one is written, but not a file of others
         raise ConfigFieldError(
-            f"{MARKER} in the folder {path} is no file of the tier's", where=f"{where}.path", hint="remove it"
+            f"{MARKER} in the folder {path} is not a file of this tier", where=f"{where}.path", hint="remove that file"
         )
     if not _MARK.startswith(found):
         raise ConfigFieldError(
-            f"the folder {path} is of another format: {found.decode(errors='replace').strip()!r}",
+            f"the folder {path} has another format: {found.decode(errors='replace').strip()!r}",
             where=f"{where}.path",
             available=_MARK.decode().strip(),
-            hint="name another folder",
+            hint="use another folder",
         )
 
 
@@ -377,7 +377,7 @@ def _can_bypass_cache(fd: int) -> bool:
 
 
 def _refused(path: str, error: OSError, where: str) -> ConfigFieldError:
-    hints = {errno.ENOTDIR: "name a folder", errno.ENOSPC: "free some space there"}
+    hints = {errno.ENOTDIR: "set path to a folder", errno.ENOSPC: "free space on the disk"}
     fact = f"the folder {path} cannot be used: {os.strerror(error.errno or errno.EIO)}"
     return ConfigFieldError(fact, where=f"{where}.path", hint=hints.get(error.errno or 0, "check owner and mode"))
 
@@ -400,7 +400,7 @@ def diagnose(options: FilesystemOptions) -> list[Finding]:
 
 def _folder(path: str, base: str) -> Finding:
     """The finding for a usable folder; `check_root` refuses any other."""
-    made = "is writable" if base == path else f"is not there yet; it will be made in {base}"
+    made = "is writable" if base == path else f"does not exist yet and will be made in {base}"
     return Finding("filesystem.folder", "ok", f"{path} {made}")
 
 
@@ -409,8 +409,8 @@ def _space(base: str, options: FilesystemOptions, *, stored: bool) -> Finding:
     counts."""
     system = os.statvfs(base)
     free, size = ByteSize(system.f_bavail * system.f_frsize), ByteSize(system.f_blocks * system.f_frsize)
-    fact = f"{free} free of {size}, for a capacity of {options.capacity}"
-    advice = "lower capacity, or name a folder on a larger disk: a full disk fails every write"
+    fact = f"the disk has {free} free of {size}, and the tier's capacity is {options.capacity}"
+    advice = "lower capacity, or use a larger disk: on a full disk every write fails"
     if size < options.capacity:
         return Finding("filesystem.space", "fail", fact, advice)
     if free < (_LEAST_FREE * options.capacity if stored else options.capacity):

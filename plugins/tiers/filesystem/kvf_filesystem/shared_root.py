@@ -103,4 +103,6 @@ class SharedRoot:
             return self._open_again()
         except ConfigFieldError as error:
             fact, hint = error.fact, error.hint
-        raise TierError(f"the folder was lost, and cannot be opened again: {fact}", where=self._where, hint=hint)
+        raise TierError(
+            f"the file server lost the folder, which cannot be opened again: {fact}", where=self._where, hint=hint
+        )

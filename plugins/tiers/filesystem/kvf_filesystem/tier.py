@@ -26,13 +26,13 @@ T = TypeVar("T")
 _CLOSE_S = 5.0
 
 _HINTS = {
-    errno.EACCES: "the server's user needs to read and write the folder and all in it",
-    errno.EPERM: "the server's user needs to read and write the folder and all in it",
-    errno.EROFS: "the file system is mounted read-only: see the kernel's log, mount it writable",
-    errno.ENOENT: "the folder was removed: make it again",
-    errno.EIO: "the disk fails: see the kernel's log",
-    errno.ENOTDIR: "a file or a link stands where a folder belongs: remove it",
-    errno.ESTALE: "the file server has lost the folder: it is opened again by the next call",
+    errno.EACCES: "give the server's user read and write access to the folder and its content",
+    errno.EPERM: "give the server's user read and write access to the folder and its content",
+    errno.EROFS: "the file system is read-only: see the kernel's log, and mount it writable",
+    errno.ENOENT: "someone removed the folder: make it again",
+    errno.EIO: "the disk has failed: see the kernel's log",
+    errno.ENOTDIR: "the tier expects a folder here: remove the file or link",
+    errno.ESTALE: "the file server lost the folder: the next call opens it again",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
 }
 

@@ -21,27 +21,28 @@ _PLACE = re.compile(r"(?P<host>[^\s:/\[\]]+|\[[0-9a-fA-F:.]+\]):(?P<port>[0-9]{1
 class MooncakeOptions(Options, frozen=True):
     """Options of the `mooncake` tier."""
 
-    master: Annotated[str, Meta(description="where mooncake_master answers: host:port")]
+    master: Annotated[str, Meta(description="address of mooncake_master, host:port")]
     host: Annotated[
         str,
-        Meta(description="this node's address or name for the peers; empty: the address from which it reaches master"),
+        Meta(description="address or name of this node for its peers; empty: the address that reaches master"),
     ] = ""
     metadata_server: Annotated[
-        str, Meta(min_length=1, description="the one that the peers name; P2PHANDSHAKE: none, they ask each other")
+        str,
+        Meta(min_length=1, description="metadata server, equal on all nodes; P2PHANDSHAKE: none, nodes ask each other"),
     ] = "P2PHANDSHAKE"
-    protocol: Annotated[Literal["tcp", "rdma"], Meta(description="how values travel between nodes")] = "tcp"
+    protocol: Annotated[Literal["tcp", "rdma"], Meta(description="protocol that moves values between nodes")] = "tcp"
     devices: Annotated[
         str, Meta(description="RDMA devices, separated by commas; empty: Mooncake chooses; for protocol rdma")
     ] = ""
-    replicas: Annotated[int, Meta(ge=1, le=16, description="copies of each value, on as many peers")] = 1
+    replicas: Annotated[int, Meta(ge=1, le=16, description="number of copies of each value, each on another peer")] = 1
     prefix: Annotated[
-        str, Meta(max_length=64, description="comes before each key, which is its 72 bytes in hexadecimal")
+        str, Meta(max_length=64, description="text before each key; the key is 72 bytes in hexadecimal")
     ] = "kvf:"
 
     def __post_init__(self) -> None:
         place(self.master)
         if self.devices and self.protocol != "rdma":
-            raise ValueError(f'devices are for protocol = "rdma", found {self.protocol!r}')
+            raise ValueError(f'devices needs protocol = "rdma", found {self.protocol!r}')
 
 
 def place(master: str) -> tuple[str, int]:
@@ -78,7 +79,7 @@ def kvf_tiers() -> list[TierProvider[MooncakeOptions]]:
     return [
         TierProvider(
             name="mooncake",
-            summary="Mooncake Store: the memory of many nodes, over TCP or RDMA",
+            summary="stores values in Mooncake Store, the memory of many nodes, over TCP or RDMA",
             options=MooncakeOptions,
             shared=True,
             store=lambda options: f"mooncake {options.master} {options.prefix}",

@@ -54,9 +54,9 @@ def make_tier(options: MooncakeOptions, where: str) -> MooncakeTier:
     )
     if code:
         raise TierError(
-            f"Mooncake's client does not start: {in_words(code)}",
+            f"Mooncake's client could not start: {in_words(code)}",
             where=where,
-            hint="see what it wrote to standard error, and compare metadata_server and protocol with the peers'",
+            hint="see its lines on standard error, and compare metadata_server and protocol with the peers",
         )
     # Of this thread, and of those that it starts from now on, which make the calls. They wait by asking without a
     # pause: that takes a processor, which Mooncake's own threads, that move the bytes, may need.
@@ -76,7 +76,7 @@ def reach_master(options: MooncakeOptions, where: str, deadline: float) -> str:
         raise TierError(
             f"no mooncake_master answers at {options.master}: {error.strerror or error}",
             where=where,
-            hint="start it, or correct master",
+            hint="start mooncake_master, or correct master",
         ) from error
 
 
@@ -128,10 +128,13 @@ def diagnose(options: MooncakeOptions, context: TableContext, deadline: float) -
     try:
         own_address = reach_master(options, context.where, deadline)
     except TierError as error:
-        advice = f"{error.hint}: until then the server works without this tier"
+        advice = f"{error.hint}: until then the server runs without this tier"
         return [Finding("mooncake.master", "fail", error.fact, advice)]
-    fact = f"{options.master} listens, this node is {options.host or own_address} for the peers"
+    fact = f"{options.master} answers, and peers know this node as {options.host or own_address}"
     if not options.host and own_address.startswith("127."):
-        advice = "give host, if peers are on other machines"
-        return [Finding("mooncake.master", "ok", fact), Finding("mooncake.host", "warn", "a loopback address", advice)]
+        advice = "set host if peers run on other machines"
+        return [
+            Finding("mooncake.master", "ok", fact),
+            Finding("mooncake.host", "warn", "the address of this node is a loopback address", advice),
+        ]
     return [Finding("mooncake.master", "ok", fact)]

@@ -74,7 +74,10 @@ class MooncakeTier(Tier, RegistersMemory):
 
     def register_memory(self, memory: memoryview) -> None:
         if code := self._store.register_buffer(_address(memory), memory.nbytes):
-            raise TierError(f"{memory.nbytes} bytes cannot be registered: {in_words(code)}", where=self._where)
+            raise TierError(
+                f"{memory.nbytes} bytes of memory cannot be registered with Mooncake: {in_words(code)}",
+                where=self._where,
+            )
 
     def unregister_memory(self, memory: memoryview) -> None:
         self._store.unregister_buffer(_address(memory))

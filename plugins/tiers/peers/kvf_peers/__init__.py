@@ -22,46 +22,45 @@ class PeersOptions(Options, frozen=True):
         Meta(
             min_length=1,
             description="file with the secret that all nodes share, 16 bytes or more; read for each new connection. No "
-            "other user may read it",
+            "other user may read the file",
         ),
     ]
-    listen: Annotated[str, Meta(description="HOST:PORT at which this node lends to others; empty: it only borrows")] = (
-        ""
-    )
+    listen: Annotated[str, Meta(description="HOST:PORT at which other nodes load from this node; empty: none")] = ""
     peers: Annotated[
         list[str],
         Meta(
             max_length=MOST_ASKED,
-            description='the nodes to ask, up to 8: ["HOST:PORT", ...], the value of their listen; this one may be one '
-            "of them, so that all nodes have the same list",
+            description='up to 8 nodes to load from: ["HOST:PORT", ...], the values of their listen; this node may be '
+            "in the list, so that all nodes have the same list",
         ),
     ] = []  # noqa: RUF012  msgspec gives each its own
     trusted_network: Annotated[
         bool,
         Meta(
-            description="values go in plain text, also over addresses that are not of this machine; without it they "
-            "need TLS"
+            description="send values without encryption to other machines; without this option, other machines need TLS"
         ),
     ] = False
-    tls_ca: Annotated[str, Meta(description="certificates that sign those of the nodes, a PEM file; turns TLS on")] = ""
-    tls_cert: Annotated[str, Meta(description="this node's certificate, for both directions, a PEM file")] = ""
-    tls_key: Annotated[str, Meta(description="its private key, a PEM file")] = ""
+    tls_ca: Annotated[
+        str, Meta(description="PEM file of the certificates that sign the nodes' certificates; turns TLS on")
+    ] = ""
+    tls_cert: Annotated[str, Meta(description="PEM file of this node's certificate, for both directions")] = ""
+    tls_key: Annotated[str, Meta(description="PEM file of this node's private key")] = ""
     ask_s: Annotated[
-        float, Meta(gt=0, le=10, description="longest wait, in seconds, for the answers who has a prompt")
+        float, Meta(gt=0, le=10, description="longest wait, in seconds, for nodes to answer whether they hold a prompt")
     ] = 0.25
     connections: Annotated[
         int,
         Meta(
             ge=1,
             le=256,
-            description="connections that this node serves at once; a further one ends that which is idle for longest",
+            description="most connections from other nodes; a further one closes the connection idle for longest",
         ),
     ] = 64
     lent_bytes: Annotated[
         ByteSize,
         Meta(
-            description="bytes that may be on their way to other nodes at once, and a quarter of L1 at most; what is "
-            "asked beyond waits for a moment, and is refused then"
+            description="most bytes being sent to other nodes at once, and at most a quarter of L1; further requests "
+            "wait for a moment and are then refused"
         ),
     ] = ByteSize(256 << 20)
 
@@ -94,7 +93,7 @@ def kvf_tiers() -> list[TierProvider[PeersOptions]]:
     return [
         TierProvider(
             name="peers",
-            summary="the L1 of other nodes, over TCP or TLS; read only",
+            summary="loads from the L1 of other nodes, over TCP or TLS; read only",
             options=PeersOptions,
             shared=True,
             create=_create,

@@ -45,17 +45,17 @@ def _listens(own: Address) -> Iterator[Finding]:
     try:
         bound(own).close()
     except OSError as error:
-        advice = "name a free address of this machine in listen: until then it lends nothing"
+        advice = "set listen to a free address of this machine: until then other nodes load nothing from it"
         yield Finding("peers.listen", "fail", f"{own}: {explain(error)}", advice)
 
 
 def _network(settings: Settings) -> Finding:
     if settings.tls is not None:
-        return Finding("peers.network", "ok", "TLS in both directions, and the token")
+        return Finding("peers.network", "ok", "nodes use TLS in both directions, and the token")
     if settings.options.trusted_network:
         fact = "trusted_network: the KV of prompts is sent in plain text"
-        return Finding("peers.network", "warn", fact, "let only the nodes into that network, or set tls_ca")
-    return Finding("peers.network", "ok", "only addresses of this machine")
+        return Finding("peers.network", "warn", fact, "admit only the nodes to that network, or set tls_ca")
+    return Finding("peers.network", "ok", "all addresses are of this machine")
 
 
 def _hello(address: Address, settings: Settings, until: float) -> Welcome | Exception:
@@ -74,7 +74,7 @@ def _hello(address: Address, settings: Settings, until: float) -> Welcome | Exce
 
 def _trusted(apart: dict[Address, Exception]) -> Iterator[Finding]:
     if apart:
-        advice = "give all nodes the same token, certificates that the same tls_ca signs, and the same release"
+        advice = "give all nodes the same token, the same release, and certificates signed by the same tls_ca"
         yield Finding("peers.trust", "fail", "; ".join(_why(apart)), advice)
 
 
@@ -86,13 +86,15 @@ def _reachable(known: dict[Address, Welcome], silent: dict[Address, Exception]) 
     answered = f"{', '.join(map(str, known))} answered" if known else ""
     if silent:
         fact = "; ".join([*_why(silent), *([answered] if answered else [])])
-        yield Finding("peers.reachable", "warn", fact, "start it, or correct peers: it is passed over until it answers")
+        yield Finding(
+            "peers.reachable", "warn", fact, "start that node, or correct peers; the tier skips it until it answers"
+        )
     elif answered:
         yield Finding("peers.reachable", "ok", answered)
 
 
 def _agreement(known: dict[Address, Welcome]) -> Iterator[Finding]:
-    """Whether the nodes give the same names to the same content: compared with the first that answered, this one if it
+    """Whether the nodes name the same content alike: compared with the first that answered, this one if it
     runs."""
     if len(known) < 2:
         return
@@ -100,14 +102,16 @@ def _agreement(known: dict[Address, Welcome]) -> Iterator[Finding]:
     facts: list[str] = []
     for address, who in others:
         if who.chunk_size != like.chunk_size:
-            facts.append(f"{address} has chunk_size {who.chunk_size}, {first} {like.chunk_size}: nothing is shared")
+            facts.append(
+                f"{address} has chunk_size {who.chunk_size}, {first} has {like.chunk_size}, so they share no KV"
+            )
         elif who.hasher != like.hasher:
-            facts.append(f"{address} and {first} differ in the hasher, or in its seed: nothing is shared")
+            facts.append(f"{address} and {first} differ in the hasher or its seed, so they share no KV")
         for model in sorted(set(who.models) & set(like.models)):
             if not set(who.models[model]) & set(like.models[model]):
-                facts.append(f"the engines of {model!r} at {address} and {first} differ: nothing of it is shared")
+                facts.append(f"the engines of {model!r} at {address} and {first} differ, so they share no KV of it")
     if facts:
         advice = "give all nodes the same chunk_size and [hasher], and all engines of a model the same dtype and layout"
         yield Finding("peers.names", "fail", "; ".join(facts), advice)
     else:
-        yield Finding("peers.names", "ok", f"{len(known)} nodes give the same names to the same content")
+        yield Finding("peers.names", "ok", f"{len(known)} nodes name the same content alike")

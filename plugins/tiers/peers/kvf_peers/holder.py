@@ -95,7 +95,7 @@ class Connections:
                 oldest = min(idle, key=idle.__getitem__, default=None)
                 if oldest is None or idle[oldest] > time.monotonic() - _IDLE_ENOUGH_S:
                     self.counts["full"] += 1
-                    raise m.ProtocolError("all connections are in use")
+                    raise m.ProtocolError("all connections of this node are in use")
                 del self._served[oldest]
                 oldest.cut()
             self._served[wire].is_stranger = False
@@ -116,7 +116,7 @@ class Connections:
             if len(self._refused) > _REFUSED_TOLD:
                 self._refused.popitem(last=False)
         if (before is None or before.reason != reason) and self._limit.passes("refused"):
-            log.warning("%s was refused at %s: %s", host, self._place, reason)
+            log.warning("refused the node %s at %s: %s", host, self._place, reason)
 
     def refused(self) -> list[dict[str, object]]:
         """Return the hosts that were refused last, for the status."""
@@ -235,7 +235,7 @@ class Holder:
             listener = bound(self._listen)
             listener.listen(_BACKLOG)
         except OSError as error:
-            fact = f"nothing is lent: {self._listen}: {explain(error)}"
+            fact = f"other nodes cannot load from this one: {self._listen}: {explain(error)}"
             if not self.problem:
                 log.error("%s", fact)
             self.problem = fact
@@ -243,7 +243,7 @@ class Holder:
                 listener.close()
             return None
         self.problem = ""
-        log.info("lends L1 to other nodes at %s", self._listen)
+        log.info("other nodes can load from L1 at %s", self._listen)
         return listener
 
     def _accept(self, listener: socket.socket) -> None:
@@ -281,7 +281,7 @@ class Holder:
         except (OSError, EOFError, m.ProtocolError) as error:
             log.debug("a connection to %s ended: %s", self._listen, explain(error))
         except Exception:
-            log.exception("a loan failed")
+            log.exception("sending objects to a node failed")
         finally:
             self._connections.end(wire)
 
@@ -294,7 +294,7 @@ class Holder:
         except ssl.SSLEOFError:
             raise
         except (m.ProtocolError, ssl.SSLError) as error:
-            reason = explain(error) if isinstance(error, NotTrusted) else f"it is no node: {explain(error)}"
+            reason = explain(error) if isinstance(error, NotTrusted) else f"the caller is not a node: {explain(error)}"
             self._connections.refuse(host, visible(reason[: m.MOST_REASON]))
         else:
             return True
@@ -307,7 +307,7 @@ class Holder:
             return
         keys = m.split_keys(request.keys, m.GET_KEYS)
         if len(keys) != len(request.rooms):
-            raise m.ProtocolError(f"{len(keys)} keys with {len(request.rooms)} rooms")
+            raise m.ProtocolError(f"the request has {len(keys)} keys and {len(request.rooms)} sizes")
         deadline = time.monotonic() + min(request.left_ms / 1e3, _MOST_S)
         for key, room in zip(keys, request.rooms, strict=True):
             self._push(wire, key, room, deadline)

@@ -114,7 +114,7 @@ def encoded(message: msgspec.Struct) -> bytes:
     """The message with its length. Raises `ProtocolError` for one that is too long."""
     body = msgspec.msgpack.encode(message)
     if len(body) > MOST_BYTES:
-        raise ProtocolError(f"a message of {len(body)} bytes")
+        raise ProtocolError(f"the message has {len(body)} bytes")
     return LENGTH.pack(len(body)) + body
 
 
@@ -124,7 +124,7 @@ def decoded(body: bytes, kind: type[M]) -> M:
         decoder: msgspec.msgpack.Decoder[M] = _DECODERS[kind]
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"no message as expected: {error}") from None
+        raise ProtocolError(f"the message has an unexpected form: {error}") from None
 
 
 def joined_keys(keys: Sequence[PackedKey]) -> bytes:
@@ -135,7 +135,7 @@ def split_keys(keys: bytes, most: int) -> list[PackedKey]:
     """Raise `ProtocolError` for a part of a key, and for more than `most`."""
     count, rest = divmod(len(keys), PACKED_KEY_BYTES)
     if rest or count > most:
-        raise ProtocolError(f"{len(keys)} bytes are no 0 to {most} keys")
+        raise ProtocolError(f"{len(keys)} bytes are not 0 to {most} whole keys")
     return [keys[at : at + PACKED_KEY_BYTES] for at in range(0, len(keys), PACKED_KEY_BYTES)]
 
 

@@ -118,7 +118,7 @@ class Peer:
                 wire.write(m.Ask(m.joined_keys(some)), until)
                 found = wire.read(m.Found, until, m.ANSWER_BYTES).here
                 if len(found) != len(some):
-                    raise m.ProtocolError(f"{len(found)} answers to {len(some)} keys")
+                    raise m.ProtocolError(f"the node answered {len(found)} of {len(some)} keys")
                 here += found
         except (OSError, EOFError, m.ProtocolError) as error:
             if isinstance(error, TimeoutError):
@@ -187,7 +187,7 @@ class Peer:
                     return wire
                 wire.close()
             if self.state != "up" or self._closed:
-                raise TierError("it does not answer", where=str(self.address))
+                raise TierError("the node does not answer", where=str(self.address))
         wire, who = self._connect(deadline)
         with self.changed:
             if not self._closed:
@@ -198,7 +198,7 @@ class Peer:
         self._settle_as(who)
         if self.state != "up":
             self._drop(wire)
-            raise TierError("it shares nothing with this node", where=str(self.address))
+            raise TierError("the node shares no KV with this one", where=str(self.address))
         return wire
 
     def _give_back(self, wire: Wire) -> None:
@@ -236,7 +236,7 @@ class Peer:
         with self.changed:
             self.counts.damaged += 1
             self._not_before = time.monotonic() + _DISTRUSTED_S
-        self._lost("it sent a damaged value")
+        self._lost("the node sent a damaged value")
 
     def _count(self, outcome: int | Outcome) -> None:
         with self.changed:
@@ -283,7 +283,7 @@ class Peer:
             except BaseException:
                 wire.close()
                 raise
-        raise OSError(f"{self.address.host} has no address")
+        raise OSError(f"{self.address.host} cannot be resolved to an address")
 
     def _connect_until_up(self) -> None:
         backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
@@ -327,7 +327,7 @@ class Peer:
             if problem and problem != self.problem:
                 log.error("node %s: %s", self.address, problem)
             elif self._told_down and not useless:
-                log.info("node %s answers%s", self.address, ", and has been restarted" if restarted else "")
+                log.info("node %s answers%s", self.address, " after a restart" if restarted else "")
             self.problem, self._told_down = problem, False
             self.changed.notify_all()
 
@@ -351,7 +351,7 @@ def _receive(wire: Wire, parts: Sequence[memoryview], room: int, deadline: float
     if status in _OUTCOMES and not nbytes:
         return _OUTCOMES[status]
     if status != m.VALUE or nbytes > room:
-        raise m.ProtocolError(f"{nbytes} bytes with status {status} into {room}")
+        raise m.ProtocolError(f"the node answered {nbytes} bytes with status {status} for a buffer of {room}")
     left = int(nbytes)
     for part in parts:
         wanted = min(left, part.nbytes)

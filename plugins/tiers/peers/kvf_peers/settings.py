@@ -59,7 +59,7 @@ def read_settings(options: PeersOptions, *, where: str) -> Settings:
     peers = tuple(_address(each, f"{where} peers") for each in options.peers)
     listen = _address(options.listen, f"{where} listen") if options.listen else None
     if not peers and listen is None:
-        raise ConfigFieldError("neither peers nor listen", where=where, hint="name the other nodes in peers")
+        raise ConfigFieldError("peers and listen are both empty", where=where, hint="set peers to the other nodes")
     tls = _tls(options, where)
     _check_network(options, where, (*peers, *((listen,) if listen else ())), has_tls=tls is not None)
     settings = Settings(options, where, peers, listen, tls)
@@ -71,7 +71,7 @@ def parse_address(text: str) -> Address:
     """Raise `ValueError`."""
     match = _ADDRESS.fullmatch(text)
     if match is None or not 1 <= int(match["port"]) <= 65535:
-        raise ValueError(f"{text!r} is no HOST:PORT")
+        raise ValueError(f"{text!r} is not HOST:PORT")
     return Address(match["six"] or match["host"], int(match["port"]))
 
 
@@ -86,9 +86,9 @@ def _check_network(options: PeersOptions, where: str, used: tuple[Address, ...],
     outside = next((each for each in used if not each.is_loopback), None)
     if outside and not has_tls and not options.trusted_network:
         raise ConfigFieldError(
-            f"without TLS the KV of prompts would go to and from {outside} in plain text",
+            f"without TLS, KV would be sent to and from {outside} without encryption",
             where=where,
-            hint="set tls_ca, tls_cert and tls_key; or trusted_network = true, if only the nodes are in that network",
+            hint="set tls_ca, tls_cert and tls_key; or trusted_network = true if the network has only nodes",
         )
 
 
@@ -109,7 +109,7 @@ class Tls:
             self._made = self._contexts()
         except ConfigFieldError as error:
             if self._once.passes(str(error)):
-                log.error("%s; the former ones are used on", error)
+                log.error("%s; the former TLS files stay in use", error)
         return self._made
 
     def _contexts(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
@@ -135,7 +135,9 @@ def _tls(options: PeersOptions, where: str) -> Tls | None:
         return None
     if lacking:
         raise ConfigFieldError(
-            f"{lacking[0]} is missing: TLS needs all three", where=f"{where} {lacking[0]}", available=", ".join(files)
+            f"{lacking[0]} is missing: TLS needs tls_ca, tls_cert and tls_key",
+            where=f"{where} {lacking[0]}",
+            available=", ".join(files),
         )
     return Tls(options, where)
 
@@ -143,13 +145,13 @@ def _tls(options: PeersOptions, where: str) -> Tls | None:
 def _token(file: str, where: str) -> bytes:
     path = Path(os.path.expanduser(file))
     place = f"{where} token_file"
-    new = f"make it on one node, and copy it to all: (umask 077; openssl rand -hex 32 > {path})"
+    new = f"make the file on one node, and copy it to all nodes: (umask 077; openssl rand -hex 32 > {path})"
     try:
         with path.open("rb") as opened:
             mode = os.fstat(opened.fileno()).st_mode
             token = opened.read(_MOST_TOKEN_BYTES + 1).strip()
     except OSError as error:
-        hint = new if isinstance(error, FileNotFoundError) else "the server's user must be able to read it"
+        hint = new if isinstance(error, FileNotFoundError) else "let the server's user read the file"
         raise ConfigFieldError(f"{path} cannot be read: {error.strerror}", where=place, hint=hint) from None
     if mode & stat.S_IRWXO:
         raise ConfigFieldError(f"other users may read or write {path}", where=place, hint=f"chmod o-rwx {path}")

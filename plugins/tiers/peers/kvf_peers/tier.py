@@ -150,7 +150,7 @@ class PeersTier(Tier):
 
     def _nobody(self) -> TierError:
         last = next((f"{peer.address}: {peer.problem}" for peer in self._peers if peer.problem), "")
-        return TierError("no other node answers", where=self._settings.where, available=last)
+        return TierError("no node in peers answers", where=self._settings.where, available=last)
 
     # asking
 
@@ -236,10 +236,10 @@ class PeersTier(Tier):
         if who.boot_id == own.boot_id:
             return Verdict(useless=True)
         if who.chunk_size != own.chunk_size:
-            fact = f"its chunk_size is {who.chunk_size}, here it is {own.chunk_size}: nothing is shared with it"
+            fact = f"its chunk_size is {who.chunk_size}, that of this node {own.chunk_size}, so they share no KV"
             return Verdict(useless=True, problem=fact)
         if who.hasher != own.hasher:
-            return Verdict(useless=True, problem="it has another hasher, or another seed of it: nothing is shared")
+            return Verdict(useless=True, problem="it has another hasher or hasher seed, so the nodes share no KV")
         return Verdict(useless=False)
 
     def _other_names(self) -> list[str]:
@@ -256,7 +256,7 @@ class PeersTier(Tier):
                 if model in own and not set(own[model]) & set(theirs):
                     fact = (
                         f"{peer.address}: its engines of {model!r} differ from those here in dtype, layout, parallel "
-                        "sizes, weights or chunk: nothing of that model is shared"
+                        "sizes, weights or chunk, so the nodes share no KV of it"
                     )
                     found.append(fact)
                     if self._once.passes((str(peer.address), model)):

@@ -61,7 +61,7 @@ class Wire:
         self.receive_into(memoryview(head), deadline, may_end=True)
         (size,) = m.LENGTH.unpack(head)
         if size > most:
-            raise m.ProtocolError(f"a message of {size} bytes, expected at most {most}")
+            raise m.ProtocolError(f"the message has {size} bytes, expected at most {most}")
         body = bytearray(size)
         self.receive_into(memoryview(body), deadline)
         return m.decoded(bytes(body), kind)
@@ -131,13 +131,13 @@ class Wire:
 def explain(error: BaseException) -> str:
     """What an error of a connection means, in words."""
     if isinstance(error, TimeoutError):
-        return "it did not answer in time"
+        return "the node did not answer in time"
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"its certificate is not accepted: {error.verify_message}"
+        return f"the node's certificate is not accepted: {error.verify_message}"
     if isinstance(error, ssl.SSLError):
         return f"TLS failed: {error.reason or 'no TLS'}"
     if isinstance(error, EOFError):
-        return "it closed the connection"
+        return "the node closed the connection"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error) or type(error).__name__
@@ -154,15 +154,15 @@ def introduce(wire: Wire, settings: Settings, host: str, deadline: float) -> m.W
     token = settings.token()
     greeting = wire.read(m.Greeting, deadline, m.STRANGER_BYTES)
     if greeting.version != m.VERSION:
-        raise NotTrusted(f"it speaks version {greeting.version} of the protocol, this node {m.VERSION}")
+        raise NotTrusted(f"the node speaks protocol version {greeting.version}, this node {m.VERSION}")
     nonce = os.urandom(m.NONCE_BYTES)
     said = m.proof(token, b"reader", greeting.nonce, nonce)
     wire.write(m.Hello(m.VERSION, nonce, said), deadline)
     answer: m.Welcome | m.Refused = wire.read(m.FromHolder, deadline)  # type: ignore[arg-type]
     if isinstance(answer, m.Refused):
-        raise NotTrusted(f"it refuses this node: {visible(answer.reason[: m.MOST_REASON])}")
+        raise NotTrusted(f"the node refuses this node: {visible(answer.reason[: m.MOST_REASON])}")
     if not hmac.compare_digest(answer.proof, m.proof(token, b"holder", greeting.nonce, nonce)):
-        raise NotTrusted("it does not know the token")
+        raise NotTrusted("the node has another token")
     return answer
 
 
@@ -176,11 +176,11 @@ def admit(wire: Wire, settings: Settings, node: Node, deadline: float) -> None:
     hello = wire.read(m.FromStranger, deadline, m.STRANGER_BYTES)
     token = settings.token()
     if hello.version != m.VERSION:
-        wire.write(m.Refused(f"version {m.VERSION} of the protocol is spoken here"), deadline)
-        raise NotTrusted(f"version {hello.version} of the protocol")
+        wire.write(m.Refused(f"this node speaks protocol version {m.VERSION}"), deadline)
+        raise NotTrusted(f"the caller speaks protocol version {hello.version}")
     if not hmac.compare_digest(hello.proof, m.proof(token, b"reader", nonce, hello.nonce)):
-        wire.write(m.Refused("it has another token"), deadline)
-        raise NotTrusted("another token")
+        wire.write(m.Refused("the nodes have different tokens"), deadline)
+        raise NotTrusted("the caller has another token")
     identity = node.identity
     wire.write(
         m.Welcome(

@@ -30,20 +30,21 @@ class RedisOptions(Options, frozen=True):
         Meta(
             min_length=1,
             description="redis://host:6379/0, rediss://host:6379/0 (TLS) or unix:///path/redis.sock?db=0, with "
-            "redis-py's other parameters; with a topology: the first node of the cluster, or the first sentinel",
+            "redis-py's parameters; for a cluster or sentinels: one node or one sentinel",
         ),
     ]
     topology: Annotated[
-        Literal["single", "sentinel", "cluster"], Meta(description="one server, Redis Sentinel or Redis Cluster")
+        Literal["single", "sentinel", "cluster"],
+        Meta(description="kind of deployment: one server, Redis Sentinel or Redis Cluster"),
     ] = "single"
     nodes: Annotated[
         list[str],
         Meta(
-            description='more nodes of the cluster, or more sentinels: ["host:port", ...]; one that lives is enough to '
-            "find all"
+            description='more nodes of the cluster, or more sentinels: ["host:port", ...]; one that answers is enough '
+            "to find all others"
         ),
     ] = []  # noqa: RUF012  msgspec gives each its own
-    master_name: Annotated[str, Meta(description="what the sentinels call the master; for topology sentinel")] = ""
+    master_name: Annotated[str, Meta(description="the sentinels' name of the master; for topology sentinel")] = ""
     username: Annotated[str, Meta(description="ACL user; takes precedence over the one in url")] = ""
     password_env: Annotated[
         str,
@@ -62,10 +63,10 @@ class RedisOptions(Options, frozen=True):
     sentinel_password_env: Annotated[
         str, Meta(description="name of the environment variable that holds the password of the sentinels themselves")
     ] = ""
-    tls_ca: Annotated[str, Meta(description="certificates to trust, a PEM file; empty: those of the system")] = ""
-    tls_cert: Annotated[str, Meta(description="the client's certificate, a PEM file")] = ""
-    tls_key: Annotated[str, Meta(description="the client's private key, a PEM file")] = ""
-    prefix: Annotated[str, Meta(description="comes before the 72 bytes of every key")] = "kvf:"
+    tls_ca: Annotated[str, Meta(description="PEM file of trusted certificates; empty: the system's")] = ""
+    tls_cert: Annotated[str, Meta(description="PEM file of the client's certificate")] = ""
+    tls_key: Annotated[str, Meta(description="PEM file of the client's private key")] = ""
+    prefix: Annotated[str, Meta(description="text before the 72 bytes of every key")] = "kvf:"
     ttl_s: Annotated[
         int,
         Meta(
@@ -77,14 +78,11 @@ class RedisOptions(Options, frozen=True):
     ] = 0
     max_value_bytes: Annotated[
         ByteSize,
-        Meta(
-            description="larger values are not stored; 64 KiB to 512 MiB, and no more than the server's "
-            "proto-max-bulk-len"
-        ),
+        Meta(description="largest value that is stored, 64 KiB to 512 MiB; at most the server's proto-max-bulk-len"),
     ] = MOST_VALUE_BYTES
     connections: Annotated[
         int,
-        Meta(ge=1, le=64, description="connections to each server at most; a call uses one of each server it needs"),
+        Meta(ge=1, le=64, description="most connections to each server; a call uses one per server that it needs"),
     ] = 8
 
     def __post_init__(self) -> None:
@@ -124,7 +122,7 @@ def kvf_tiers() -> list[TierProvider[RedisOptions]]:
     return [
         TierProvider(
             name="redis",
-            summary="Redis: one server, Sentinel or Cluster, over TCP, TLS or a Unix socket",
+            summary="stores values in Redis: one server, Sentinel or Cluster, over TCP, TLS or a Unix socket",
             options=RedisOptions,
             shared=True,
             probe=_probe,

@@ -28,7 +28,7 @@ def diagnose(options: RedisOptions, context: TableContext, deadline: float) -> l
         place, seconds = _first_answer(options, settings, context.where, deadline)
         facts = connector.ask(place, "INFO", read=_facts, deadline=deadline)
     except TierError as error:
-        advice = error.hint or "start it, or correct url: until then the server works without this tier"
+        advice = error.hint or "start Redis, or correct url: until then the server runs without this tier"
         return [Finding("redis.reachable", "fail", f"{error.where.rpartition(': ')[2]}: {error.fact}", advice)]
     version = facts.get("redis_version", "")
     name = f"{facts.get('server_name', 'redis')} {facts.get('valkey_version', version)}"
@@ -36,8 +36,8 @@ def diagnose(options: RedisOptions, context: TableContext, deadline: float) -> l
     answered = f"{where} answers in {seconds * 1000:.1f} ms, connection and login included: {name}"
     findings = [Finding("redis.reachable", "ok", answered)]
     if not version or tuple(int(each) for each in version.split(".")[:1] if each.isdigit()) < _LEAST_VERSION:
-        fact = f"{name} is older than Redis 4" if version else "its user may not read INFO"
-        advice = "use Redis 4 or newer" if version else "allow +info to the user, for this check only"
+        fact = f"{name} is older than Redis 4" if version else "the Redis user may not read INFO"
+        advice = "use Redis 4 or newer" if version else "allow +info to the user; only this check needs it"
         return [*findings, Finding("redis.version", "fail" if version else "warn", fact, advice)]
     written = _writes(facts, _saves(connector, place, deadline))
     return [*findings, *_room(facts), *_policy(facts, options), written]
@@ -61,7 +61,7 @@ def _first_answer(options: RedisOptions, settings: Settings, where: str, deadlin
             failure = failure or error
         else:
             return place, time.monotonic() - started
-    assert failure is not None, "there is at least one place"
+    assert failure is not None, "no address is configured"
     raise failure
 
 
@@ -73,26 +73,28 @@ def _facts(reply: Any) -> dict[str, str]:
 def _room(facts: dict[str, str]) -> Iterator[Finding]:
     used, limit = (int(facts.get(name, 0)) for name in ("used_memory", "maxmemory"))
     if limit:
-        yield Finding("redis.maxmemory", "ok", f"{ByteSize(used)} used of {ByteSize(limit)}")
+        yield Finding("redis.maxmemory", "ok", f"Redis uses {ByteSize(used)} of {ByteSize(limit)}")
         return
     machine = facts.get("total_system_memory", "")
     yield Finding(
         "redis.maxmemory",
         "warn",
-        f"maxmemory is 0: it grows until the machine{f' ({ByteSize(int(machine))})' if machine else ''} has no memory",
-        "CONFIG SET maxmemory SIZE, and the same in redis.conf: as the KV of all nodes needs, below the machine's",
+        f"maxmemory is 0: Redis grows until the machine{f' ({ByteSize(int(machine))})' if machine else ''} is full",
+        "set maxmemory below the machine's memory, by CONFIG SET maxmemory SIZE and in redis.conf",
     )
 
 
 def _policy(facts: dict[str, str], options: RedisOptions) -> Iterator[Finding]:
     policy = facts.get("maxmemory_policy", "")
     if policy == "noeviction":
-        yield Finding("redis.policy", "warn", "noeviction: once it is full, nothing more is stored", _CACHE)
+        yield Finding(
+            "redis.policy", "warn", "the eviction policy is noeviction: a full Redis stores nothing more", _CACHE
+        )
     elif policy.startswith("volatile-") and not options.ttl_s:
-        fact = f"{policy} evicts keys that expire, and without ttl_s those of this tier do not"
+        fact = f"{policy} evicts only keys that expire, and without ttl_s this tier's keys do not expire"
         yield Finding("redis.policy", "warn", fact, f"set ttl_s, or {_CACHE}")
     elif policy:
-        yield Finding("redis.policy", "ok", f"{policy}: it makes room when it is full")
+        yield Finding("redis.policy", "ok", f"{policy}: Redis evicts keys when it is full")
 
 
 def _writes(facts: dict[str, str], save: str) -> Finding:
@@ -101,13 +103,13 @@ def _writes(facts: dict[str, str], save: str) -> Finding:
         return Finding(
             "redis.persistence",
             "warn",
-            "appendonly is on: every value is written to a disk as well",
-            'a server that is only a cache needs appendonly no and save ""',
+            "appendonly is on: Redis also writes every value to a disk",
+            'set appendonly no and save "" on a Redis that is only a cache',
         )
     if save:
-        fact = f"save is '{save}': the server forks and writes the cache to a disk"
+        fact = f"save is '{save}': Redis forks and writes the cache to a disk"
         return Finding("redis.persistence", "warn", fact, "CONFIG SET save '', and save \"\" in redis.conf")
-    return Finding("redis.persistence", "ok", "appendonly and save are off")
+    return Finding("redis.persistence", "ok", "Redis writes nothing to a disk: appendonly and save are off")
 
 
 def _saves(connector: Connector, place: Place | None, deadline: float) -> str:

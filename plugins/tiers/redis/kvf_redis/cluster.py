@@ -38,7 +38,7 @@ class SlotMap:
         replicas: dict[Place, None] = {}
         for (first, last), nodes in parse_cluster_slots(reply, current_host=asked.host).items():
             if not 0 <= first <= last < SLOTS:
-                raise ValueError(f"no range of slots: {first} to {last}")
+                raise ValueError(f"not a range of slots: {first} to {last}")
             master = _place(nodes["primary"], asked)
             members[master] = None
             self._masters[first : last + 1] = [master] * (last + 1 - first)
@@ -154,7 +154,7 @@ class Cluster(Router):
             for command in waiting:
                 command.reset()
         if commands and not any(command.answered and not command.error for command in commands):
-            raise failure or TierError("the keys were redirected too often", where=self._where)
+            raise failure or TierError("the cluster redirected the keys too often", where=self._where)
 
     def _redirected(self, command: Command, place: Place | None, slots: SlotMap, pinned: dict[Command, Place]) -> bool:
         """Apply a MOVED or ASK redirection to the command; False for any other error."""
@@ -195,7 +195,7 @@ class Cluster(Router):
             for thread in threads:
                 thread.join()
         if None in groups:
-            failures[None] = TierError("no master serves the slot", where=self._where)
+            failures[None] = TierError("no master of the cluster serves the key's slot", where=self._where)
         return failures
 
     def _carry_one(self, place: Place, group: Sequence[Command], deadline: float) -> TierError | None:

@@ -55,7 +55,7 @@ class Command(ABC):
     def receive(self, wire: Wire, deadline: float) -> None:
         """Read the reply. Raises the errors of `Wire`, `Refused`, `ProtocolSurprise` and `Oversized`."""
         if self.asking and not holds(wire.reply(deadline), "+"):
-            raise ProtocolSurprise("an ASKING was refused for one key")
+            raise ProtocolSurprise("the server refused ASKING for one key")
         reply = wire.reply(deadline)
         if holds(reply, self.kind):
             self._take(reply, wire, deadline)
@@ -139,7 +139,7 @@ class Length(Command):
 
     def _take(self, reply: Reply, wire: Wire, deadline: float) -> None:
         if reply.number < 0:
-            raise ProtocolSurprise("the answer to STRLEN is no length")
+            raise ProtocolSurprise("the answer to STRLEN is not a length")
         self.nbytes = reply.number
 
     def _wrong_type(self) -> None:
@@ -164,20 +164,20 @@ class Page(Command):
 
     def _take(self, reply: Reply, wire: Wire, deadline: float) -> None:
         if reply.number != 2:
-            raise ProtocolSurprise("the answer to SCAN is no page")
+            raise ProtocolSurprise("the answer to SCAN is not a page of keys")
         cursor = self._bulk(wire, deadline)
         many = wire.reply(deadline)
         if not cursor.isdigit() or many.kind != "*" or not 0 <= many.number <= MOST_PAGE_KEYS:
-            raise ProtocolSurprise("the answer to SCAN is no page")
+            raise ProtocolSurprise("the answer to SCAN is not a page of keys")
         self.keys = [self._bulk(wire, deadline) for _ in range(many.number)]
         if any(len(key) != self._key_bytes for key in self.keys):
-            raise ProtocolSurprise("SCAN answered a key that does not match")
+            raise ProtocolSurprise("SCAN answered a key that does not match the pattern")
         self.cursor = cursor
 
     def _bulk(self, wire: Wire, deadline: float) -> bytes:
         head = wire.reply(deadline)
         if head.kind != "$" or not 0 <= head.number <= max(self._key_bytes, 20):
-            raise ProtocolSurprise("SCAN answered something that is no key")
+            raise ProtocolSurprise("SCAN answered a value that is not a key")
         value = bytearray(head.number)
         wire.value_into([memoryview(value)], head.number, deadline)
         return bytes(value)

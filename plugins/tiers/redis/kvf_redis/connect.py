@@ -22,7 +22,7 @@ from kvframework.errors import TierError
 T = TypeVar("T")
 
 _LONGEST_WAIT_S = 3600.0
-_TOO_LATE = ("no answer before the deadline", "")
+_TOO_LATE = ("the server did not answer before the deadline", "")
 
 
 class NoAnswer(TierError):
@@ -66,7 +66,7 @@ class Connector:
             raise TierError(
                 "cannot connect: the server sent bytes that were not requested",
                 where=self._place_text(place),
-                hint="is url the address of a Redis server?",
+                hint="check that url is the address of a Redis server",
             )
         return connected
 
@@ -133,17 +133,20 @@ def _explain(error: BaseException) -> tuple[str, str]:
             return cause.strerror, ""
         cause = cause.__cause__ or cause.__context__
     if isinstance(error, NoPermissionError):
-        return "this user may not do that", "see the commands that the tier needs in its README"
+        return "the Redis user may not run the command", "allow the commands that the tier's README lists"
     if isinstance(error, BusyLoadingError):
-        return "the server is loading its data", "it works once that is done"
+        return "the server is loading its data", "the tier works once the data is loaded"
     if isinstance(error, ResponseError):
         return (
-            "the server refuses the login, the database or the question",
+            "the server refuses the login, the database or the command",
             "check username, the password, db in url, and topology",
         )
     if isinstance(error, RedisConnectionError):
         return "the server closed or refused the connection", ""
-    return f"no answer as Redis gives it ({type(error).__name__})", "is url the address of a Redis server?"
+    return (
+        f"the server's answer is not Redis's protocol ({type(error).__name__})",
+        "check that url is the address of a Redis server",
+    )
 
 
 def rebuilt(error: TierError) -> TierError:
@@ -186,11 +189,11 @@ class Sentinels:
                 self._places = (place, *(each for each in places if each != place))
                 return found
             failure = TierError(
-                f"the sentinel knows no master named {self._master_name!r}",
+                f"the sentinel does not know the master {self._master_name!r}",
                 where=f"{self._where}: sentinel at {place}",
-                hint="master_name is the name in `sentinel monitor NAME ...`",
+                hint="set master_name to the name in `sentinel monitor NAME ...`",
             )
-        assert failure is not None, "there is at least one sentinel"
+        assert failure is not None, "no sentinel is configured"
         raise failure
 
 

@@ -197,15 +197,15 @@ def fly(wire: Wire, commands: Sequence[Command], deadline: float) -> None:
 
 
 _HINTS = {
-    "NOAUTH": "name a variable with the password in password_env, or a file in password_file",
-    "NOPERM": "allow the commands in the tier's README on the prefix's keys for this user",
-    "READONLY": "url names a replica: name the primary, or the sentinels",
+    "NOAUTH": "set password_env to a variable, or password_file to a file, with the password",
+    "NOPERM": "allow this user the commands in the tier's README, on keys with the prefix",
+    "READONLY": "url names a replica: set url to the primary, or use the sentinels",
     "MOVED": 'url names a member of a cluster: set topology = "cluster"',
     "ASK": 'url names a member of a cluster: set topology = "cluster"',
     "CROSSSLOT": 'url names a member of a cluster: set topology = "cluster"',
-    "CLUSTERDOWN": "slots are not served: see `redis-cli cluster info`",
-    "LOADING": "the server is starting: it works once its data is loaded",
-    "MISCONF": "the server cannot save to disk: see its log",
+    "CLUSTERDOWN": "the cluster does not serve all slots: see `redis-cli cluster info`",
+    "LOADING": "Redis is starting: the tier works once the data is loaded",
+    "MISCONF": "Redis cannot save to disk: see its log",
 }
 
 
@@ -266,15 +266,15 @@ class OneNode(Router):
 def answered_error(command: Command, where: str) -> TierError:
     """The error for a key that the server cannot serve."""
     return TierError(
-        f"the server answers: {command.error}", where=where, hint=_HINTS.get(error_code(command.error), "")
+        f"the server answered an error: {command.error}", where=where, hint=_HINTS.get(error_code(command.error), "")
     )
 
 
 def _explain(error: Exception) -> tuple[str, str]:
     if isinstance(error, TimeoutError):
-        return "no answer before the deadline", ""
+        return "the server did not answer before the deadline", ""
     if isinstance(error, OSError):
         return error.strerror or type(error).__name__, ""
     if isinstance(error, Refused):
-        return f"the server answers: {error}", _HINTS.get(error.code, "")
-    return f"unexpected reply: {error}", "is url the address of a Redis server?"
+        return f"the server answered an error: {error}", _HINTS.get(error.code, "")
+    return f"unexpected reply: {error}", "check that url is the address of a Redis server"

@@ -95,7 +95,7 @@ def parse_line(line: bytes) -> Reply:
         number = int(rest)
         if kind == b":" or number >= -1:
             return Reply(kind.decode(), number)
-    raise ProtocolSurprise("a reply is not the expected RESP")
+    raise ProtocolSurprise("a reply is not valid RESP")
 
 
 def holds(reply: Reply, kind: str) -> bool:
@@ -229,7 +229,7 @@ class Wire:
         while self._end - self._start < 2:
             self._fill(deadline)
         if not self._bytes.startswith(b"\r\n", self._start):
-            raise ProtocolSurprise("a value has not its announced length")
+            raise ProtocolSurprise("a value has another length than announced")
         self._start += 2
 
     def _fill(self, deadline: float) -> int:

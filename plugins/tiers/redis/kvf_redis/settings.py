@@ -36,9 +36,7 @@ _NOT_OURS = frozenset(
 )
 _TLS_NAMES = {"tls_ca": "ssl_ca_certs", "tls_cert": "ssl_certfile", "tls_key": "ssl_keyfile"}
 _PORT, _SENTINEL_PORT = 6379, 26379
-_URL_HINT = (
-    "write redis://HOST:PORT/DB; percent-encode a password in it, or name an environment variable in password_env"
-)
+_URL_HINT = "write redis://HOST:PORT/DB; percent-encode a password in url, or set password_env"
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,9 @@ def read_settings(options: RedisOptions, *, where: str) -> Settings:
         _add_tls(options, settings, where)
     elif _given_tls(options):
         raise ConfigFieldError(
-            "url asks for no TLS", where=f"{where}.{_given_tls(options)[0]}", hint="write rediss:// in url"
+            "the TLS options need a url with TLS",
+            where=f"{where}.{_given_tls(options)[0]}",
+            hint="write rediss:// in url",
         )
     _check(connection_class, settings, where)
     connector = Connector(connection_class, settings, password, where=where)
@@ -85,7 +85,7 @@ def read_settings(options: RedisOptions, *, where: str) -> Settings:
     port = settings.pop("port", _SENTINEL_PORT if options.topology == "sentinel" else _PORT)
     places = (Place(settings.pop("host", "localhost"), port), *_nodes(options, where))
     if options.topology == "cluster" and settings.get("db"):
-        raise ConfigFieldError("a cluster has only database 0", where=f"{where}.url", hint="leave the database out")
+        raise ConfigFieldError("a cluster has only database 0", where=f"{where}.url", hint="leave out the database")
     sentinels = None
     if options.topology == "sentinel":
         plain = {name: value for name, value in settings.items() if name not in ("db", "username")}
@@ -97,18 +97,22 @@ def read_settings(options: RedisOptions, *, where: str) -> Settings:
 def _contradictions(options: RedisOptions) -> Iterator[tuple[str, str, str]]:
     """Field, fact and hint of each pair of options that exclude each other."""
     if options.topology == "single" and options.nodes:
-        yield "nodes", "one server has no further nodes", 'set topology = "cluster" or "sentinel"'
+        yield "nodes", "nodes is set, but topology is a single server", 'set topology = "cluster" or "sentinel"'
     if options.topology == "sentinel" and not options.master_name:
-        yield "master_name", "sentinels watch masters by name, and none is given", "as in `sentinel monitor NAME ...`"
+        yield (
+            "master_name",
+            "topology sentinel needs the name of the master",
+            "set it as in `sentinel monitor NAME ...`",
+        )
     if options.topology != "sentinel":
         for field in ("master_name", "sentinel_password_env"):
             if getattr(options, field):
-                yield field, f"topology {options.topology} has no sentinels", 'set topology = "sentinel"'
+                yield field, f"topology {options.topology} does not use sentinels", 'set topology = "sentinel"'
     if options.password_env and options.password_file:
-        yield "password_file", "password_env gives a password already", "leave one of them out"
+        yield "password_file", "password_env and password_file are both set", "leave out one of them"
     if bool(options.tls_cert) != bool(options.tls_key):
         missing = "tls_key" if options.tls_cert else "tls_cert"
-        yield missing, "a client's certificate and its key belong together", "give both tls_cert and tls_key"
+        yield missing, "tls_cert and tls_key need each other", "set both tls_cert and tls_key"
 
 
 def _parsed_url(options: RedisOptions, where: str) -> dict[str, Any]:
@@ -137,10 +141,10 @@ def _nodes(options: RedisOptions, where: str) -> Iterator[Place]:
         if place is None:
             # not shown: it may contain a password
             raise ConfigFieldError(
-                f"node {index + 1} is no address",
+                f"node {index + 1} is not an address",
                 where=f"{where}.nodes",
                 available='"host:port", "[IPv6]:port"',
-                hint="scheme, user, password and database stand in url and its neighbours",
+                hint="write scheme, user, password and database into url",
             )
         yield place
 
@@ -156,7 +160,7 @@ def _password(options: RedisOptions, in_url: str | None, where: str) -> Callable
         except TierError as error:
             problem = error.fact
         if problem:
-            raise ConfigFieldError(problem, where=read.where, hint="the server's user must be able to read it")
+            raise ConfigFieldError(problem, where=read.where, hint="let the server's user read the file")
         return read
     if options.password_env:
         return _from_environment(options.password_env, f"{where}.password_env")
@@ -178,7 +182,7 @@ class _FromFile:
         self.where = where
 
     def __call__(self) -> bytes:
-        problem = "the file holds no password"
+        problem = "the file contains no password"
         try:
             with open(self.path, "rb") as file:
                 password = file.read(1 << 16).rstrip(b"\r\n")
@@ -198,7 +202,7 @@ def _add_tls(options: RedisOptions, settings: dict[str, Any], where: str) -> Non
         path = getattr(options, field)
         if _TLS_NAMES[field] in settings:
             raise ConfigFieldError(
-                f"url gives {_TLS_NAMES[field]} already", where=f"{where}.{field}", hint="leave one of them out"
+                f"url already sets {_TLS_NAMES[field]}", where=f"{where}.{field}", hint="leave out one of them"
             )
         problem = ""
         try:

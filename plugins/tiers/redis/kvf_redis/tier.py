@@ -52,7 +52,7 @@ def _entries(router: Router, keys: list[bytes], prefix_bytes: int, deadline: flo
         router.run(lengths, deadline)
     for length in lengths:
         if length.error or not length.answered:
-            raise TierError(f"a listed value cannot be measured: {length.error or 'no answer'}", where="redis")
+            raise TierError(f"the size of a listed value is unknown: {length.error or 'no answer'}", where="redis")
         if length.is_string:
             yield TierEntry(length.key[prefix_bytes:], length.nbytes, used_at=None)
 
@@ -131,7 +131,7 @@ class RedisTier(Tier):
 
     def problems(self) -> list[str]:
         """That the server is full, or a value too long, until values are stored again."""
-        full = ["the server is full, and its maxmemory-policy evicts nothing (OOM)"] if self._full else []
+        full = ["Redis is full, and its maxmemory-policy evicts nothing (OOM)"] if self._full else []
         long = [f"a value of {ByteSize(self._too_long)} is longer than max_value_bytes"] if self._too_long else []
         return full + long
 
@@ -156,7 +156,7 @@ class RedisTier(Tier):
             yield
             return
         if not self._turn.acquire(timeout=min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)):
-            raise TierError("other loads took until the deadline")
+            raise TierError("the load waited for other loads until its deadline")
         try:
             yield
         finally:

@@ -39,11 +39,11 @@ class Address:
         """Raise `ValueError`, whose text does not show `url`: it may hold a password."""
         match = _URL.fullmatch(url)
         if match is None:
-            raise ValueError(f"url is {_EXPECTED}, without a user, a password or a query")
+            raise ValueError(f"url must be {_EXPECTED}, without a user, a password or a query")
         scheme, bucket, account, container, path = match.groups()
         segments = [each for each in path.split("/") if each]
         if not all(_SEGMENT.fullmatch(each) and each.strip(".") for each in segments) or len(path) > 512:
-            raise ValueError("the prefix in url has other characters than letters, digits and ._=-/, or is too long")
+            raise ValueError("the prefix in url may have only letters, digits and ._=-/, and must be short")
         return cls(scheme or "az", account or "", bucket or container, "".join(f"{each}/" for each in segments))
 
     def shown(self, endpoint: str = "") -> str:
@@ -78,14 +78,14 @@ class S3Options(Options, frozen=True):
         SecretUrl,
         Meta(
             min_length=1,
-            description="s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://ACCOUNT/CONTAINER/PREFIX; the prefix comes "
-            "before every name and may be left out",
+            description="s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://ACCOUNT/CONTAINER/PREFIX; the prefix, which "
+            "comes before every name, may be left out",
         ),
     ]
     endpoint: Annotated[
         SecretUrl,
         Meta(
-            description="the address of a store that Amazon, Google or Azure does not run: https://HOST:PORT, or "
+            description="address of a store of another provider than Amazon, Google or Azure: https://HOST:PORT, or "
             "http://HOST:PORT in a network that you trust"
         ),
     ] = ""
@@ -95,29 +95,29 @@ class S3Options(Options, frozen=True):
     credentials_file: Annotated[
         str,
         Meta(
-            description="file with the credentials, read again every few minutes: for s3 as of the AWS tools, for gs "
-            "the JSON of a service account; empty: the usual places, see the tier's README"
+            description="file with the credentials, read again every few minutes: for s3 in AWS format, for gs "
+            "the JSON of a service account; empty: the places listed in the tier's README"
         ),
     ] = ""
     profile: Annotated[
         str, Meta(description="section of the AWS credentials file; empty: that of AWS_PROFILE, else default")
     ] = ""
-    anonymous: Annotated[bool, Meta(description="requests without credentials, for a store that wants none")] = False
-    tls_ca: Annotated[str, Meta(description="certificates to trust besides those of the system, a PEM file")] = ""
+    anonymous: Annotated[bool, Meta(description="send requests without credentials, for a public store")] = False
+    tls_ca: Annotated[str, Meta(description="PEM file of certificates trusted besides the system's")] = ""
     sign_payload: Annotated[
         bool,
         Meta(
-            description="the signature covers the bytes of a value as well: costs three to four times the processor "
-            "time of a put, and the framework already has a checksum"
+            description="the signature also covers the bytes of a value. This costs three to four times the processor "
+            "time of a put, and kvframework has its own checksum"
         ),
     ] = False
-    concurrency: Annotated[int, Meta(ge=1, le=256, description="requests of one call that are under way at once")] = 16
+    concurrency: Annotated[int, Meta(ge=1, le=256, description="most parallel requests of one call")] = 16
     ask: Annotated[
         Literal["every", "until_missing"],
         Meta(
-            description="which keys of a prompt a lookup asks for: every, all of them; until_missing, as many at once "
-            "as concurrency says and no more after so many in a row are missing, which costs fewer requests and "
-            "passes over what lies behind a gap"
+            description="which keys of a prompt a lookup asks for: every, all keys; until_missing, in batches of "
+            "`concurrency` keys until a whole batch is missing, which sends fewer requests but "
+            "misses objects after such a gap"
         ),
     ] = "every"
     remember_s: Annotated[
@@ -125,15 +125,15 @@ class S3Options(Options, frozen=True):
         Meta(
             ge=0,
             le=86400,
-            description="seconds for which a key that this server has stored or found counts as there without asking; "
-            "one that was deleted meanwhile is a miss when it is loaded",
+            description="seconds for which a key that this server stored or found counts as present without a request; "
+            "a key deleted in that time is a miss at its load",
         ),
     ] = 0.0
     capacity: Annotated[
         ByteSize,
         Meta(
-            description="bytes of values under the prefix; one server of all that name the same prefix deletes the "
-            "oldest ones beyond it. 0: leave that to the bucket's lifecycle rules"
+            description="most bytes of values under the prefix; one of the servers with the same prefix deletes the "
+            "oldest values above it. 0: the bucket's lifecycle rules delete values"
         ),
     ] = ByteSize(0)
     sweep_s: Annotated[
@@ -144,7 +144,7 @@ class S3Options(Options, frozen=True):
         address = Address.parse(self.url)
         if self.credentials_file and address.scheme == "az":
             raise ValueError(
-                "credentials_file is for s3 and gs; Azure's credentials are in AZURE_STORAGE_... variables"
+                "credentials_file is for s3 and gs; set Azure's credentials in AZURE_STORAGE_... variables"
             )
         for name in ("profile", "region"):
             if getattr(self, name) and address.scheme != "s3":
@@ -173,7 +173,9 @@ def check_endpoint(endpoint: str) -> None:
     else:
         right = right and not (parts.username or parts.password or parts.query or parts.fragment)
     if not right:
-        raise ValueError("endpoint is https://HOST:PORT or http://HOST:PORT, without a user, a password or a query")
+        raise ValueError(
+            "endpoint must be https://HOST:PORT or http://HOST:PORT, without a user, a password or a query"
+        )
 
 
 def _probe() -> str | None:
@@ -210,7 +212,7 @@ def kvf_tiers() -> list[TierProvider[S3Options]]:
     return [
         TierProvider(
             name="s3",
-            summary="an object store: S3 and what is compatible with it, Google Cloud Storage, Azure Blob Storage",
+            summary="stores values in an object store: S3 and compatible stores, Google Cloud Storage, Azure Blobs",
             options=S3Options,
             shared=True,
             probe=_probe,

@@ -22,10 +22,10 @@ def diagnose(options: S3Options, context: TableContext, deadline: float) -> list
     began = time.monotonic()
     answer = asyncio.run(_ask(settings.store, settings.address, deadline - began))
     if isinstance(answer, Failure):
-        advice = answer.hint or "until it works, the server works without this tier"
+        advice = answer.hint or "until then the server runs without this tier"
         return [Finding("s3.reachable", "fail", f"{settings.shown}: {answer.fact}", advice)]
     took = (time.monotonic() - began) * 1000
-    fact = f"{settings.shown} answers a listing in {took:.0f} ms, connection included; writing is not tried"
+    fact = f"{settings.shown} answered a listing in {took:.0f} ms, connection included; writing was not tested"
     reached = Finding("s3.reachable", "ok", fact)
     return [reached, _strangers(answer, settings.address), _bound(options), _transport(options)]
 
@@ -34,7 +34,7 @@ async def _ask(store: Any, address: Address, seconds: float) -> list[str] | Fail
     try:
         return await asyncio.wait_for(first_page(store, address, _SAMPLE), max(seconds, 0.0))
     except (TimeoutError, asyncio.TimeoutError):
-        return Failure("no answer before the deadline", "is it reachable from this machine?")
+        return Failure("no answer before the deadline", "check that this machine can reach the store")
     except Exception as error:  # noqa: BLE001  whatever obstore raises
         return understood(error)
 
@@ -42,21 +42,21 @@ async def _ask(store: Any, address: Address, seconds: float) -> list[str] | Fail
 def _strangers(names: list[str], address: Address) -> Finding:
     foreign = [each for each in names if address.key_of(each) is None and each != f"{address.prefix}{LEASE}"]
     if not foreign:
-        return Finding("s3.prefix", "ok", f"the first {len(names)} names below the prefix are this tier's")
-    fact = f"{len(foreign)} of the first {len(names)} names below the prefix are not this tier's, and are passed over"
-    return Finding("s3.prefix", "warn", fact, "name a separate prefix in url: each listing reads all names below it")
+        return Finding("s3.prefix", "ok", f"the first {len(names)} names under the prefix belong to this tier")
+    fact = f"{len(foreign)} of the first {len(names)} names under the prefix are not of this tier and are ignored"
+    return Finding("s3.prefix", "warn", fact, "set a separate prefix in url: each listing reads all names under it")
 
 
 def _bound(options: S3Options) -> Finding:
     if options.capacity:
-        fact = f"one server keeps it at {ByteSize(options.capacity)}, counted every {options.sweep_s:g} s"
+        fact = f"one server keeps the prefix below {ByteSize(options.capacity)}, counted every {options.sweep_s:g} s"
         return Finding("s3.capacity", "ok", fact)
-    fact = "nothing here bounds it: without a lifecycle rule of the bucket it grows, and so does its bill"
-    return Finding("s3.capacity", "warn", fact, "set an expiration rule for the prefix, or capacity")
+    fact = "capacity is 0: without a lifecycle rule of the bucket the prefix grows without limit"
+    return Finding("s3.capacity", "warn", fact, "set capacity, or an expiration rule for the prefix")
 
 
 def _transport(options: S3Options) -> Finding:
     if options.endpoint.startswith("http://"):
-        fact = "endpoint is http://: values are readable on the network"
+        fact = "endpoint is http://: anyone on the network can read the values"
         return Finding("s3.transport", "warn", fact, "use https://, unless you trust every machine of the network")
-    return Finding("s3.transport", "ok", "values travel by TLS")
+    return Finding("s3.transport", "ok", "the store is reached over TLS")

@@ -53,7 +53,7 @@ class AwsFile:
             with open(self.path, encoding="utf-8", errors="strict") as file:
                 parser.read_string(file.read(1 << 20))
         except (configparser.Error, UnicodeError):
-            raise KeyError("another form than [SECTION] and NAME = VALUE") from None
+            raise KeyError("lines that are not [SECTION] or NAME = VALUE") from None
         if not parser.has_section(self.profile):
             raise KeyError(f"no section [{self.profile}]")
         section = parser[self.profile]
@@ -87,10 +87,10 @@ _RETRIES = {
 }
 # What obstore says of settings, and what it means; the first that fits.
 _SETTINGS = {
-    "MissingAccessKeyId": "AWS_SECRET_ACCESS_KEY is set, and AWS_ACCESS_KEY_ID is not",
-    "MissingSecretAccessKey": "AWS_ACCESS_KEY_ID is set, and AWS_SECRET_ACCESS_KEY is not",
+    "MissingAccessKeyId": "AWS_SECRET_ACCESS_KEY is set, but AWS_ACCESS_KEY_ID is not",
+    "MissingSecretAccessKey": "AWS_ACCESS_KEY_ID is set, but AWS_SECRET_ACCESS_KEY is not",
     "certificate": "the certificates cannot be used",
-    "Missing": "something is missing in the environment",
+    "Missing": "an environment variable is missing",
 }
 
 
@@ -128,7 +128,9 @@ def read_settings(options: S3Options, *, where: str) -> Settings:
     except Exception as error:  # noqa: BLE001  its text may hold what the environment says
         problem = f"obstore does not accept the settings ({type(error).__name__}): {_hint(error)}"
     if problem:
-        raise ConfigFieldError(problem, where=where, hint="see AWS_..., GOOGLE_... and AZURE_... in the environment")
+        raise ConfigFieldError(
+            problem, where=where, hint="check the environment variables AWS_..., GOOGLE_... and AZURE_..."
+        )
     return Settings(store, address, address.shown(options.endpoint))
 
 
@@ -141,7 +143,7 @@ def _s3(options: S3Options, address: Address, config: dict[str, Any], where: str
         if problem:
             place = "credentials_file" if options.credentials_file else "profile"
             unread = "cannot be read" in problem
-            hint = "the server's user must be able to read it" if unread else "correct profile, or the file"
+            hint = "let the server's user read the file" if unread else "correct profile, or the file"
             raise ConfigFieldError(problem, where=f"{where}.{place}", hint=hint)
         config["credential_provider"] = file
     return S3Store(address.bucket, **config)

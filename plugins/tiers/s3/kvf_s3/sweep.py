@@ -82,7 +82,7 @@ class Sweeper:
                 self._mine = None
                 fact = understood(error).fact
                 if self._once.passes(fact):
-                    log.warning("%s: the sweep did not take place: %s", self._where, fact)
+                    log.warning("%s: deleting the oldest values failed: %s", self._where, fact)
             await asyncio.sleep(self._every_s)
 
     async def turn(self) -> bool:
@@ -137,7 +137,7 @@ class Sweeper:
                 with contextlib.suppress(FileNotFoundError):  # somebody else has deleted one of them
                     await _soon(obstore.delete_async(self._store, [self._address.name_of(each.key) for each in old]))
             count, nbytes = count + len(old), nbytes + sum(each.nbytes for each in old)
-        log.info("%s: the sweep deleted %d values of %d bytes, the oldest", self._where, count, nbytes)
+        log.info("%s: deleted the %d oldest values, %d bytes", self._where, count, nbytes)
 
     async def _pages(self) -> AsyncIterator[list[TierEntry]]:
         listing = pages(self._store, self._address)

@@ -90,7 +90,7 @@ async def _fill(answer: Any, parts: Sequence[memoryview], deadline: float) -> in
 async def send(store: Any, name: str, parts: Sequence[memoryview]) -> Outcome | Failure:
     """STORED; the value replaces an older one."""
     if sum(part.nbytes for part in parts) > MOST_BYTES:
-        return Failure("a value is larger than a request may be", full=True)
+        return Failure("a value is larger than the store's limit for a request", full=True)
     lent = [memoryview(part).cast("B") for part in parts if part.nbytes]
     try:
         answer = await asked(obstore.put_async(store, name, lent or b"", use_multipart=False))

@@ -30,9 +30,7 @@ def demo(
     ] = SHIPPED_TEXT,
     question: Annotated[
         str | None,
-        typer.Option(
-            help="A question about the text. Default: one about the shipped text, if the model is no random one."
-        ),
+        typer.Option(help="A question about the text. Default: one about the default text, if the model is trained."),
     ] = None,
     model: Annotated[
         str,
@@ -45,7 +43,7 @@ def demo(
         bool,
         typer.Option(
             "--kill",
-            help="Kill the server in between, without a tier: `kvframework hold` keeps L1 and starts it again.",
+            help="Kill the server between the two engines; `kvframework hold` keeps L1 and restarts the server.",
         ),
     ] = False,
     l2: Annotated[
@@ -53,16 +51,16 @@ def demo(
         typer.Option(
             "--l2",
             metavar="disk|NAME",
-            help="Put a temporary folder or the tier plugin NAME behind the server, and kill and restart the server in "
-            "between.",
+            help="Attach a tier, a temporary folder or the plugin NAME, and kill and restart the server between the "
+            "two engines.",
         ),
     ] = "",
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="With --l2 NAME: an option of the tier; repeatable."),
+        typer.Option("--set", metavar="KEY=VALUE", help="With --l2 NAME: set an option of the tier; repeatable."),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=0, help="Cut the text to so many tokens; 0: all of it.")] = 0,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 32,
+    tokens: Annotated[int, typer.Option(min=0, help="Cut the text to this number of tokens; 0: the whole text.")] = 0,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Number of tokens to generate.")] = 32,
     l1_capacity: Annotated[str, typer.Option(help="Memory of the server's cache.")] = "1GiB",
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     size: Annotated[str, typer.Option(hidden=True)] = "full",
@@ -94,7 +92,7 @@ def demo(
     )
     view = DemoView(stderr if as_json else stdout)
     if question and model == "random":
-        stderr.print("note: random weights have tokens and no answer: --model smollm2 has one", style="dim")
+        stderr.print("note: a model with random weights gives no useful answer; --model smollm2 does", style="dim")
     # SIGTERM raises KeyboardInterrupt, so that a terminated demo ends its processes.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

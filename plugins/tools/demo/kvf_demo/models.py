@@ -60,12 +60,12 @@ def chosen_model(name: str) -> ChosenModel:
     if path.is_file():
         with path.open("rb") as file:
             if file.read(len(_GGUF_MAGIC)) != _GGUF_MAGIC:
-                raise DemoFailed("the file is no GGUF", where=name, available="a GGUF file, or a folder")
+                raise DemoFailed("the file is not a GGUF file", where=name, available="a GGUF file, or a folder")
         _check_gguf_is_read()
         return ChosenModel(path, path.name, str(ByteSize(path.stat().st_size)))
     if not path.is_dir():
         raise DemoFailed(
-            "there is no such model", where=name, available=f"{', '.join((RANDOM, *TRAINED))}, a folder, a GGUF file"
+            "unknown model", where=name, available=f"{', '.join((RANDOM, *TRAINED))}, a folder, a GGUF file"
         )
     return ChosenModel(path, path.name)
 
@@ -75,7 +75,7 @@ def _installed(name: str, model: Trained) -> ChosenModel:
         found = distribution(model.distribution)
     except PackageNotFoundError:
         raise DemoFailed(
-            f"the model is not installed; it is in {model.distribution}, {ByteSize(model.download)} to download",
+            f"the model is not installed; it comes with {model.distribution}, {ByteSize(model.download)} to download",
             where=f"--model {name}",
             hint=f"{model.install}, beside {install_command('trained', distribution='kvframework-demo')}",
         ) from None
@@ -96,6 +96,6 @@ def _check_gguf_is_read() -> None:
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
         raise DemoFailed(
-            f"not installed: {' and '.join(missing)}, without which transformers reads no GGUF",
+            f"not installed: {' and '.join(missing)}, which transformers needs to read GGUF files",
             hint=install_command("trained", distribution="kvframework-demo"),
         )

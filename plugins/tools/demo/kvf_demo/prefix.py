@@ -18,7 +18,7 @@ from kvf_demo.view import DemoView, moved
 ENGINE_TIMEOUT_S = 900.0
 # The server's default.
 CHUNK_TOKENS = 256
-_MORE = f"give a prompt of more than {CHUNK_TOKENS} tokens, and more --l1-capacity to a big model"
+_MORE = f"give a prompt of more than {CHUNK_TOKENS} tokens, and a larger --l1-capacity for a large model"
 _ENGINE = "kvf_transformers.demo_engine"
 
 
@@ -27,7 +27,7 @@ def run_demo(options: DemoOptions, view: DemoView) -> DemoResult:
     `DemoFailed`."""
     check(options)
     if 0 < options.tokens <= CHUNK_TOKENS:
-        raise DemoFailed(f"no chunk of {options.tokens} tokens can be skipped", hint=_MORE)
+        raise DemoFailed(f"a prompt of {options.tokens} tokens has no whole chunk to skip", hint=_MORE)
     model = chosen_model(options.model)
     view.tell_model(model)
     with DemoStage(options, view) as stage:
@@ -40,11 +40,11 @@ def run_demo(options: DemoOptions, view: DemoView) -> DemoResult:
         if cold.hit_tokens:
             raise DemoFailed(
                 f"engine A had a hit of {cold.hit_tokens} tokens in an empty cache",
-                hint="the tier held them already: give it an empty store",
+                hint="give the tier an empty store: it already held the prompt",
             )
         if not cold.stored_tokens:
             raise DemoFailed(
-                f"engine A stored nothing of its {cold.prompt_tokens} tokens",
+                f"engine A stored none of its {cold.prompt_tokens} tokens",
                 hint=_MORE,
             )
         if options.l2:

@@ -100,7 +100,7 @@ class HeldServerProcess(ServerProcess):
             ended = select.poll()
             ended.register(process, select.POLLIN)
             if not ended.poll(_END_S * 1000):
-                raise self.failure(f"did not end of SIGKILL within {_END_S:.0f} s")
+                raise self.failure(f"did not end after SIGKILL within {_END_S:.0f} s")
         finally:
             os.close(process)
         return pid, killed
@@ -143,7 +143,7 @@ class EngineProcess(DemoChild):
             status = self._process.wait()
             if self._late:
                 raise DemoFailed(
-                    f"{self.name} was not done after {self._timeout_s:.0f} s, all the time that the demo gives it",
+                    f"{self.name} was not done after {self._timeout_s:.0f} s, the demo's limit",
                     hint="cut the prompt with --tokens, or choose a smaller model",
                 )
             if status != 0:

@@ -111,15 +111,18 @@ def check(options: DemoOptions) -> None:
     if missing:
         raise DemoFailed(f"not installed: {', '.join(missing)}", hint=install_command(distribution="kvframework-demo"))
     if options.held and options.l2:
-        raise DemoFailed("--kill with --l2", hint="give one of them: after --kill the prefix comes from L1 alone")
+        raise DemoFailed(
+            "--kill and --l2 exclude each other",
+            hint="give only one: --kill restores the prefix from L1, --l2 from a tier",
+        )
     if options.settings and options.l2 in ("", "disk"):
-        raise DemoFailed("--set without a tier plugin", hint="name one with --l2")
+        raise DemoFailed("--set needs a tier plugin", hint="give its name with --l2")
     if not options.text.is_file():
-        raise DemoFailed("there is no such text", where=str(options.text))
+        raise DemoFailed("the text file does not exist", where=str(options.text))
     try:
         options.text.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise DemoFailed(f"the text is no UTF-8: {error}", where=str(options.text)) from None
+        raise DemoFailed(f"the text is not UTF-8: {error}", where=str(options.text)) from None
 
 
 def _private_directory() -> tempfile.TemporaryDirectory[str]:

@@ -85,7 +85,7 @@ class DemoView:
         if not result.tokens_equal:
             self._console.print(Text(verdict.format("NOT equal to"), style="bold red"))
         elif not b.hit_tokens:
-            self._console.print(Text("Nothing was hit: B computed the whole prompt.", style="bold red"))
+            self._console.print(Text("No hit: engine B computed the whole prompt.", style="bold red"))
         else:
             self._console.print(Text(verdict.format("equal to"), style="bold green"))
 

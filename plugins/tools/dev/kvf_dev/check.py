@@ -25,13 +25,15 @@ app = typer.Typer()
     ),
 )
 def check(
-    plugin: Annotated[str, typer.Argument(metavar="MODULE|KIND.NAME", help="What to check.")],
+    plugin: Annotated[
+        str, typer.Argument(metavar="MODULE|KIND.NAME", help="The plugin, KIND.NAME, or the module to check.")
+    ],
     settings: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="An option that the plugin KIND.NAME is made with; repeatable.",
+            help="An option for creating the plugin KIND.NAME; repeatable.",
         ),
     ] = None,
     as_json: AsJson = False,

@@ -30,14 +30,14 @@ def _complete(incomplete: str) -> list[str]:
 @app.command("new", epilog=_EPILOG)
 def new(
     kind: Annotated[str, typer.Argument(metavar="KIND", help=f"One of {', '.join(KINDS)}.", autocompletion=_complete)],
-    name: Annotated[str, typer.Argument(metavar="NAME", help='What a TOML calls it: use = "NAME".')],
+    name: Annotated[str, typer.Argument(metavar="NAME", help='The name of the plugin in a TOML file: use = "NAME".')],
     helper: Annotated[
         bool, typer.Option("--helper", help="A tier in a helper process, which is killed when it freezes.")
     ] = False,
     driver: Annotated[
         bool, typer.Option("--driver", help="A transport of an accelerator, whose memory the server copies.")
     ] = False,
-    path: Annotated[Path | None, typer.Option("--path", help="The folder to make. Without it ./kvf-NAME.")] = None,
+    path: Annotated[Path | None, typer.Option("--path", help="The folder to make. Default: ./kvf-NAME.")] = None,
 ) -> None:
     """Write a new plugin: a distribution that works as it is, with its tests, as a start for your own."""
     from rich.text import Text
@@ -49,7 +49,7 @@ def new(
     folder = path if path is not None else Path(names.distribution)
     files = render(names)
     write_distribution(folder, files)
-    stdout.print(Text(f"{folder}: {len(files)} files, which work as they are. Next:"))
+    stdout.print(Text(f"{folder}: {len(files)} files of a working plugin. Next:"))
     for command in (
         f"cd {shlex.quote(str(folder))} && pip install -e . {kits_requirement(names)}",
         "pytest",

@@ -27,12 +27,14 @@ app = typer.Typer()
     )
 )
 def clear(
-    l2: Annotated[bool, typer.Option("--l2", help="Also from every L2 tier, for all nodes that share it.")] = False,
-    model: Annotated[str, typer.Option(help="Only the objects of this model, as the engine names it.")] = "",
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    l2: Annotated[
+        bool, typer.Option("--l2", help="Also delete from every L2 tier, for all nodes that share the tier.")
+    ] = False,
+    model: Annotated[str, typer.Option(help="Delete only the objects of this model (the engine's name of it).")] = "",
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     endpoint: Endpoint = None,
     config: EndpointConfig = None,
-    timeout: Annotated[float, typer.Option(min=0.01, max=3600, help="Seconds to wait for the end of it.")] = 300.0,
+    timeout: Annotated[float, typer.Option(min=0.01, max=3600, help="Seconds to wait for the deletion.")] = 300.0,
     as_json: AsJson = False,
 ) -> None:
     """Drop what a running server caches. Engines compute it again.
@@ -52,12 +54,12 @@ def clear(
     if as_json:
         print_document(msgspec.structs.asdict(cleared))
         return
-    stay = f"{cleared.in_use} are in use and stay"
+    stay = f"{cleared.in_use} are in use and were kept"
     print_text(f"L1: dropped {cleared.objects} objects, {ByteSize(cleared.nbytes)}; {stay}")
     if l2:
         print_text(f"L2: deleted {cleared.l2_objects} values, {ByteSize(cleared.l2_bytes)}")
     for name in cleared.unlisted:
-        print_text(f"{name} cannot list its values: those that L1 did not hold stay there until they expire")
+        print_text(f"{name} cannot list its values, so values that L1 did not hold stay until they expire")
 
 
 def _confirm(question: str) -> None:
@@ -67,5 +69,7 @@ def _confirm(question: str) -> None:
     if answer.strip().lower() in ("y", "yes"):
         return
     # Behind a line of the terminal's own the next one begins by itself.
-    stderr.print("not done" if answer.endswith("\n") else "\nnot done, without an answer; --yes asks none")
+    stderr.print(
+        "nothing was deleted" if answer.endswith("\n") else "\nnothing was deleted: no answer; --yes does not ask"
+    )
     raise typer.Exit(1)

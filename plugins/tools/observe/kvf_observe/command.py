@@ -30,17 +30,17 @@ def observe(
     endpoint: Endpoint = None,
     config: EndpointConfig = None,
     listen: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where to answer; port 0 is any free one.")
+        str, typer.Option(metavar="HOST:PORT", help="Address to listen at; port 0: any free port.")
     ] = "127.0.0.1:9309",
-    tls_cert: Annotated[Path | None, typer.Option(help="File of the certificate chain, for https.")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="File of its key.")] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="File of the TLS certificate chain, for https.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="File of the TLS certificate's private key.")] = None,
     token_file: Annotated[
-        Path | None, typer.Option(help="File of the token that callers must give; read for each request.")
+        Path | None, typer.Option(help="File of the token that HTTP clients must send; read for each request.")
     ] = None,
     traces: Annotated[
-        str, typer.Option(metavar="URL", help="Collector that takes OTLP over HTTP, for spans of sampled requests.")
+        str, typer.Option(metavar="URL", help="URL of an OTLP/HTTP trace collector, for spans of sampled requests.")
     ] = "",
-    log_format: Annotated[Format, typer.Option(help="Form of the lines on standard error.")] = Format.human,
+    log_format: Annotated[Format, typer.Option(help="Format of the log lines on standard error.")] = Format.human,
 ) -> None:
     """Serve metrics, health and a live page about the server of this node, over HTTP.
 
@@ -48,7 +48,7 @@ def observe(
     SIGINT (Ctrl-C) or SIGTERM ends this process.
     """
     if (tls_cert is None) != (tls_key is None):
-        raise typer.BadParameter("it needs --tls-key, and --tls-key needs it", param_hint="--tls-cert")
+        raise typer.BadParameter("--tls-cert and --tls-key need each other", param_hint="--tls-cert")
     from kvf_observe import process
     from kvframework.api.endpoint import ObserveConfig
     from kvframework.api.process import configure_logging, end_logging

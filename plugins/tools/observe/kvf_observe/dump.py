@@ -46,7 +46,7 @@ _COMMAND_S = 120.0
 )
 def dump(
     out: Annotated[
-        Path | None, typer.Option(help="The file to write; without it kvframework-dump-TIME.tar.gz, here.")
+        Path | None, typer.Option(help="The file to write; default: kvframework-dump-TIME.tar.gz in this folder.")
     ] = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
@@ -68,7 +68,7 @@ def dump(
         file.write(files)
     for reason in dict.fromkeys(missing.values()):
         print_text(f"{', '.join(part for part, why in missing.items() if why == reason)}: {reason}")
-    print_text(f"{place}: read it before you send it")
+    print_text(f"wrote {place}; read the file before you send it")
 
 
 class BundleFile:
@@ -110,7 +110,9 @@ class BundleFile:
 
 
 def _refusal(place: Path, error: OSError) -> ConfigFileError:
-    return ConfigFileError(f"cannot be written: {error.strerror or error}", where=str(place), hint="name a new file")
+    return ConfigFileError(
+        f"the file cannot be written: {error.strerror or error}", where=str(place), hint="give --out a new file"
+    )
 
 
 def versions() -> dict[str, object]:
@@ -148,7 +150,7 @@ def collect(
             continue
         files[name] = said
         if name in missing:
-            missing[name] = "this is the configuration that the command read itself"
+            missing[name] = "the command itself read this configuration"
     return files, missing
 
 

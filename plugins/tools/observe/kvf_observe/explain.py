@@ -23,7 +23,7 @@ from kvframework.errors import RequestError, UnknownRequest, VersionMismatch
 app = typer.Typer()
 DEFAULT_LAST = 5
 PAGE = "https://github.com/kvframework/kvframework/tree/main/docs/operations.md#why-a-lookup-missed"
-_PATHS = {"engine": "copied by the engine", "server": "copied by the server", "wire": "sent over the wire"}
+_PATHS = {"engine": "copied by the engine", "server": "copied by the server", "wire": "sent over the connection"}
 
 
 class Answer(NamedTuple):
@@ -35,51 +35,47 @@ class Answer(NamedTuple):
 
 ANSWERS = {
     "never_stored": Answer(
-        "never stored{by_whom} since the server's start at {started}, as far as it remembers",
-        "nothing, if the prompt is new; else look whether the engine's stores fail",
+        "never stored{by_whom} since the server started at {started}, as far as the server remembers",
+        "nothing, if the prompt is new; else check whether the engine's stores fail",
     ),
     "dropped_full": Answer(
-        "its store at {at} was dropped, as L1 was full of what was pinned, being written or guaranteed to others",
+        "the store at {at} was dropped, because L1 was full of objects in use or guaranteed to others",
         "raise [l1] capacity, or attach a tier",
     ),
     "dropped_share": Answer(
-        "its store at {at} was dropped, as the share of L1 of its client or tenant was in use",
-        "raise [server] store_share or pin_share, the max of its tenant, or [l1] capacity",
+        "the store at {at} was dropped, because its client or tenant had used up its share of L1",
+        "raise [server] store_share or pin_share, the tenant's max, or [l1] capacity",
     ),
     "refused": Answer(
-        "its store at {at} was refused by the eviction policy",
-        'nothing, if the eviction policy is right; else use = "lru" in [l1.eviction], which refuses nothing',
+        "the eviction policy refused the store at {at}",
+        'nothing, if the policy fits; else set use = "lru" in [l1.eviction], which refuses no store',
     ),
-    "evicted": Answer(
-        "evicted at {at} after {idle} s without a use{by}{more}", "raise [l1] capacity, or attach a tier"
-    ),
+    "evicted": Answer("evicted at {at} after {idle} s without use{by}{more}", "raise [l1] capacity, or attach a tier"),
     "other_namespace": Answer(
         "stored under another namespace: {detail}", "give both engines the same model, weights and layout"
     ),
     "other_salt": Answer(
         "stored under another salt: {detail}",
-        "nothing, if the prompts must not be shared; else give both the same cache_salt",
+        "nothing, if the prompts must not be shared; else give both requests the same cache_salt",
     ),
     "priced": Answer(
         "cheaper to compute: {detail}",
-        "nothing: the engine computes it sooner; a faster tier loads more, [server] price = false loads all",
+        "nothing: computing is faster; a faster tier loads more, and [server] price = false loads everything",
     ),
-    "tier_down": Answer(
-        "a tier did not answer: {detail}", "see `kvframework status`: it names the tier and its last error"
-    ),
-    "timed_out": Answer("too late: {detail}", "raise the lookup's deadline in the engine, or take a faster tier"),
+    "tier_down": Answer("a tier did not answer: {detail}", "see the tier and its last error in `kvframework status`"),
+    "timed_out": Answer("too late: {detail}", "raise the lookup's deadline in the engine, or use a faster tier"),
     "damaged": Answer(
-        "its value in a tier was damaged, or of another format, at {at}",
-        "find who else writes to the tier, or check its disk",
+        "the value in a tier was damaged, or of another format, at {at}",
+        "check which other programs write to the tier, and check its disk",
     ),
     "cleared": Answer("cleared at {at}{more}", "nothing: an operator cleared the cache"),
     "server_started": Answer(
-        "the server started at {started}, with an empty L1, and no tier has it",
-        "nothing: L1 began empty; `kvframework hold`, systemd or a tier keeps it over restarts",
+        "the server started at {started} with an empty L1, and no tier has the tokens",
+        "nothing; to keep KV over restarts, use `kvframework hold`, systemd or a tier",
     ),
     "unknown_namespace": Answer(
-        "its namespace is not known: {detail}",
-        "look whether the engine's worker is registered: `kvframework status`",
+        "the namespace of the request is unknown: {detail}",
+        "check in `kvframework status` that the engine's worker is registered",
     ),
 }
 
@@ -95,12 +91,12 @@ ANSWERS = {
 def explain(
     request: Annotated[
         str,
-        typer.Argument(metavar="[REQUEST_ID]", help="The engine's id of a request that has ended.", show_default=False),
+        typer.Argument(metavar="[REQUEST_ID]", help="The engine's id of a finished request.", show_default=False),
     ] = "",
     last: Annotated[
-        int | None, typer.Option("--last", min=1, help=f"The last misses, without it {DEFAULT_LAST}.")
+        int | None, typer.Option("--last", min=1, help=f"Number of last misses to show; default: {DEFAULT_LAST}.")
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Hits, stores and loads, too.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Also show hits, stores and loads.")] = False,
     endpoint: Endpoint = None,
     config: EndpointConfig = None,
     timeout: Annotated[float, typer.Option(min=0.01, max=3600, help="Seconds to wait for the server.")] = 3.0,
@@ -112,7 +108,7 @@ def explain(
     it was missing, and what to do. The server remembers its last 1024 lookups, stores and loads.
     """
     if request and (last is not None or everything):
-        raise typer.BadParameter("name a request, or give --last and --all", param_hint="REQUEST_ID")
+        raise typer.BadParameter("give a request id, or --last and --all, not both", param_hint="REQUEST_ID")
     where = server_endpoint(endpoint, config)
     quiet_connection()
     try:
@@ -120,16 +116,16 @@ def explain(
             reply = source.finished(request_id=request)
     except UnknownRequest:
         raise VersionMismatch(
-            "this server is older: it does not remember requests",
+            "this server's release is older and does not remember requests",
             where=where,
-            hint="install this release beside the server",
+            hint="install this release on the server",
         ) from None
     remembered = counted(reply.last - reply.forgotten, "requests")
     if request and not reply.records:
         raise RequestError(
             f"no finished request has the id {request!r}",
             where=where,
-            available=f"{remembered} are remembered, {reply.forgotten} are forgotten",
+            available=f"an id of {remembered} that are remembered; {reply.forgotten} are forgotten",
             hint="see their ids with: kvframework explain --all --last 20",
         )
     records: Sequence[Finished] = [each for each in reply.records if request or everything or each.reason]
@@ -174,10 +170,10 @@ def sentences(record: Finished, started_at: float) -> list[tuple[str, str]]:
         lines.append(("trace", record.trace.split("-")[1]))  # the trace id, by which a collector finds it
     if (record.load_s or record.compute_s) and record.reason != "priced":
         loaded, computed = short_number(record.load_s), short_number(record.compute_s)
-        lines.append(("prices", f"what was not in L1: {loaded} s to load, {computed} s to compute"))
+        lines.append(("prices", f"tokens that L1 did not have: {loaded} s to load, {computed} s to compute"))
     if record.missing >= 0 and record.chunk_tokens:
         end = record.missing + record.chunk_tokens
-        lines.append(("missing", f"tokens {record.missing} to {end}, and what follows them"))
+        lines.append(("missing", f"tokens {record.missing} to {end}, and all later tokens"))
     if record.reason:
         lines.append(("why", why(record, started_at)))
         lines.append(("do", ANSWERS[record.reason].advice if record.reason in ANSWERS else "see the page"))
@@ -222,5 +218,5 @@ def _moved(record: Finished) -> str:
     of = f"{part}{counted(record.asked_tokens, 'tokens')} in {short_number(record.seconds * 1e3)} ms"
     size = f", {counted(record.objects, 'objects')}, {ByteSize(record.nbytes)}" if record.objects else ""
     path = f", {_PATHS[record.path]}" if record.path in _PATHS else ""
-    rest = "; the rest was there" if part and record.outcome == "stored" else ""
+    rest = "; the rest was already stored" if part and record.outcome == "stored" else ""
     return f"{record.outcome}: {of}{size}{path}{rest}"

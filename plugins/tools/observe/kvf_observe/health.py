@@ -110,7 +110,7 @@ def readyz(
             said = "[-]{} failed: {}" if decides else "[~]{} warning: {}"
             lines += [said.format(each.name, _line(fact)) for fact in each.facts]
     known = {check.name for check in CHECKS} | {each.name for each in found} | {"all"}
-    lines += [f"warn: there is no check {name!r}" for name in (*exclude, *require) if name not in known]
+    lines += [f"warn: unknown check {name!r}" for name in (*exclude, *require) if name not in known]
     if ok and not verbose:
         return Answer(True, "ok\n")
     return Answer(ok, "\n".join([*lines, f"readyz check {'passed' if ok else 'failed'}", ""]))

@@ -19,7 +19,7 @@ from kvframework.errors import ConfigFieldError, CurveKeyError
 PUBLIC_SUFFIX, SECRET_SUFFIX = ".public", ".secret"
 SERVER, CLIENTS = "server", "clients"
 
-keys_app = typer.Typer(cls=QuickGroup, help="CURVE keys, for servers at tcp:// endpoints.", no_args_is_help=True)
+keys_app = typer.Typer(cls=QuickGroup, help="Make CURVE keys, which protect tcp:// connections.", no_args_is_help=True)
 tenants_app = typer.Typer(cls=QuickGroup, no_args_is_help=True)
 _Directory = Annotated[Path, typer.Argument(metavar="DIR", help="The directory of the keys.")]
 _EPILOG = examples(
@@ -72,14 +72,14 @@ def add(
     server is restarted.
     """
     if not (directory / CLIENTS).is_dir():
-        raise CurveKeyError("no keys here", where=str(directory), hint=f"kvframework keys new {directory}")
+        raise CurveKeyError("the directory has no keys", where=str(directory), hint=f"kvframework keys new {directory}")
     _add(directory, client)
     stdout.print(f"{directory / client}{SECRET_SUFFIX}", markup=False)
 
 
 def _add(directory: Path, client: str) -> None:
     if not client.replace("-", "").replace("_", "").replace(".", "").isalnum() or client == SERVER:
-        raise ConfigFieldError(f"{client!r} is no name for a client", available="letters, digits, '-', '_' and '.'")
+        raise ConfigFieldError(f"{client!r} is not a name for a client", available="letters, digits, '-', '_' and '.'")
     write_curve_pair(directory / f"{client}{SECRET_SUFFIX}", directory / CLIENTS / f"{client}{PUBLIC_SUFFIX}")
 
 
@@ -110,12 +110,12 @@ def _salt() -> str:
         # One more byte than the longest salt and its line end can have.
         salt = getpass.getpass("salt: ") if sys.stdin.isatty() else sys.stdin.buffer.read(4 * _MAX_SALT + 3).decode()
     except UnicodeDecodeError:
-        raise ConfigFieldError("the salt is no text", available="UTF-8") from None
+        raise ConfigFieldError("the salt is not UTF-8 text", available="UTF-8") from None
     salt = salt.removesuffix("\n").removesuffix("\r")
     if not 0 < len(salt) <= _MAX_SALT:
         raise ConfigFieldError(
             f"the salt has {len(salt)} characters" if salt else "the salt is empty",
             available=f"1 to {_MAX_SALT} characters",
-            hint="type it at the prompt, or give it by standard input",
+            hint="type the salt at the prompt, or send it to standard input",
         )
     return salt

@@ -29,7 +29,7 @@ class Observed(NamedTuple):
 
     document: Document | None = None
     raw: bytes = b""
-    error: str = "the server was not asked yet"
+    error: str = "the server has not been polled yet"
     round_trip_s: float | None = None
     at: float = 0.0
     time: float = 0.0
@@ -91,10 +91,10 @@ class Poller:
         before, self.latest = self.latest, observed
         if bool(before.error) != bool(observed.error) or before.polls == 0:
             if observed.error:
-                log.warning("no status: %s", observed.error)
+                log.warning("the server's status cannot be read: %s", observed.error)
             else:
                 log.info("the server at %s answers", self._source.endpoint)
         try:
             self._heard(observed)
         except Exception:
-            log.exception("a status is not in the history: the server may be of another release")
+            log.exception("a status could not be added to the history; the server may have another release")

@@ -151,7 +151,7 @@ class SpanExport:
         self._last_error, header = _LastLine("opentelemetry.exporter"), _LastLine("opentelemetry.util.re")
         self._exporter = OTLPSpanExporter(collector, timeout=EXPORT_S)
         if header.text:
-            log.warning("a header in OTEL_EXPORTER_OTLP_HEADERS is not NAME=VALUE, in the form of URLs: it is not sent")
+            log.warning("ignored a header in OTEL_EXPORTER_OTLP_HEADERS that is not a URL-encoded NAME=VALUE")
         self._maker = SpanMaker()
         self._began = time.time()
         # The server's start, the number of its last record that was taken, and its clock's offset.
@@ -174,16 +174,16 @@ class SpanExport:
         self._exporter.shutdown()  # type: ignore[no-untyped-call]
 
     def _run(self) -> None:
-        log.info("spans of sampled requests go to %s", self._collector)
+        log.info("sending spans of sampled requests to %s", self._collector)
         stopping = False
         while not stopping:
             stopping = self._stopping.wait(EVERY_S)
             try:
                 self._export(self._taken())
             except KVFrameworkError as error:
-                log.debug("no finished requests: %s", error)  # the poller says that the server is away
+                log.debug("finished requests cannot be read: %s", error)  # the poller says that the server is away
             except Exception:
-                log.exception("spans were not made")
+                log.exception("making spans failed")
         self._source.close()
 
     def _taken(self) -> list[Finished]:
@@ -217,9 +217,9 @@ class SpanExport:
         if works != self._works:
             self._works = works
             if works:
-                log.warning("the collector at %s takes spans again", self._collector)
+                log.warning("the collector at %s accepts spans again", self._collector)
             else:
-                log.warning("the collector at %s takes no spans: %s", self._collector, why)
+                log.warning("the collector at %s does not accept spans: %s", self._collector, why)
 
 
 class _LastLine(logging.Handler):

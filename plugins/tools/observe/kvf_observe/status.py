@@ -46,7 +46,7 @@ def status(
     the serving loop, as those of engines do.
     """
     if check and as_json:
-        raise typer.BadParameter("it goes with no --json", param_hint="--check")
+        raise typer.BadParameter("--check and --json exclude each other", param_hint="--check")
     quiet_connection()
     with closing(StatusSource(server_endpoint(endpoint, config), timeout)) as source:
         document = source.ask()
@@ -81,7 +81,7 @@ def _lines(document: Status, troubles: dict[str, int], round_trip_s: float | Non
     if troubles:
         yield f"counted: {', '.join(f'{name} {amount}' for name, amount in troubles.items())}", "yellow"
     if missing := document.server.missing_kernels:
-        yield f"no compiled kernels for {', '.join(missing)}, which is slower", "yellow"
+        yield f"compiled kernels are missing, so these are slower: {', '.join(missing)}", "yellow"
     for tier in document.l2:
         yield _tier(tier), ""
         yield from _other_nodes(tier)
@@ -90,7 +90,7 @@ def _lines(document: Status, troubles: dict[str, int], round_trip_s: float | Non
         error = f", last error: {device.last_error}" if device.last_error else ""
         counts = f"{counted(device.starts, 'starts')}, {counted(device.instances, 'instances')}"
         yield f"device {device.device}: {copier}, {counts}{error}", ""
-        yield from ((f"{device.device} goes without: {lack}", "yellow") for lack in device.lacks)
+        yield from ((f"{device.device} lacks a feature: {lack}", "yellow") for lack in device.lacks)
     yield from ((_instance(each), "") for each in document.instances)
     if not document.instances:
         yield "no instance is registered", ""
@@ -105,17 +105,17 @@ def _head(document: Status) -> Iterator[str]:
     chunks = f"chunks of {least}{server.chunk_size} tokens"
     yield f"up {server.uptime_s:.0f} s, boot {boot}, configuration {server.config}, {chunks}"
     used = f"{ByteSize(l1.used_bytes)} of {ByteSize(l1.capacity_bytes)} ({l1.used_bytes / l1.capacity_bytes:.0%})"
-    held = f"{counted(l1.objects, 'objects')}, {counted(l1.pins, 'pins')}, {l1.write_leases} stores under way"
+    held = f"{counted(l1.objects, 'objects')}, {counted(l1.pins, 'pins')}, {l1.write_leases} stores in progress"
     yield f"L1 {used}, {held}, {counted(l1.evictions, 'evictions')}, fragmentation {l1.fragmentation:.0%}"
     found = l1.recovered
     if found.objects:
-        damaged = f", {found.damaged} of them damaged and dropped" if found.damaged else ""
+        damaged = f", {found.damaged} damaged objects dropped" if found.damaged else ""
         amount = f"{counted(found.objects, 'objects')} ({ByteSize(found.bytes)})"
         yield f"L1 recovered {amount} in {found.seconds:.2f} s{damaged}"
     elif found.why_cold not in ("", "no_keeper", "nothing_kept"):
         yield f"L1 began empty: {found.why_cold}"
     if l1.quarantined_bytes:
-        yield f"L1 quarantine {ByteSize(l1.quarantined_bytes)}: of writers that were late and still live"
+        yield f"L1 quarantine {ByteSize(l1.quarantined_bytes)}, held for writers that missed their deadline"
     if (drain := document.drain).done is not None:
         amount = f"{counted(drain.written, 'objects')} written, {drain.left} ({ByteSize(drain.left_bytes)}) left"
         yield f"drains, and ends within {drain.left_s:.0f} s: {amount}"
@@ -125,7 +125,7 @@ def _head(document: Status) -> Iterator[str]:
     yield from _clients(document)
     if events.endpoint:
         blocks = " and ".join(f"{number} in {medium}" for medium, number in events.blocks.items())
-        yield f"events at {events.endpoint}: {blocks} blocks announced, {events.waiting} changes waiting"
+        yield f"events at {events.endpoint}: {blocks} blocks announced to routers, {events.waiting} changes waiting"
 
 
 def _clients(document: Status) -> Iterator[str]:
@@ -176,7 +176,7 @@ def _other_nodes(tier: Tier) -> Iterator[tuple[str, str]]:
     if lent:
         refused = ", ".join(f"{why} {number}" for why, number in (lent.get("refused") or {}).items() if number)
         size = ByteSize(lent.get("nbytes", 0))
-        line = f"lent at {lent.get('at', '?')}: {counted(lent.get('values', 0), 'values')}, {size}"
+        line = f"loaded by other nodes at {lent.get('at', '?')}: {counted(lent.get('values', 0), 'values')}, {size}"
         yield f"{line}; refused: {refused}" if refused else line, ""
     for each in lent.get("strangers") or ():
         fact = f"{each.get('reason')}, {each.get('count')} times, last {each.get('ago_s')} s ago"
@@ -190,5 +190,5 @@ def _instance(each: Instance) -> str:
     model = each.model_dtype or each.dtype
     dtype = each.dtype if model == each.dtype else f"{each.dtype} (model {model})"
     form = f"{each.format}, {each.layers} layers of {dtype}, chunks of {each.chunk_tokens} tokens"
-    size = f"{short_number(each.bytes_per_token)} bytes a token"
+    size = f"{short_number(each.bytes_per_token)} bytes per token"
     return f"instance {each.instance_id} (process {each.pid}): {whose}; {each.transport}, {form}, {size}"

@@ -85,24 +85,36 @@ def _metric(name: str, kind: Type, help_: str, read: Reader, labels: Labels = _N
 
 
 METRICS = (
-    _metric("connected", "gauge", "whether it is connected", _each(lambda each: each["connected"])),
-    _metric("in_step", "gauge", "whether all that it announced is in the index", _each(lambda each: each["in_step"])),
-    _metric("blocks", "gauge", "blocks that it holds", _each(lambda each: each["blocks"])),
-    _metric("batches_total", "counter", "batches taken in", _each(lambda each: each["batches"])),
-    _metric("lost_batches_total", "counter", "batches that no replay gave", _each(lambda each: each["lost_batches"])),
-    _metric("forgotten_total", "counter", "times that all was forgotten", _each(lambda each: each["forgotten"])),
+    _metric("connected", "gauge", "whether the node's publisher is connected", _each(lambda each: each["connected"])),
+    _metric("in_step", "gauge", "whether all announced blocks are in the index", _each(lambda each: each["in_step"])),
+    _metric("blocks", "gauge", "blocks that the node holds", _each(lambda each: each["blocks"])),
+    _metric("batches_total", "counter", "batches of events received", _each(lambda each: each["batches"])),
+    _metric("lost_batches_total", "counter", "batches of events lost", _each(lambda each: each["lost_batches"])),
     _metric(
-        "failed_replays_total", "counter", "replays that were not answered", _each(lambda each: each["failed_replays"])
+        "forgotten_total",
+        "counter",
+        "times that all blocks of the node were forgotten",
+        _each(lambda each: each["forgotten"]),
     ),
-    _metric("odd_events_total", "counter", "events that name no block", _by("events_by_kind"), ("publisher", "kind")),
     _metric(
-        "announced_blocks_total", "counter", "blocks announced, by fate", _by("blocks_by_fate"), ("publisher", "fate")
+        "failed_replays_total",
+        "counter",
+        "replay requests without an answer",
+        _each(lambda each: each["failed_replays"]),
     ),
-    _metric("index_blocks", "gauge", "blocks in the index, once for each place", _whole("blocks"), ()),
-    _metric("index_most_blocks", "gauge", "blocks for which it has room", _whole("most_blocks"), ()),
+    _metric("odd_events_total", "counter", "events without a block", _by("events_by_kind"), ("publisher", "kind")),
+    _metric(
+        "announced_blocks_total",
+        "counter",
+        "announced blocks, by outcome",
+        _by("blocks_by_fate"),
+        ("publisher", "fate"),
+    ),
+    _metric("index_blocks", "gauge", "blocks in the index, counted per place", _whole("blocks"), ()),
+    _metric("index_most_blocks", "gauge", "capacity of the index, in blocks", _whole("most_blocks"), ()),
     _metric("index_bytes", "gauge", "memory of a full index", _whole("index_bytes"), ()),
-    _metric("requests_total", "counter", "scores asked for", _whole("requests"), ()),
-    _metric("refused_requests_total", "counter", "requests that were none", _whole("refused_requests"), ()),
+    _metric("requests_total", "counter", "score requests", _whole("requests"), ()),
+    _metric("refused_requests_total", "counter", "malformed requests", _whole("refused_requests"), ()),
     _metric("score_seconds", "histogram", "time to compute a score", _whole("score_s"), ()),
 )
 
@@ -160,7 +172,7 @@ class App:
     def _readyz(self, request: Request) -> Reply:
         """Ready once every publisher that is there was heard to the end: until then scores are too low."""
         waiting = self._router.waiting_for
-        said = "".join(f"[-]{each} is not heard to the end\n" for each in waiting)
+        said = "".join(f"[-]{each} has events that are not received yet\n" for each in waiting)
         verbose = "verbose" in request.target.partition("?")[2] and self._rights.is_allowed(request)
         status = HTTPStatus.SERVICE_UNAVAILABLE if waiting else HTTPStatus.OK
         return Reply(status, PLAIN, (said if verbose and said else "failed\n" if waiting else "ok\n").encode())
@@ -197,7 +209,9 @@ async def _run(config: RouteConfig, nodes: list[Node]) -> None:
     host, _ = parse_listen(config.listen)
     app = App(router, Rights(partial(read_token, config), loopback=is_loopback(host)))
     listener = Listener(app.answer, tls=tls_context(config))
-    log.info("%d nodes, room for %d blocks in %d MB", len(nodes), config.blocks, router.index.bytes // 10**6)
+    log.info(
+        "%d nodes; the index has room for %d blocks in %d MB", len(nodes), config.blocks, router.index.bytes // 10**6
+    )
     try:
         await listen_until_signal(listener, config, WHERE, "scores")
     finally:
@@ -210,6 +224,6 @@ def _read_again(router: Router, config: RouteConfig) -> None:
         nodes = read_nodes(config)
         router.follow(nodes)
     except KVFrameworkError as error:
-        log.error("the nodes stay as they are: %s", error)
+        log.error("the list of nodes is unchanged, because the file is wrong: %s", error)
         return
-    log.info("the nodes were read again: %d", len(nodes))
+    log.info("read the list of nodes again: %d nodes", len(nodes))

@@ -24,26 +24,27 @@ app = typer.Typer()
 def route(
     node: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=EVENTS[,REPLAY]", help="A node and where its events are published; repeatable."),
+        typer.Option(metavar="NAME=EVENTS[,REPLAY]", help="A node's name and the endpoint of its events; repeatable."),
     ] = None,
     nodes: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="TOML: a table [[node]] for each, [route] for the options.")
+        Path | None,
+        typer.Option(metavar="FILE", help="TOML file with a table [[node]] for each node and [route] for options."),
     ] = None,
     blocks: Annotated[
         int | None,
-        typer.Option(min=1, max=1 << 31, help="Blocks for which there is room, 40 bytes each; 10 million by default."),
+        typer.Option(min=1, max=1 << 31, help="Capacity of the index, in blocks of 40 bytes; default: 10 million."),
     ] = None,
     client_key: Annotated[
         Path | None, typer.Option(help="File of this router's secret CURVE key, for nodes with a server_key.")
     ] = None,
     listen: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="Where to answer, 127.0.0.1:9310 by default; port 0 is any free one."),
+        typer.Option(metavar="HOST:PORT", help="Address to listen at, default 127.0.0.1:9310; port 0: any free port."),
     ] = None,
-    tls_cert: Annotated[Path | None, typer.Option(help="File of the certificate chain, for https.")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="File of its key.")] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="File of the TLS certificate chain, for https.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="File of the TLS certificate's private key.")] = None,
     token_file: Annotated[
-        Path | None, typer.Option(help="File of the token that callers must give; read for each request.")
+        Path | None, typer.Option(help="File of the token that HTTP clients must send; read for each request.")
     ] = None,
 ) -> None:
     """Answer over HTTP which node holds how much of a prompt.

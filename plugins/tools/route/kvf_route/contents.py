@@ -71,12 +71,12 @@ class Contents:
         try:
             yield from self._steps(topic, payload)
         except Exception:
-            log.exception("a batch is not taken in")
-            self._mistaken("a bug of this router; see its log")
+            log.exception("a batch of events could not be read")
+            self._mistaken("a bug of this router; see the router's log")
 
     def _steps(self, topic: bytes, payload: bytes) -> Iterator[None]:
         if len(topic) > _LONGEST_TOPIC:
-            self._mistaken("a topic is too long")
+            self._mistaken("the topic is too long")
             return
         if not topic.startswith(self._topic):
             return

@@ -86,7 +86,7 @@ def decoded(payload: bytes) -> Batch:
     try:
         batch = _BATCH.decode(payload)
     except _MISTAKES as error:
-        return Batch(iter([Malformed(f"no batch: {error}")]), 0)
+        return Batch(iter([Malformed(f"the message is not a batch of events: {error}")]), 0)
     return Batch((part for raw in batch.events for part in _parts(_event(raw))), batch.rank or 0)
 
 
@@ -199,9 +199,11 @@ def _checked(event: _Stored | _Removed | _Cleared) -> Event:
     if event.kv_cache_spec_kind not in _WHOLE_PREFIX:
         return Skipped()
     if not 1 <= event.block_size <= MOST_BLOCK_TOKENS:
-        raise ValueError(f"a block of {event.block_size} tokens")
+        raise ValueError(f"the event has blocks of {event.block_size} tokens")
     if len(event.token_ids) != len(externals) * event.block_size:
-        raise ValueError(f"{len(event.token_ids)} tokens for {len(externals)} blocks of {event.block_size}")
+        raise ValueError(
+            f"the event has {len(event.token_ids)} tokens for {len(externals)} blocks of {event.block_size}"
+        )
     adapter = event.lora_name or ("" if event.lora_id is None else f"#{event.lora_id}")
     if len(adapter) > _LONGEST_NAME:
         raise ValueError("the name of an adapter is too long")
@@ -232,7 +234,7 @@ def _extras(event: _Stored, *, first: bool) -> dict[int, bytes]:
     if not event.extra_keys and not event.cache_salt:
         return {}
     if event.extra_keys and len(event.extra_keys) > len(event.block_hashes):
-        raise ValueError(f"extra keys for {len(event.extra_keys)} blocks of {len(event.block_hashes)}")
+        raise ValueError(f"the event has extra keys for {len(event.extra_keys)} of {len(event.block_hashes)} blocks")
     salts = {event.cache_salt} if event.cache_salt else set()
     extras: dict[int, bytes] = {}
     for number, keys in enumerate(event.extra_keys or ()):

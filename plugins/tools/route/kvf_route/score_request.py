@@ -55,7 +55,7 @@ def scoring_of(body: bytearray, router: Router) -> Scoring:
     asked = _asked(body)
     yield None
     if _is_given(asked.tokens) == _is_given(asked.digests):
-        raise ValueError("a request has either tokens or digests")
+        raise ValueError("a request needs tokens or digests, not both")
     packed = bytearray()
     if _is_given(asked.tokens):
         for tokens in _parts("tokens", asked.tokens, _tokens, MOST_TOKENS):
@@ -64,7 +64,7 @@ def scoring_of(body: bytearray, router: Router) -> Scoring:
         yield from router.score_tokens(bytes(packed), asked.model, asked.salt, asked.adapter)
         return
     if asked.model is None:
-        raise ValueError("a request with digests names its model")
+        raise ValueError("a request with digests needs `model`")
     for digests in _parts("digests", asked.digests, _digests, MOST_DIGESTS):
         named = [bytes.fromhex(each) for each in digests]
         if any(len(each) != DIGEST_BYTES for each in named):

@@ -72,7 +72,7 @@ def configured(nodes: Sequence[str], nodes_file: str, given: Mapping[str, object
     of_file = msgspec.structs.asdict(_read(nodes_file).route) if nodes_file else {}
     config = RouteConfig(nodes=tuple(nodes), nodes_file=nodes_file, **{**of_file, **given})
     if bool(config.tls_cert) != bool(config.tls_key):
-        raise ConfigFieldError("there is one of tls_cert and tls_key", where="kvframework route", hint="give both")
+        raise ConfigFieldError("tls_cert and tls_key need each other", where="kvframework route", hint="set both")
     return config
 
 
@@ -83,7 +83,7 @@ def read_nodes(config: RouteConfig) -> list[Node]:
         nodes += _read(config.nodes_file).node
     if not nodes:
         raise ConfigFieldError(
-            "there is no node", where="kvframework route", available=_FORM, hint="give --node, or --nodes FILE"
+            "no node is configured", where="kvframework route", available=_FORM, hint="give --node, or --nodes FILE"
         )
     for node in nodes:
         _check(node, config)
@@ -98,7 +98,7 @@ def _parsed(text: str) -> Node:
     name, equals, endpoints = text.partition("=")
     events, _, replay = endpoints.partition(",")
     if not (name and equals and events):
-        raise ConfigFieldError(f"{text!r} is no node", where="--node", available=_FORM)
+        raise ConfigFieldError(f"{text!r} is not a node", where="--node", available=_FORM)
     return Node(name, events, replay)
 
 
@@ -107,14 +107,14 @@ def _check(node: Node, config: RouteConfig) -> None:
     for endpoint in filter(None, (node.events, node.replay)):
         if "*" in parse_endpoint(endpoint, where=where).host:
             raise EndpointError(
-                f"{endpoint!r} is no address to connect to",
+                f"{endpoint!r} is not an address to connect to",
                 where=where,
                 available="tcp://HOST:PORT, ipc://PATH",
-                hint="write the name or address of the node",
+                hint="write the node's host name or address",
             )
     if node.server_key and not config.client_key:
         raise ConfigFieldError(
-            "its publisher has a key and this router has none",
+            "the node's publisher has a key, but this router has none",
             where=where,
-            hint="make one with `kvframework keys new`, and name it with --client-key",
+            hint="make a key with `kvframework keys new`, and set --client-key",
         )

@@ -44,9 +44,9 @@ _MOST_ANSWERS = 20_000
 _HEARTBEAT_MS = 5_000
 _POLL_MS = 1_000
 _END = -1
-_REFUSED = "it does not admit this router's key"
-_STRANGE = "what listens there has another server_key, has CURVE on one side alone, or is no publisher of events"
-_UNREACHED = "nothing listens there, or its host has no address"
+_REFUSED = "the publisher does not admit this router's key"
+_STRANGE = "the publisher has another server_key or no CURVE, or the port is not that of a publisher of events"
+_UNREACHED = "nothing listens at the address, or the host name has no address"
 _TROUBLES: dict[int, str] = {
     zmq.EVENT_CONNECT_RETRIED: _UNREACHED,
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: _REFUSED,
@@ -138,10 +138,10 @@ class Subscription:
             try:
                 await self._follow()
             except zmq.ZMQError as error:
-                self._say(f"the address cannot be connected to: {error.strerror}")
+                self._say(f"connecting to the address failed: {error.strerror}")
                 await asyncio.sleep(ANEW_S)
             except Exception:
-                log.exception("%s: a turn of the subscription failed", self.publisher.events)
+                log.exception("%s: reading events failed", self.publisher.events)
                 self._held = None
                 await asyncio.sleep(1.0)
 
@@ -232,7 +232,7 @@ class Subscription:
     def _say(self, trouble: str) -> None:
         if trouble and trouble != self.trouble:
             level = logging.INFO if trouble == _UNREACHED else logging.WARNING  # a node may start later, or again
-            log.log(level, "%s: there is no connection: %s", self.publisher.events, trouble)
+            log.log(level, "%s: no connection: %s", self.publisher.events, trouble)
         self.trouble = trouble
 
     async def _replay(self, changes: zmq.Socket[bytes]) -> None:
@@ -248,10 +248,10 @@ class Subscription:
                 if self._hear(changes) or self._take_answers(source):
                     return
                 if self._clock() - began > LONGEST_REPLAY_S:
-                    self._fail("it has no end")
+                    self._fail("the replay does not end")
                     return
                 await asyncio.sleep(0)
-            self._fail("no answer")
+            self._fail("the publisher did not answer")
         except zmq.ZMQError as error:
             self._fail(str(error))
         finally:

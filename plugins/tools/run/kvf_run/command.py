@@ -34,9 +34,13 @@ app = typer.Typer()
 )
 def run(
     engine: Annotated[list[str] | None, typer.Argument(metavar="[-- ENGINE ...]", help="The engine's command.")] = None,
-    l1: Annotated[str | None, typer.Option(help="Capacity of L1, such as 8GiB. Default: 25 % of free memory.")] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file of a server that is started.")] = None,
-    endpoint: Annotated[str | None, typer.Option(help="Default: $KVFRAMEWORK_ENDPOINT, then this user's own.")] = None,
+    l1: Annotated[
+        str | None, typer.Option(help="Memory for the cache (L1), such as 8GiB. Default: 25 % of free memory.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file for a server that the command starts.")] = None,
+    endpoint: Annotated[
+        str | None, typer.Option(help="The server's endpoint. Default: $KVFRAMEWORK_ENDPOINT, else this user's.")
+    ] = None,
     overrides: Overrides = None,
 ) -> None:
     """Run an engine with the cache: connect it to the server of this user, which is started if there is none.
@@ -58,12 +62,12 @@ def run(
     except KVFrameworkError as error:
         if asked is None:
             raise
-        _say(f"no server, so the engine computes everything: {error}")
+        _say(f"no server is available, so the engine runs without the cache: {error}")
     else:
         for note in found.notes:
             _say(note)
         if found.started and os.getpid() == 1:
-            _say("this is the first process of a container: the server ends with it")
+            _say("this command is the container's first process, so the server ends with it")
     if asked is None:
         return
     for note in asked.notes:

@@ -128,7 +128,7 @@ def connected(command: Sequence[str], installed: Installed, endpoint: str) -> Co
     if kind == "sglang":
         return _sglang(list(command), installed, endpoint)
     name = " ".join(command)[:60]
-    note = f"{name!r} is no command of vLLM or SGLang that is known here: it gets $KVFRAMEWORK_ENDPOINT and no options"
+    note = f"{name!r} is not a known command of vLLM or SGLang, so it gets $KVFRAMEWORK_ENDPOINT but no options"
     return Connected(list(command), [] if _is_script(command) else [note])
 
 
@@ -141,7 +141,7 @@ def _vllm(command: list[str], installed: Installed, endpoint: str) -> Connected:
     notes = []
     if not installed.vllm and Path(command[0]).name == "vllm":
         command = _as_module(command)
-        notes.append(f"the command `vllm` needs a distribution of that name: python -m {_VLLM_SERVER} starts instead")
+        notes.append(f"the command `vllm` needs the distribution vllm, so python -m {_VLLM_SERVER} starts instead")
     given = _value_of(command, _TRANSFER)
     if given is not None:
         _check_transfer(given, endpoint)
@@ -154,7 +154,7 @@ def _vllm(command: list[str], installed: Installed, endpoint: str) -> Connected:
         )
     if installed.transfer is None:
         hint = install_command(distribution="kvframework-vllm")
-        note = f"vLLM runs without the cache, since its environment lacks kvframework-vllm: {hint}"
+        note = f"vLLM runs without the cache, because its environment lacks kvframework-vllm: {hint}"
         return Connected(command, [*notes, note])
     return Connected([*command, _TRANSFER, json.dumps(installed.transfer)], notes)
 
@@ -194,7 +194,9 @@ def _transfer_of_file(command: Sequence[str]) -> str:
 def _sglang(command: list[str], installed: Installed, endpoint: str) -> Connected:
     if not installed.kvf_sglang:
         hint = install_command(distribution="kvframework-sglang")
-        return Connected(command, [f"SGLang runs without the cache: its environment lacks kvframework-sglang: {hint}"])
+        return Connected(
+            command, [f"SGLang runs without the cache, because its environment lacks kvframework-sglang: {hint}"]
+        )
     backend, options = _value_of(command, _BACKEND), _value_of(command, _BACKEND_OPTIONS)
     if backend not in (None, "dynamic"):
         raise _contradiction(f"{_BACKEND} is {backend!r}", f"{_BACKEND} dynamic")
@@ -217,10 +219,10 @@ def _sglang(command: list[str], installed: Installed, endpoint: str) -> Connecte
 
 def _contradiction(theirs: str, ours: str) -> ConfigFieldError:
     return ConfigFieldError(
-        f"the engine's command contradicts: {theirs}",
+        f"the engine's command contradicts `kvframework run`: {theirs}",
         where="kvframework run",
         available=ours,
-        hint="leave the option out, or start the engine without `kvframework run`",
+        hint="leave out the option, or start the engine without `kvframework run`",
     )
 
 

@@ -71,6 +71,6 @@ def _with_default_signals() -> None:
 
 def _refuse(command: Sequence[str], error: OSError) -> NoReturn:
     missing = isinstance(error, FileNotFoundError)
-    what = "no such command" if missing else error.strerror
+    what = "command not found" if missing else error.strerror
     typer.echo(f"kvframework: {command[0]}: {what}", err=True)
     sys.exit(NOT_FOUND if missing else NOT_EXECUTABLE)

@@ -56,7 +56,9 @@ def ensure_server(wanted: Wanted) -> Found:
     if (running := _status_of(wanted.endpoint)) is not None:
         return _found(wanted, running.server.version)
     if parse_endpoint(wanted.endpoint).kind != "ipc":
-        raise EndpointError("no server answers there", where=wanted.endpoint, hint="start it on its own node")
+        raise EndpointError(
+            "no server answers at the TCP endpoint", where=wanted.endpoint, hint="start the server on its node"
+        )
     with _alone(wanted.endpoint):
         running = _status_of(wanted.endpoint)
         return _start(wanted) if running is None else _found(wanted, running.server.version)
@@ -117,11 +119,11 @@ def _found(wanted: Wanted, version: str) -> Found:
     if version != kvframework.__version__:
         notes.append(
             f"the server at {wanted.endpoint} is release {version}, this is {kvframework.__version__}: "
-            "`kvframework restart` has this release take over, and loses nothing"
+            "`kvframework restart` replaces the server and keeps its cache"
         )
     if wanted.l1 is not None or wanted.config is not None:
         notes.append(
-            f"a server runs already at {wanted.endpoint}: --l1 and --config are for a new one, after `kvframework stop`"
+            f"a server already runs at {wanted.endpoint}, so --l1 and --config have no effect before `kvframework stop`"
         )
     return Found(wanted.endpoint, False, notes)
 
@@ -135,7 +137,7 @@ def _start(wanted: Wanted) -> Found:
     if wanted.l1 is not None:
         options += ["--set", f"l1.capacity={int(wanted.l1)}"]
     elif wanted.config is None:
-        why = ", 25 % of the memory that was available"
+        why = ", 25 % of available memory"
     for override in wanted.overrides:
         options += ["--set", override]
     log = log_path(wanted.endpoint)
@@ -145,7 +147,9 @@ def _start(wanted: Wanted) -> Found:
         _spawn(log, note, options)
         keeper = _noted(note)
         if not keeper:
-            raise EndpointError("the server cannot be started", where=str(log.parent), hint="try `kvframework serve`")
+            raise EndpointError(
+                "the server cannot be started", where=str(log.parent), hint="run `kvframework serve` to see the error"
+            )
         status = _wait_ready(keeper, wanted.endpoint, log)
     except BaseException:
         # An interrupt may come at any moment of its start.
@@ -192,8 +196,8 @@ def _last_line(log: Path) -> str:
     with contextlib.suppress(OSError):
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         errors = [line for line in lines[-8:] if "error:" in line or " ERROR " in line] or lines[-1:]
-        return errors[0].strip() if errors else "its log is empty"
-    return "it has no log"
+        return errors[0].strip() if errors else "the server's log is empty"
+    return "the server has no log"
 
 
 def _lock_path(endpoint: str) -> Path:
@@ -209,13 +213,15 @@ def _alone(endpoint: str) -> Iterator[None]:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.parent.lstat()
         if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
-            raise EndpointError("the folder is not this user's", where=str(path.parent), hint="name another --endpoint")
+            raise EndpointError(
+                "the folder belongs to another user", where=str(path.parent), hint="give another --endpoint"
+            )
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise EndpointError(
-            f"no server can be started here: {error.strerror}",
+            f"the server cannot be started: {error.strerror}",
             where=str(path.parent),
-            hint="set XDG_RUNTIME_DIR to a folder that you own, or name another --endpoint",
+            hint="set XDG_RUNTIME_DIR to a folder that you own, or give another --endpoint",
         ) from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)

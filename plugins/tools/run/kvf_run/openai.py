@@ -35,7 +35,9 @@ class OpenAI:
 
     def __init__(self, url: str, api_key: str = "", cafile: str | None = None, timeout_s: float = _SLOW_S) -> None:
         if urlsplit(url).scheme not in ("http", "https"):
-            raise EndpointError(f"{url!r} is no URL of an engine", where="--url", hint="write http://127.0.0.1:8000")
+            raise EndpointError(
+                f"{url!r} is not the URL of an engine", where="--url", hint="write http://127.0.0.1:8000"
+            )
         self.url = re.sub(r"(/v1)?/*$", "", url)
         self._headers = {"Content-Type": "application/json"}
         if api_key:
@@ -49,7 +51,9 @@ class OpenAI:
         try:
             return str(document["data"][0]["id"])
         except (KeyError, IndexError, TypeError):
-            raise EndpointError("it lists no model", where=f"{self.url}/v1/models", hint="name one: --model") from None
+            raise EndpointError(
+                "the engine lists no model", where=f"{self.url}/v1/models", hint="give a model with --model"
+            ) from None
 
     def complete(self, model: str, prompt: str) -> Reply:
         """Ask for one token behind the prompt, greedily."""
@@ -85,9 +89,9 @@ class OpenAI:
                 continue
             return
         raise EndpointError(
-            "it has no endpoint that resets its cache",
+            "the engine has no endpoint that resets its cache",
             where=self.url,
-            hint="start vLLM with VLLM_SERVER_DEV_MODE=1, or leave --reset out: fillers push the prompt out",
+            hint="start vLLM with VLLM_SERVER_DEV_MODE=1, or leave out --reset: other prompts then displace the prompt",
         )
 
     def capacity_tokens(self) -> int | None:
@@ -115,14 +119,16 @@ class OpenAI:
             return urllib.request.urlopen(request, timeout=self._timeout_s, context=self._tls)  # noqa: S310
         except urllib.error.HTTPError as error:
             if error.code in (404, 405):
-                raise _NotFoundError("there is no such path", where=request.full_url) from None
+                raise _NotFoundError("the path does not exist", where=request.full_url) from None
             said = error.read(2000).decode(errors="replace").strip()
-            hints = dict.fromkeys((401, 403), "give the key: --api-key-file, or $OPENAI_API_KEY")
+            hints = dict.fromkeys((401, 403), "give the API key: --api-key-file or $OPENAI_API_KEY")
             hint = hints.get(error.code, "ask for a shorter prompt: --tokens" if error.code == 400 else "")
             raise EndpointError(f"status {error.code}: {said[:300]}", where=request.full_url, hint=hint) from None
         except OSError as error:
             reason = getattr(error, "reason", error)
-            raise EndpointError(f"no answer: {reason}", where=request.full_url, hint="does the engine run?") from None
+            raise EndpointError(
+                f"the engine does not answer: {reason}", where=request.full_url, hint="check that the engine runs"
+            ) from None
 
     def _json(self, answer: Any) -> Any:
         with answer:
@@ -130,7 +136,7 @@ class OpenAI:
                 return json.loads(answer.read(_MOST_LINE))
             except ValueError:
                 raise EndpointError(
-                    "the answer is no JSON", where=self.url, hint="is this an OpenAI interface?"
+                    "the answer is not JSON", where=self.url, hint="check that the URL is an OpenAI-compatible API"
                 ) from None
 
 

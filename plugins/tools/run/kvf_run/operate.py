@@ -19,7 +19,7 @@ from kvframework.errors import EndpointError
 stop_app, restart_app, logs_app = typer.Typer(), typer.Typer(), typer.Typer()
 
 
-@stop_app.command("stop", epilog=examples("kvframework stop     L1 is freed; tiers keep what they have"))
+@stop_app.command("stop", epilog=examples("kvframework stop     L1 is freed; tiers keep their objects"))
 def stop(endpoint: Endpoint = None, config: EndpointConfig = None) -> None:
     """End the server that `kvframework run` has started, and free its L1. Engines go on, and compute."""
     chosen = server_endpoint(endpoint, config)
@@ -29,7 +29,7 @@ def stop(endpoint: Endpoint = None, config: EndpointConfig = None) -> None:
     print_text(f"stopped the server at {chosen}")
 
 
-@restart_app.command("restart", epilog=examples("kvframework restart     after an upgrade: L1 stays"))
+@restart_app.command("restart", epilog=examples("kvframework restart     after an upgrade; L1 is kept"))
 def restart(endpoint: Endpoint = None, config: EndpointConfig = None) -> None:
     """Have the installed release take over from the server of `run`. L1 stays."""
     chosen = server_endpoint(endpoint, config)
@@ -40,8 +40,8 @@ def restart(endpoint: Endpoint = None, config: EndpointConfig = None) -> None:
 
 @logs_app.command("logs", epilog=examples("kvframework logs -n 20", "kvframework logs --follow"))
 def logs(
-    lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="How many of the last lines.")] = 100,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on with new lines, until Ctrl-C.")] = False,
+    lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="Number of last lines to show.")] = 100,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Show new lines as they come, until Ctrl-C.")] = False,
     endpoint: Endpoint = None,
     config: EndpointConfig = None,
 ) -> None:
@@ -65,16 +65,18 @@ def _keeper(endpoint: str) -> int:
     keeper = keeper_of(endpoint)
     if keeper is not None:
         raise EndpointError(
-            f"`kvframework run` has not started this server: process {keeper['pid']} keeps it",
+            f"`kvframework run` did not start this server; process {keeper['pid']} runs it",
             where=endpoint,
-            hint=f"end it where it was started, or: kill {keeper['pid']}",
+            hint=f"stop the server where it was started, or run: kill {keeper['pid']}",
         )
     raise EndpointError(
-        "no server of `kvframework run` is here",
+        "no server of `kvframework run` runs at the endpoint",
         where=endpoint,
-        hint="start one with: kvframework run -- vllm serve MODEL; a server of `kvframework serve` ends by Ctrl-C",
+        hint="start one with: kvframework run -- vllm serve MODEL; stop a server of `kvframework serve` with Ctrl-C",
     )
 
 
 def _no_log(path: Path) -> NoReturn:
-    raise EndpointError("there is no log", where=str(path), hint="only a server of `kvframework run` writes one")
+    raise EndpointError(
+        "the server has no log", where=str(path), hint="only a server of `kvframework run` writes a log file"
+    )

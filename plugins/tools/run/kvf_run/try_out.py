@@ -51,15 +51,23 @@ class Verdict(msgspec.Struct, frozen=True):
     ),
 )
 def try_out(
-    url: Annotated[str, typer.Option(help="The engine's OpenAI interface.")],
-    second_url: Annotated[str, typer.Option(help="Ask another engine the second time; no fillers then.")] = "",
-    tokens: Annotated[int, typer.Option(min=64, max=1_000_000, help="Length of the prompt, about.")] = 2000,
-    model: Annotated[str, typer.Option(help="Without it the first model that the engine lists.")] = "",
-    reset: Annotated[bool, typer.Option("--reset", help="Reset the engine's own cache in place of fillers.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before a reset.")] = False,
-    api_key_file: Annotated[Path | None, typer.Option(help="File of the API key. Default: $OPENAI_API_KEY.")] = None,
-    cafile: Annotated[Path | None, typer.Option(help="File of the certificates to trust.")] = None,
-    endpoint: Annotated[str | None, typer.Option(help="Also ask this kvframework server about the request.")] = None,
+    url: Annotated[str, typer.Option(help="URL of the engine's OpenAI-compatible API.")],
+    second_url: Annotated[
+        str, typer.Option(help="URL of another engine for the second request; no other prompts are sent then.")
+    ] = "",
+    tokens: Annotated[
+        int, typer.Option(min=64, max=1_000_000, help="Approximate length of the prompt, in tokens.")
+    ] = 2000,
+    model: Annotated[str, typer.Option(help="The model's name; default: the first model that the engine lists.")] = "",
+    reset: Annotated[
+        bool, typer.Option("--reset", help="Reset the engine's own cache, instead of displacing the prompt by others.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation before a reset.")] = False,
+    api_key_file: Annotated[Path | None, typer.Option(help="File with the API key. Default: $OPENAI_API_KEY.")] = None,
+    cafile: Annotated[Path | None, typer.Option(help="PEM file of trusted certificates.")] = None,
+    endpoint: Annotated[
+        str | None, typer.Option(help="Endpoint of the kvframework server, to ask about the request.")
+    ] = None,
     config: EndpointConfig = None,
     as_json: AsJson = False,
 ) -> None:
@@ -113,10 +121,10 @@ def judged(cold: Reply, again: Reply, fillers: int, server: str) -> Verdict:
         reason = "the engine does not report cached tokens: start vLLM with --enable-prompt-tokens-details, "
         reason += "SGLang with --enable-cache-report"
     elif cached == 0:
-        reason = "nothing of the prompt was found: is the engine connected (`kvframework status` lists its instances), "
-        reason += "and the prompt longer than a chunk?"
+        reason = "no token of the prompt was found: check that `kvframework status` lists the engine's instances, "
+        reason += "and that the prompt is longer than a chunk"
     elif again.text != cold.text:
-        reason = "the answers differ: greedy answers of one model in fp32 are equal"
+        reason = "the answers differ, but greedy answers of one model in fp32 must be equal"
     hit = bool(cached) and again.text == cold.text
     return Verdict(hit, reason, again.prompt_tokens, cold.ttft_s, again.ttft_s, cached, fillers, server)
 
@@ -141,11 +149,11 @@ def _said(source: StatusSource, before: int) -> str:
     try:
         records = [each for each in source.finished(before).records if each.request in ("LOOKUP", "LOOKUP_KEYS")]
     except KVFrameworkError as error:
-        return f"it does not answer: {error}"
+        return f"the server does not answer: {error}"
     if not records:
-        return "it has seen no lookup: the engine is connected to another server, or to none"
+        return "the server got no lookup: the engine is connected to another server, or to none"
     last = records[-1]
-    found = f"{last.l1_tokens} tokens in L1 and {last.l2_tokens} in tiers of {last.asked_tokens} asked for"
+    found = f"{last.l1_tokens} tokens in L1 and {last.l2_tokens} in tiers of {last.asked_tokens} tokens asked for"
     return f"{found}{f'; missing: {last.reason}' if last.reason else ''}"
 
 
@@ -159,7 +167,7 @@ def _saved_s(source: StatusSource) -> float:
 def _lines(verdict: Verdict) -> list[str]:
     cached = "unknown" if verdict.cached_tokens is None else verdict.cached_tokens
     lines = [
-        f"prompt: {verdict.prompt_tokens} tokens, {verdict.fillers} fillers in between",
+        f"prompt: {verdict.prompt_tokens} tokens, {verdict.fillers} other prompts in between",
         f"first token, cold: {verdict.cold_ttft_s * 1e3:.0f} ms",
         f"first token, again: {verdict.ttft_s * 1e3:.0f} ms, {cached} tokens cached",
     ]
@@ -168,7 +176,7 @@ def _lines(verdict: Verdict) -> list[str]:
     if verdict.estimated_saved_s is not None:
         measured = verdict.cold_ttft_s - verdict.ttft_s
         lines.append(
-            f"prefill saved: {verdict.estimated_saved_s:.2f} s by the server's estimate, {measured:.2f} s here"
+            f"prefill saved: {verdict.estimated_saved_s:.2f} s estimated by the server, {measured:.2f} s measured here"
         )
     times = verdict.cold_ttft_s / verdict.ttft_s if verdict.ttft_s else 0.0
     lines.append(f"hit: {times:.1f} x as fast" if verdict.hit else f"no hit: {verdict.reason}")
@@ -185,9 +193,9 @@ def _key(file: Path | None) -> str:
 
 
 def _confirm(url: str) -> None:
-    question = f"Drop the cache of the engine at {url}, for everybody who uses it?"
+    question = f"Delete the engine's cache at {url}, for all its users?"
     if not sys.stdin.isatty():
         raise ConfigFieldError(
-            "--reset drops everybody's cache, and nobody can be asked", where="--reset", hint="add --yes"
+            "--reset deletes the cache of all users, and no terminal can confirm it", where="--reset", hint="add --yes"
         )
     typer.confirm(question, abort=True)

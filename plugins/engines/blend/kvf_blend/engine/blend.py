@@ -104,7 +104,9 @@ class BlendTransformers(ServedModel):
         self._share = _checked(share)
         self._before = token_list(before) if len(before) else []
         if len(self._before) > MAX_BEFORE:
-            raise RequestError(f"{len(self._before)} tokens", where="before", available=f"at most {MAX_BEFORE}")
+            raise RequestError(
+                f"`before` has {len(self._before)} tokens", where="before", available=f"at most {MAX_BEFORE}"
+            )
         self._decoder = Decoder(model)
         self._borrowed = model
         # The client and the rotary parameters of each registration.
@@ -140,7 +142,7 @@ class BlendTransformers(ServedModel):
         except BadSegments:
             raise
         except Exception as error:  # noqa: BLE001 - a failed store must not cost the engine its answer
-            warn(_log, "the segments were not stored", error)
+            warn(_log, "the segments could not be stored", error)
             done = PreComputed()
         return PreComputed(done.segments, done.held, done.computed_tokens, done.nbytes, time.perf_counter() - started)
 
@@ -161,7 +163,7 @@ class BlendTransformers(ServedModel):
         except BadSegments:
             raise
         except Exception as error:  # noqa: BLE001 - whatever fails, the prompt is computed
-            warn(_log, "the prompt is computed, nothing was loaded", error)
+            warn(_log, "nothing could be loaded, so the prompt is computed", error)
             return Loaded(Held(len(tokens)))
 
     def prefill(
@@ -195,7 +197,7 @@ class BlendTransformers(ServedModel):
             logits = self._forward.compute(tokens, plain)
             return BlendedPrompt(logits, plain, Blended(len(tokens), seconds=time.perf_counter() - started))
         if loaded.now not in (None, now):
-            _log.warning("the prompt is computed: the model has changed since its KV was loaded")
+            _log.warning("the prompt is computed, because the model changed after its KV was loaded")
             loaded = Loaded(Held(len(tokens)))
             held = loaded.held
         pairs = placed(loaded, now.templates)
@@ -238,11 +240,11 @@ class BlendTransformers(ServedModel):
         try:
             now = self._model.now()
             if begun is None or begun.now != now:
-                raise RequestError("the model has changed since the cache was filled, or another one filled it")
+                raise RequestError("the model changed after the cache was filled, or another model filled the cache")
             if held:
                 moved = self._session.store_named(now, self._attach(now)[0].name_final(tokens[:held]), pairs)
         except Exception as error:  # noqa: BLE001 - a failed store must not cost the engine its answer
-            warn(_log, "the blended prompt was not stored", error)
+            warn(_log, "the blended prompt could not be stored", error)
         return Saved(moved.tokens, moved.nbytes, time.perf_counter() - started, moved.seconds)
 
     def _load(self, tokens: list[int], separator: Sequence[int], ranges: Ranges) -> Loaded:
@@ -302,7 +304,7 @@ class BlendTransformers(ServedModel):
 
 def _checked(share: float) -> float:
     if not 0 <= share <= 1:
-        raise RequestError(f"a share of {share}", where="share", available="0 to 1")
+        raise RequestError(f"the share to recompute is {share}", where="share", available="0 to 1")
     return share
 
 

@@ -72,9 +72,9 @@ class BlendClient:
             # It would name segments as if they were computed alone.
             self.unregister()
             raise VersionMismatch(
-                "the server's kvf_blend is of a release that knows no tokens before segments",
+                "the server's release of kvf_blend does not support tokens before segments",
                 where="before",
-                hint="update the server, or leave `before` out",
+                hint="update the server, or leave out `before`",
             )
         return answer
 
@@ -135,7 +135,7 @@ class BlendClient:
                 failed = error
                 break
         self._client.lost("lookups", error_code(failed))
-        log.warning("%s failed, taken as a miss: %s", spec.name, failed)
+        log.warning("%s failed and counts as a miss: %s", spec.name, failed)
         return miss
 
     def _release(self, answer: Message) -> None:

@@ -43,7 +43,7 @@ def rotary_of(model: Any) -> Rotary:
         if layer > nearest:
             nearest, why = layer, difference
     raise BadRotary(
-        f"layer {nearest} of this {type(model).__name__} is not rotated as its configuration says: {why}",
+        f"layer {nearest} of this {type(model).__name__} rotates keys otherwise than its configuration says: {why}",
         where="model",
         available=_SUPPORTED,
         hint=_rounded(model) or _HINT,
@@ -58,7 +58,7 @@ def _said(config: Any) -> Mapping[str, Any]:
         return {"rope_theta": _BY_TABLE[kind]}
     if not isinstance(said, Mapping) or not said:
         raise BadRotary(
-            f"the configuration of {kind!r} says nothing of rotary positions",
+            f"the configuration of {kind!r} does not describe rotary positions",
             where="config.rope_parameters",
             available=_SUPPORTED,
             hint=_HINT,
@@ -83,7 +83,7 @@ def _scaling(said: Mapping[str, Any], config: Any) -> dict[str, Any]:
     scaling = "none" if kind == "default" else kind
     if scaling not in SCALINGS or said.get("mrope_section"):
         raise BadRotary(
-            f"rotary positions of the kind {'mrope' if scaling in SCALINGS else kind!r}",
+            f"the model has rotary positions of the kind {'mrope' if scaling in SCALINGS else kind!r}",
             where="config.rope_parameters",
             available=_SUPPORTED,
             hint=_HINT,
@@ -168,7 +168,7 @@ class Probe:
         if before.shape[-1] != rotary.head_dim:
             return f"have {before.shape[-1]} elements a head, and {rotary.head_dim} in other layers"
         if not before.any():
-            return "are all zero and prove nothing"
+            return "are all zero, so they cannot be checked"
         if torch.equal(before, after):
             return "do not turn with the position"
         for row, position in enumerate(self.positions):
@@ -196,7 +196,7 @@ def probe(model: Any) -> Probe:
         raise
     except Exception as error:
         raise BadRotary(
-            f"{type(model).__name__} cannot be asked for keys at a given position: {type(error).__name__}: {error}",
+            f"{type(model).__name__} cannot compute keys at a given position: {type(error).__name__}: {error}",
             where="model",
             available="decoders that take input_ids, position_ids and a DynamicCache",
             hint="compute prompts of this model in full",
@@ -224,7 +224,7 @@ def _computed(model: Any, tokens: list[int], positions: list[int]) -> list[_Plan
                     hint="compute prompts of this model in full",
                 )
     if not layers:
-        raise BadRotary("the model fills no DynamicCache", where="model", hint="compute its prompts in full")
+        raise BadRotary("the model does not fill a DynamicCache", where="model", hint="compute its prompts in full")
     return layers
 
 

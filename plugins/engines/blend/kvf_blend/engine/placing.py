@@ -52,7 +52,7 @@ def held_of(tokens: int, hits: Hits, plan: LoadPlan, chunk_tokens: int, before_t
             expected, computed_at = hits.prefix_digests[: filled * DIGEST_BYTES], 0
         named = plan.digests[first * DIGEST_BYTES : (first + filled) * DIGEST_BYTES]
         if beside or piece.shift != piece.start - computed_at or named != expected:
-            raise ValueError(f"the plan loads what was not found: {piece}")
+            raise ValueError(f"the plan loads a segment that was not found: {piece}")
     pieces = list(plan.pieces)
     # Segments begin behind the prefix, so a piece at 0 is the prefix if there is one.
     prefix = pieces.pop(0).tokens if hits.prefix_tokens and pieces and pieces[0].start == 0 else 0

@@ -159,7 +159,7 @@ def check_decoder(model: Any, decoder: Decoder) -> None:
     except BlendRefused:
         raise
     except Exception as error:  # noqa: BLE001 - whatever a foreign model raises, it is not built as needed
-        decoder.refuse(f"its layers cannot be called one by one: {type(error).__name__}: {error}")
+        decoder.refuse(f"the model's layers cannot be called one by one: {type(error).__name__}: {error}")
 
 
 def _compare(
@@ -175,7 +175,7 @@ def _compare(
     distance = float((found - expected.float()).norm() / expected.float().norm())
     # Not "more than": NaN must not pass.
     if not distance <= _TOLERANCES.get(expected.dtype, 0.0):
-        decoder.refuse(f"with {case} its logits are off by {distance:.2g} of their length")
+        decoder.refuse(f"with {case} the model's logits are off by {distance:.2g} of their length")
 
 
 def _spoiled(pairs: Sequence[LayerPair], kept: int) -> list[LayerPair]:
@@ -189,7 +189,7 @@ def _spoiled(pairs: Sequence[LayerPair], kept: int) -> list[LayerPair]:
 
 _PARTS = ("embed_tokens", "layers", "norm", "rotary_emb")
 _ATTENTION = ("eager", "sdpa")
-_HINT = "use TransformersKV for this model: prefixes are found as always"
+_HINT = "use TransformersKV for this model, which reuses prefixes only"
 
 
 class Decoder:
@@ -205,15 +205,20 @@ class Decoder:
         lacking = [part for part in _PARTS if not hasattr(self._inner, part)]
         if lacking or self._head is None:
             self.refuse(
-                f"it has no {', '.join(lacking) or 'output embeddings'}",
+                f"the model has no {', '.join(lacking) or 'output embeddings'}",
                 available="decoders with embed_tokens, layers, norm, rotary_emb: Llama, Mistral, Qwen2, Qwen3",
             )
         config = model.config
         kinds = set(getattr(config, "layer_types", None) or ())
         if kinds - {"full_attention"} or (not kinds and getattr(config, "sliding_window", None)):
-            self.refuse("some of its layers attend to a window only", available="layers that attend to every token")
+            self.refuse(
+                "some layers of the model attend only to a window", available="layers that attend to every token"
+            )
         if config._attn_implementation not in _ATTENTION:
-            self.refuse(f"it attends by {config._attn_implementation!r}", available=", ".join(_ATTENTION))
+            self.refuse(
+                f"the model uses the attention implementation {config._attn_implementation!r}",
+                available=", ".join(_ATTENTION),
+            )
 
     @property
     def layers(self) -> int:

@@ -32,9 +32,9 @@ class Held:
     def __post_init__(self) -> None:
         bounds = [(0, self.prefix), *self.segments, (self.tokens - 1, self.tokens)]
         if self.prefix < 0 or any(start >= end for start, end in bounds[1:]):
-            raise ValueError(f"a segment that is empty or outside the prompt: {self}")
+            raise ValueError(f"a segment is empty or lies outside the prompt: {self}")
         if any(before[1] > behind[0] for before, behind in pairwise(bounds)):
-            raise ValueError(f"segments out of order, or no token left to compute: {self}")
+            raise ValueError(f"segments are out of order, or no token is left to compute: {self}")
 
     @property
     def loaded(self) -> int:
@@ -58,9 +58,9 @@ def by_deviation(held: Held, deviation: torch.Tensor, share: float) -> torch.Ten
     CPU.
     """
     if not 0 <= share <= 1:
-        raise ValueError(f"a share of {share}; it is 0 to 1")
+        raise ValueError(f"the share to recompute is {share}, expected 0 to 1")
     if deviation.shape != (held.loaded,):
-        raise ValueError(f"deviations of shape {tuple(deviation.shape)} for {held.loaded} tokens")
+        raise ValueError(f"the deviations have shape {tuple(deviation.shape)} for {held.loaded} tokens")
     count = min(held.loaded, math.ceil(share * held.loaded - _ROUNDING))
     measured = deviation.detach().cpu().double().nan_to_num(nan=math.inf, posinf=math.inf)
     chosen = held.loaded_positions()[measured.topk(count, sorted=False).indices]

@@ -56,7 +56,7 @@ class BlendHandlers:
         tokens = payload.tokens
         spans = marked(tokens, payload.separator, payload.ranges)
         if not payload.separator and not payload.ranges:
-            raise BadSegments("neither a separator nor ranges", available="one of the two")
+            raise BadSegments("the request has neither a separator nor ranges", available="a separator or ranges")
         objects = instance.objects(self._services, payload.cache_salt)
         objects.check(sum(chunks_of(end - start, instance.chunk_tokens) for start, end in spans))
         segments = list(self._named(instance, tokens, spans))
@@ -157,10 +157,10 @@ def _check_hits(payload: m.RetrievePreComputed, chunk_tokens: int) -> None:
             )
         if each.start < last:
             raise BadSegments(
-                f"it begins at {each.start}",
+                f"the segment begins at token {each.start}",
                 where=f"segments[{index}]",
                 available=f"{last} or later, in order",
-                hint="send what CB_LOOKUP_PRE_COMPUTED answered, or leave some of it out",
+                hint="send the segments that CB_LOOKUP_PRE_COMPUTED answered, or some of them",
             )
         last = each.start + each.tokens
 

@@ -37,7 +37,7 @@ class Objects:
         """Raise `MessageTooLarge` for more chunks than one request may name."""
         if digests > self.most_digests:
             raise MessageTooLarge(
-                f"{digests} chunks of {len(self._prefixes)} ranks and layer groups",
+                f"the request has {digests} chunks of {len(self._prefixes)} ranks and layer groups",
                 available=f"at most {MAX_OBJECTS} objects a request",
                 hint="give fewer segments at once",
             )
@@ -131,8 +131,8 @@ def blended(services: CacheServices, instance_id: int, client: ClientInfo | None
     attached = context.attached.get(_ATTACHED)
     if not isinstance(attached, Attached):
         raise NotRegistered(
-            f"instance {instance_id} has given no rotary parameters",
-            hint="send CB_REGISTER_KV_CACHE, again after a restart of the server",
+            f"instance {instance_id} has registered no rotary parameters",
+            hint="send CB_REGISTER_KV_CACHE, and again after the server restarts",
         )
     return Blended(
         context,

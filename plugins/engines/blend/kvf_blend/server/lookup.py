@@ -117,7 +117,7 @@ class Lookup:
             if self._cancelled:
                 raise Cancelled("the lookup was cancelled")
             if time.monotonic() > self._deadline:
-                raise DeadlineExceeded("L2 took too long", where=CB_LOOKUP_PRE_COMPUTED.name)
+                raise DeadlineExceeded("L2 tiers did not answer in time", where=CB_LOOKUP_PRE_COMPUTED.name)
             answer = self._answer()
         except Exception as error:  # noqa: BLE001  the future carries it to the client
             future.set_exception(error)

@@ -24,7 +24,7 @@ def marked(tokens: bytes, separator: bytes, ranges: bytes) -> list[Span]:
         if len(packed) % TOKEN_BYTES:
             raise BadSegments(f"{len(packed)} bytes", where=name, available=f"{TOKEN_BYTES} bytes a token id")
     if separator and ranges:
-        raise BadSegments("a separator and ranges", available="one of the two")
+        raise BadSegments("the request has a separator and ranges", available="a separator or ranges")
     spans = split(tokens, separator) if separator else unpack_ranges(ranges, len(tokens) // TOKEN_BYTES)
     if len(spans) > MAX_SEGMENTS:
         raise BadSegments(f"{len(spans)} segments", where="separator", available=f"at most {MAX_SEGMENTS}")
@@ -36,7 +36,7 @@ def split(tokens: bytes, separator: bytes) -> list[Span]:
     `BadSegments` if it is longer than the prompt."""
     if len(separator) > len(tokens):
         raise BadSegments(
-            f"a separator of {len(separator) // TOKEN_BYTES} tokens in a prompt of {len(tokens) // TOKEN_BYTES}",
+            f"the separator has {len(separator) // TOKEN_BYTES} tokens, the prompt {len(tokens) // TOKEN_BYTES}",
             where="separator",
             hint="give the separator's own token ids, and the whole prompt",
         )
@@ -61,12 +61,12 @@ def unpack_ranges(ranges: bytes, length: int) -> list[Span]:
             raise BadSegments(f"{found} is empty", where=where, available="start < end")
         if start < last:
             raise BadSegments(
-                f"{found} begins before the end of the one before, {last}",
+                f"{found} begins before token {last}, the end of the segment before it",
                 where=where,
                 available="ranges in order, without overlap",
             )
         if end > length:
-            raise BadSegments(f"{found} ends behind the prompt", where=where, available=f"up to {length}")
+            raise BadSegments(f"{found} ends after the end of the prompt", where=where, available=f"up to {length}")
         last = end
     return [(start, end) for start, end in spans]
 

@@ -26,7 +26,7 @@ def refusals() -> Iterator[None]:
         yield
     except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
         raise ConfigFieldError(
-            str(error) or "vLLM's offloading does not take this engine",
+            str(error) or "vLLM's offloading does not support this engine",
             where=WHERE,
             hint="leave out block_size and blocks_per_chunk; hybrid models need --enable-prefix-caching",
         ) from None
@@ -37,7 +37,7 @@ def check_hashes(cache_config: Any) -> None:
     algorithm = str(cache_config.prefix_caching_hash_algo)
     if algorithm.startswith("xxhash") and "PYTHONHASHSEED" not in os.environ:
         raise ConfigFieldError(
-            f"{algorithm!r} hashes blocks with a seed that is another one in each process",
+            f"{algorithm!r} hashes blocks with a random seed in each process",
             where="prefix_caching_hash_algo",
             available="sha256, sha256_cbor",
             hint="leave --prefix-caching-hash-algo out, or set PYTHONHASHSEED to one number for all engines",
@@ -53,15 +53,15 @@ def check_room(client: KVClient, object_bytes: int, groups: Sequence[tuple[int, 
     capacity = arena.view.nbytes
     if object_bytes > capacity:
         raise BadLayout(
-            f"objects of {ByteSize(object_bytes)} in an L1 of {ByteSize(capacity)}",
+            f"L1 has {ByteSize(capacity)}, but one object of this model has {ByteSize(object_bytes)}",
             where="l1.capacity",
-            available=f"at least {ByteSize(object_bytes)} for this model",
+            available=f"an L1 of at least {ByteSize(object_bytes)}",
             hint="raise l1.capacity in the server's TOML, or lower blocks_per_chunk",
         )
     objects = sum(-(-min(window or longest, longest) // tokens) + bool(window) for tokens, window in groups)
     if objects * object_bytes > capacity:
         log.warning(
-            "one request of %d tokens (max_model_len) needs %s, and L1 has %s: what it stores first is evicted for the "
+            "one request of %d tokens (max_model_len) needs %s, but L1 has %s, so its first part is evicted for the "
             "rest; raise l1.capacity in the server's TOML",
             longest,
             ByteSize(objects * object_bytes),

@@ -135,7 +135,7 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
     def _start_scheduler(self, transfer: Any) -> None:
         config = self._vllm_config
         if self._unread:
-            log.warning("nothing is loaded or stored: %s", self._unread)
+            log.warning("vLLM loads and stores no KV: %s", self._unread)
         workers = config.parallel_config.world_size
         self._manager = ArenaManager(
             self._options,
@@ -177,7 +177,7 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
                 f"'sync', and this model has {len(kinds)} KV cache groups: {', '.join(kinds)}",
                 where="kvframework.load",
                 available="auto, async",
-                hint="loads within a step need one group of full attention",
+                hint="loads within a step need a model with one group of full attention",
             )
         return None
 
@@ -361,7 +361,7 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
     @harmless()
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         if self._updates is not None and not self._updates.is_following:
-            log.error("nothing is loaded or stored: this vLLM's updates of its weights cannot be seen")
+            log.error("vLLM loads and stores no KV: this vLLM does not report updates of its weights")
             self._updates = None
             self.connector_worker.take_part(None)
         super().handle_preemptions(kv_connector_metadata)
@@ -371,7 +371,7 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
         slot = Slot(kv_caches, spec.blocks_per_chunk, 0, canonical=spec.is_canonical)
         planned = spec.slot_bytes * (spec.slots if spec.is_canonical else 1)
         if slot.nbytes > planned:
-            raise BadLayout(f"blocks of {slot.nbytes} bytes a chunk", available=f"{planned} as planned")
+            raise BadLayout(f"the blocks of a chunk have {slot.nbytes} bytes", available=f"{planned} as planned")
         if spec.slots > 1 and not spec.is_canonical:
             self.connector_worker.slot = slot
         if current_platform.is_cpu():

@@ -58,7 +58,7 @@ class Part:
             mapping = ref.mapping
             if mapping is None or not mapping.parallelism_agnostic:
                 raise BadLayout(
-                    "canonical_layout, and vLLM has no canonical form of this engine's blocks",
+                    "canonical_layout is set, but vLLM has no canonical form of this engine's blocks",
                     where="kv_connector_extra_config",
                     hint="leave canonical_layout out",
                 )

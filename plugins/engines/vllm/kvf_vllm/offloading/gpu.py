@@ -113,7 +113,7 @@ class _Copies:
                 if host_register(address + begin, min(REGISTER_BYTES, nbytes - begin)):
                     self._registered.append(address + begin)
         if not self._registered:
-            log.warning("the arena is not registered with the device: copies take the driver's slow way")
+            log.warning("copies are slow, because the server's memory is not registered with the device")
         self._handlers = {
             storing: SingleDirectionOffloadingHandler(
                 gpu_tensors=list(tensors),

@@ -23,22 +23,22 @@ KINDS = {
     "MLAAttentionSpec": Kind(True, "loaded from the first token on; not on a CPU"),
     "SinkFullAttentionSpec": Kind(
         True,
-        "loaded from the first token on; vLLM keeps the sinks itself. vLLM 0.32 starts no such model: its manager of "
-        "sinks rejects the argument `needs_kv_cache_zeroing`, which the test adds",
+        "loaded from the first token on; vLLM keeps the sinks itself. vLLM 0.32 cannot start such a model: its "
+        "sink manager rejects the argument `needs_kv_cache_zeroing`, which the test adds",
     ),
     "HiddenStateCacheSpec": Kind(True, "loaded from the first token on"),
-    "RSWASpec": Kind(True, "prompts only: decoded tokens see a window, those of a prompt see all", True),
+    "RSWASpec": Kind(True, "prompts only: decoded tokens attend to a window, prompt tokens to all tokens", True),
     "SlidingWindowSpec": Kind(True, "the window before a hit's end is loaded"),
     "SlidingWindowMLASpec": Kind(True, "the window before a hit's end is loaded, or computed by vLLM (bounded replay)"),
     "ChunkedLocalAttentionSpec": Kind(True, "the attention chunk of a hit's end is loaded"),
     "MambaSpec": Kind(
         True, "the last state is loaded, also one within a block (`prefix_match_unit`); mamba_cache_mode must be align"
     ),
-    "CircularBufferSpec": Kind(True, "not stored: vLLM keeps none of it for a hit"),
-    "HiSparseHotSpec": Kind(False, "HiSparseConnector moves it itself"),
-    "HiSparseResidentSpec": Kind(False, "HiSparseConnector moves it itself"),
-    "CrossAttentionSpec": Kind(False, "vLLM's offloading does not take it"),
-    "EncoderOnlyAttentionSpec": Kind(False, "vLLM's offloading does not take it"),
+    "CircularBufferSpec": Kind(True, "not stored: vLLM does not keep it for a hit"),
+    "HiSparseHotSpec": Kind(False, "vLLM's HiSparseConnector moves this KV itself"),
+    "HiSparseResidentSpec": Kind(False, "vLLM's HiSparseConnector moves this KV itself"),
+    "CrossAttentionSpec": Kind(False, "vLLM's offloading does not support this kind"),
+    "EncoderOnlyAttentionSpec": Kind(False, "vLLM's offloading does not support this kind"),
 }
 
 
@@ -49,7 +49,7 @@ def check_kinds(kv_cache_config: Any) -> bool:
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         specs = list(layer_specs(group.kv_cache_spec).values())
         for name in sorted({type(spec).__name__ for spec in specs}):
-            kind = KINDS.get(name, Kind(False, "a kind that this release does not know"))
+            kind = KINDS.get(name, Kind(False, "this release does not know the kind"))
             if not kind.kept:
                 raise BadLayout(
                     f"KV cache group {index} holds {name}: {kind.what}",

@@ -61,7 +61,7 @@ class ArenaSpec(OffloadingSpec):  # type: ignore[misc]
                 hint="leave canonical_layout out",
             )
         if config.worker_kv_bytes_per_block <= 0:
-            raise BadLayout("vLLM does not tell how large a block of this model is", where="kvf_vllm")
+            raise BadLayout("vLLM does not report the block size of this model", where="kvf_vllm")
         # The parts of an object. In vLLM's canonical layout they are a page's heads, whichever worker has them.
         self.slots = 1 if config.replicated_layout else parallel.world_size
         if self.is_canonical and not config.replicated_layout:
@@ -78,7 +78,7 @@ class ArenaSpec(OffloadingSpec):  # type: ignore[misc]
         object_bytes = self.slot_bytes * self.slots
         if object_bytes > MAX_OBJECT_BYTES:
             raise BadLayout(
-                f"chunks of {self.blocks_per_chunk} blocks are objects of {ByteSize(object_bytes)}",
+                f"a chunk of {self.blocks_per_chunk} blocks makes an object of {ByteSize(object_bytes)}",
                 where="kv_connector_extra_config",
                 available=f"at most {ByteSize(MAX_OBJECT_BYTES)}",
                 hint="lower blocks_per_chunk, or leave it out",

@@ -67,7 +67,7 @@ class ServedArena:
         try:
             arena = self._map(ticket, MAP_S)
         except (KVFrameworkError, OSError) as error:
-            log.warning("this worker cannot map the server's arena, it moves no KV: %s", error)
+            log.warning("this worker moves no KV, because it cannot map the server's memory: %s", error)
             return
         self._mapped = ticket.session, arena
         threading.Thread(target=self._watch, args=(weakref.ref(arena),), name="kvf-arena", daemon=True).start()
@@ -168,7 +168,7 @@ class CpuWorker(OffloadingWorker):  # type: ignore[misc]
 
 def _check(runs: Runs, arena: MappedArena) -> None:
     if len(runs.arena) and int((runs.arena + runs.nbytes).max()) > arena.view.nbytes:
-        raise ValueError(f"a place behind the arena's {arena.view.nbytes} bytes")
+        raise ValueError(f"a place lies outside the arena's {arena.view.nbytes} bytes")
 
 
 def move(runs: Runs, arena: MappedArena, *, storing: bool) -> None:
@@ -236,7 +236,7 @@ class WorkerSide(OffloadingConnectorWorker):  # type: ignore[misc]
                 self._renamed[number] = name()
                 naming.set_result(True)
             except Exception as error:  # noqa: BLE001 - of whatever kind, there is no name
-                log.warning("updated weights have no name that other engines know: %s", error)
+                log.warning("no other engine shares KV of the updated weights: %s", error)
                 naming.set_result(False)
 
         self._weights.changed(naming)

@@ -61,7 +61,7 @@ def created(provider: AnyProvider, title: str, given: Mapping[str, object]) -> I
         lacks = f"option {needed[0]} has" if len(needed) == 1 else f"options {', '.join(needed)} have"
         reason = f"its {lacks} no default, give {' '.join(f'--set {name}=VALUE' for name in needed)}"
     if reason:
-        yield f"{title}: none was created here: {reason}; the conformance kit checks the rest"
+        yield f"{title}: no plugin object was created here: {reason}; the conformance kit checks the rest"
         return
     try:
         options = convert(given, provider.options, where="--set")
@@ -71,7 +71,7 @@ def created(provider: AnyProvider, title: str, given: Mapping[str, object]) -> I
         if given:
             yield problem("options-refused", title, f"none is made with --set: {fact}", error.available, error.hint)
         else:
-            yield f"{title}: none was created here: {fact}; the conformance kit checks the rest"
+            yield f"{title}: no plugin object was created here: {fact}; the conformance kit checks the rest"
     except Exception as error:  # noqa: BLE001  whatever a plugin raises
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         lacks_methods = isinstance(error, TypeError) and "instantiate abstract class" in cause

@@ -84,7 +84,7 @@ def find_targets(text: str, options: Mapping[str, object]) -> list[Target]:
     kind, _, name = text.partition(".")
     if options and not (kind in KINDS and name):
         where = f"--set {next(iter(options))}"
-        raise ConfigFieldError("options are those of one plugin", where=where, available="KIND.NAME")
+        raise ConfigFieldError("--set needs one plugin", where=where, available="KIND.NAME")
     if kind in KINDS and name:
         named = [offer for offer in installed if (offer.kind, offer.name) == (kind, name)]
         if not named:
@@ -96,7 +96,7 @@ def find_targets(text: str, options: Mapping[str, object]) -> list[Target]:
     if not _exists(text):
         available = ", ".join(sorted({offer.title for offer in installed}))
         hint = "give KIND.NAME as `kvframework plugins list` shows it, or a module that this Python can import"
-        raise PluginNotFound(f"{text!r} is neither an installed plugin nor a module", available=available, hint=hint)
+        raise PluginNotFound(f"{text!r} is not an installed plugin and not a module", available=available, hint=hint)
     return [Target(text, "", [], [])]
 
 

@@ -67,7 +67,7 @@ PROBLEMS = {
     "import-dies": Kind("error", _IMPORT_LATER),
     "heavy-import": Kind("error", _IMPORT_LATER),
     "eager-import": Kind("warning", _IMPORT_LATER),
-    "internal-import": Kind("warning", "the rest changes without notice"),
+    "internal-import": Kind("warning", "use only public modules: others change without notice"),
     "misspelt-hook": Kind("error", "rename it"),
     "unmarked-hook": Kind("error", _MARK),
     "async-hook": Kind("error", "hooks run once, at startup, in a process without an event loop"),

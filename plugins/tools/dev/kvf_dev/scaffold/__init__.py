@@ -100,7 +100,7 @@ class PluginNames:
 def choose_names(kind: str, name: str, *variants: str) -> PluginNames:
     """The names of a new plugin. Raises `NameRefused`. Blocking: reads the metadata of what is installed."""
     if kind not in KINDS:
-        raise NameRefused(f"there is no kind {kind!r}", where="KIND", available=", ".join(KINDS))
+        raise NameRefused(f"unknown kind {kind!r}", where="KIND", available=", ".join(KINDS))
     if fault := name_fault(kind, name):
         hint = f"did you mean {fault.nearest}?" if fault.nearest else "choose one such as my_store"
         raise NameRefused(fault.fact, where="NAME", available=fault.available, hint=hint)
@@ -111,7 +111,7 @@ def choose_names(kind: str, name: str, *variants: str) -> PluginNames:
             raise NameRefused(fact, where=f"--{variant}", available=", ".join(available), hint=hint)
     names = PluginNames(kind, name, *variants)
     for fact in _taken(names):
-        raise NameRefused(fact, where="NAME", hint="choose another name: of two with one name only one can be used")
+        raise NameRefused(fact, where="NAME", hint="choose another name: two plugins cannot share one name")
     return names
 
 
@@ -119,7 +119,7 @@ def _taken(names: PluginNames) -> Iterator[str]:
     """Yield what is there already by one of the names."""
     for offer in discover():
         if (offer.kind, offer.name) == (names.kind, names.name):
-            yield f"{offer.origin} offers {names.title} already"
+            yield f"{offer.origin} already offers {names.title}"
     with contextlib.suppress(metadata.PackageNotFoundError):
         yield f"there is a distribution {names.distribution} already, {metadata.version(names.distribution)}"
     if found := importlib.util.find_spec(names.module):
@@ -202,7 +202,7 @@ def write_distribution(folder: Path, files: Mapping[str, str]) -> None:
     try:
         folder.mkdir(parents=True)
     except FileExistsError as error:
-        hint = "nothing is overwritten: remove it, or give another --path"
+        hint = "remove the folder, or give another --path"
         raise FolderExists(f"{folder} exists already", where="--path", hint=hint) from error
     except OSError as error:
         raise _failed(folder, error) from error
@@ -220,5 +220,5 @@ def _failed(folder: Path, error: OSError) -> ScaffoldError:
     return ScaffoldError(
         f"{folder} cannot be written: {error.strerror or error}",
         where="--path",
-        hint="give --path a folder in which you may create folders",
+        hint="give a --path in a folder that you may write to",
     )

@@ -81,7 +81,7 @@ class Listener:
             try:
                 connection, _ = await loop.sock_accept(listening)
             except OSError as error:
-                log.warning("cannot accept a connection: %s", error.strerror or error)
+                log.warning("cannot accept an HTTP connection: %s", error.strerror or error)
                 await asyncio.sleep(PAUSE_S)
                 continue
             if len(self._open) >= MOST_CONNECTIONS:
@@ -112,7 +112,7 @@ class Listener:
             # The frames are in a circle with it, and hold buffers of TLS, 256 KiB, until that is collected.
             error.__traceback__ = None
         except Exception:
-            log.exception("a connection of HTTP failed")
+            log.exception("an HTTP connection failed")
         finally:
             self._open.pop(connection, None)
             connection.close()
@@ -230,7 +230,7 @@ class Listener:
             reply = answer()
             return reply if isinstance(reply, (Reply, WantsBody)) else await reply
         except Exception:
-            log.exception("no answer to %s", one_line(target[:200]))
+            log.exception("answering the HTTP request %s failed", one_line(target[:200]))
             return Reply(HTTPStatus.INTERNAL_SERVER_ERROR, PLAIN, b"an error; see the log\n")
 
     async def _send(
@@ -260,7 +260,7 @@ class Listener:
 def _listening(host: str, port: int) -> list[socket.socket]:
     """Sockets that listen at all addresses of `host`, but for families that this machine lacks. Raises `OSError`."""
     sockets: list[socket.socket] = []
-    lacking = OSError(errno.EADDRNOTAVAIL, "there is no such address")
+    lacking = OSError(errno.EADDRNOTAVAIL, "the address does not exist")
     try:
         for family, _, _, _, place in socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -332,9 +332,7 @@ async def listen_until_signal(listener: Listener, config: Listening, where: str,
     shown = f"[{host}]" if ":" in host else host
     log.info("%s: %s://%s:%d/", what, "https" if config.tls_cert else "http", shown, port)
     if not is_loopback(host) and not (config.token_file and config.tls_cert):
-        log.warning(
-            "other machines may reach %s:%d, without %s", shown, port, "TLS" if config.token_file else "a token"
-        )
+        log.warning("other machines can reach %s:%d without %s", shown, port, "TLS" if config.token_file else "a token")
     await stop.wait()
     await listener.stop()
 

@@ -81,7 +81,7 @@ def check_port(config: Listening, where: str) -> None:
     except OSError as error:
         fact, hint = (
             f"cannot listen: {error.strerror or error}",
-            "name an address of this machine and a port that is free",
+            "use an address of this machine and a free port",
         )
         raise EndpointError(fact, where=where or config.listen, hint=hint) from error
 
@@ -94,7 +94,7 @@ def _check_files(config: Listening, where: str) -> None:
             f"the certificate and its key cannot be used: {getattr(error, 'strerror', '') or error}",
             where=where,
             available=f"tls_cert = {config.tls_cert}, tls_key = {config.tls_key}",
-            hint="give PEM files that belong together, which this user may read",
+            hint="give PEM files of one certificate and its key that this user may read",
         ) from None
 
 
@@ -106,5 +106,5 @@ def _check_token(config: Listening, where: str) -> None:
             f"the token cannot be read: {error.strerror or error}",
             where=f"{where} token_file",
             available=config.token_file,
-            hint="write one line with the token into the file; this user has to be able to read it",
+            hint="write the token on one line into the file, and let this user read the file",
         ) from None

@@ -49,7 +49,7 @@ async function refresh() {
   try {
     const why = await ask();
     silentSince = null;
-    const since = points.last ? clock(points.last.time) : "before this page knows";
+    const since = points.last ? clock(points.last.time) : "before this page was opened";
     away = why && `The server does not answer since ${since}: ${why}`;
   } catch (error) {
     silentSince ??= Date.now() / 1000;

@@ -69,12 +69,12 @@ export const PANELS = {
 
   evictions({ status, stretches }, place) {
     const evicted = status.l1?.evicted;
-    const words = { room: "for room", watermark: "by the watermark", tenant: "for a tenant's share", hinted: "as a request had said" };
+    const words = { room: "to make room", watermark: "by the high watermark", tenant: "by a tenant's share", hinted: "by request hint" };
     const series = [{ name: "objects", look: "l2", of: (stretch) => stretch.per("evicted_objects") }];
     const causes = Object.entries(evicted ?? {}).map(([cause, number]) => `${count(number)} ${Object.hasOwn(words, cause) ? words[cause] : cause}`);
     return [
       causes.length ? h("p", {}, `Since the start: ${causes.join(", ")}.`) : null,
-      overTime(place, "Objects evicted, a second", stretches, series, (value) => `${count(value)}/s`),
+      overTime(place, "Objects evicted per second", stretches, series, (value) => `${count(value)}/s`),
     ];
   },
 
@@ -86,9 +86,9 @@ export const PANELS = {
     // The least capacity that gives most of what any gives.
     const best = points.find(({ y }) => y - now.y >= 0.8 * gain);
     const said = gain < 0.005
-      ? `${bytes(most.x)} would have given next to nothing more.`
-      : [h("strong", {}, `+${bytes(best.x - now.x)} would have given +${percent(best.y - now.y)}`),
-        `: a hit rate of L1 of ${percent(best.y)} instead of ${percent(now.y)}, since the start.`];
+      ? `${bytes(most.x)} would have given almost no more hits.`
+      : [h("strong", {}, `+${bytes(best.x - now.x)} would have raised the hit rate by ${percent(best.y - now.y)}`),
+        `: to ${percent(best.y)} from ${percent(now.y)} in L1, since the start.`];
     return [h("p", { class: "said" }, said), curve(place, "Hit rate of L1 by its capacity", ["capacity", "hit rate"], points, bytes, percent)];
   },
 
@@ -101,8 +101,8 @@ export const PANELS = {
     const values = counts.slice(from, to + 1).map((number, at) => [`< ${seconds(idle.first * 2 ** (from + at + 1))}`, number]);
     const again = (wanted?.counts ?? []).reduce((sum, number) => sum + number, 0);
     return [
-      h("p", {}, `Half of them were idle for less than ${seconds(quantile(idle, 0.5))}, nine in ten for less than ${seconds(quantile(idle, 0.9))}.`,
-        again ? ` ${count(again)} were wanted again, half of these within ${seconds(quantile(wanted, 0.5))}.` : ""),
+      h("p", {}, `Half of the evicted objects were idle for less than ${seconds(quantile(idle, 0.5))}, nine in ten for less than ${seconds(quantile(idle, 0.9))}.`,
+        again ? ` ${count(again)} were requested again, half of these within ${seconds(quantile(wanted, 0.5))}.` : ""),
       bars(place, "Evicted objects by the time since their last use", ["idle", "objects"], values, count),
     ];
   },
@@ -127,7 +127,7 @@ export const PANELS = {
       }));
       return [
         tier.name,
-        [circuit(tier), strip(`${tier.name}: mean time of reads, and where it was down`, drawn)],
+        [circuit(tier), strip(`${tier.name}: mean time of reads, and times when the tier was down`, drawn)],
         latency(tier, "get_into"),
         latency(tier, "put"),
         `${rate("read_bytes")}/s`,
@@ -137,7 +137,7 @@ export const PANELS = {
         count(tier.write_pending),
       ];
     });
-    return table("Tiers", ["tier", "circuit", "read p50, p99", "write p50, p99", "read", "written", "hit rate", "used", "to write"], rows);
+    return table("Tiers", ["tier", "circuit", "read p50, p99", "write p50, p99", "read", "written", "hit rate", "used", "objects to write"], rows);
   },
 
   models: (now) => usage(now, "models", "model"),
@@ -155,8 +155,8 @@ export const PANELS = {
       count(Math.round(found / (most - error))),
     ]);
     return [
-      h("p", {}, "The prompts' first chunks that are asked for most, since the start. Their names hold until the next start."),
-      table("Hot prefixes", ["prefix", "model", "lookups", "tokens found", "found a lookup"], rows),
+      h("p", {}, "The first chunks of prompts with the most lookups since the server's start. Their names change at the next start."),
+      table("Hot prefixes", ["prefix", "model", "lookups", "tokens found", "tokens per lookup"], rows),
     ];
   },
 
@@ -171,7 +171,7 @@ export const PANELS = {
       bytes(each.bytes_per_token),
       each.lost ? [h("b", { class: "down" }, "lost"), ` ${each.lost}`] : "registered",
     ]);
-    return [table("Instances", ["instance", "model", "engine", "transport", "bytes a token", "state"], rows), more(instances, rows)];
+    return [table("Instances", ["instance", "model", "engine", "transport", "bytes per token", "state"], rows), more(instances, rows)];
   },
 };
 
@@ -196,7 +196,7 @@ function usage({ status }, kind, noun) {
 function circuit(tier) {
   if (tier.state === "closed") return tier.problems?.length ? h("b", { class: "down" }, tier.problems.join("; ")) : h("b", { class: "up" }, "works");
   const which = Object.entries(tier.circuits ?? {}).filter(([, state]) => state !== "closed").map(([name]) => `${name}s`);
-  return [h("b", { class: "down" }, `down for ${which.join(" and ") || "calls"}`), `, for ${seconds(tier.state_s)} now (${tier.state}): ${tier.last_error}`];
+  return [h("b", { class: "down" }, `down for ${which.join(" and ") || "calls"}`), `, for ${seconds(tier.state_s)} (${tier.state}): ${tier.last_error}`];
 }
 
 function latency(tier, call) {

@@ -35,9 +35,9 @@ class View(str, enum.Enum):
 def top(
     endpoint: Endpoint = None,
     config: EndpointConfig = None,
-    view: Annotated[View, typer.Option(help="What to show.")] = View.overview,
-    interval: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between two pictures.")] = 1.0,
-    frames: Annotated[int | None, typer.Option(min=1, help="Print so many pictures as text, and end.")] = None,
+    view: Annotated[View, typer.Option(help="The view to show.")] = View.overview,
+    interval: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between two updates.")] = 1.0,
+    frames: Annotated[int | None, typer.Option(min=1, help="Print this number of pictures as text, and end.")] = None,
     once: Annotated[bool, typer.Option("--once", help="The same as --frames 1.")] = False,
     timeout: Annotated[float, typer.Option(min=0.01, max=3600, help="Seconds to wait for an answer.")] = 3.0,
 ) -> None:
@@ -47,7 +47,7 @@ def top(
     picture without a known past takes an interval, for its rates.
     """
     if once and frames is not None:
-        raise typer.BadParameter("it goes with no --frames", param_hint="--once")
+        raise typer.BadParameter("--once and --frames exclude each other", param_hint="--once")
     from kvf_observe.top.screen import has_screen, print_frames, watch
     from kvframework.client import StatusSource, quiet_connection, server_endpoint
 

@@ -71,7 +71,7 @@ def _table(view: View, window: Window) -> Table:
         cells = [Text(column.shown(value)) for column, value in zip(view.columns, row, strict=True)]
         table.add_row(*cells, style="red" if view.failing(row) else "")
     if not table.row_count:
-        table.add_row(Text("nothing yet", style="dim"))
+        table.add_row(Text("no requests yet", style="dim"))
     return table
 
 

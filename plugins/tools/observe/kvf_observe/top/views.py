@@ -64,7 +64,7 @@ _USE = (
     Column("stored/s", short_count),
     Column("evicted/s", short_count),
     Column("objects", short_count),
-    Column("hit ever", percent),
+    Column("hit since start", percent),
 )
 
 

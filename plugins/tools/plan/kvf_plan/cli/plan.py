@@ -18,7 +18,7 @@ _EPILOG = examples(
     "kvframework plan trace.jsonl --engine llama-3-8b --gpu h100 --ttft 1.5",
     "kvframework plan t.jsonl --engine llama-3-8b --gpu h100 --tier disk=3GB/s",
     "kvframework plan t.jsonl --prefill 25000 --bytes-per-token 128KiB",
-    "kvframework plan --catalogue      the models and GPUs that it knows",
+    "kvframework plan --catalogue      models and GPUs that the planner knows",
 )
 app = typer.Typer()
 
@@ -39,72 +39,90 @@ class WritePolicy(str, enum.Enum):
 @app.command("plan", epilog=_EPILOG)
 def plan(
     trace: Annotated[
-        Path | None, typer.Argument(metavar="TRACE", help="A trace: `kvframework trace record`, or one of Mooncake's.")
+        Path | None, typer.Argument(metavar="TRACE", help="A trace of `kvframework trace record` or of Mooncake.")
     ] = None,
     engine: Annotated[str, typer.Option(metavar="MODEL", help="A model of the catalogue.")] = "",
     gpu: Annotated[str, typer.Option(metavar="GPU", help="A GPU of the catalogue.")] = "",
-    gpus: Annotated[int, typer.Option(min=0, max=1024, help="GPUs of an engine; 0: as published.")] = 0,
+    gpus: Annotated[int, typer.Option(min=0, max=1024, help="GPUs per engine; 0: as published.")] = 0,
     engines: Annotated[
-        int, typer.Option(min=0, max=1024, help="Engines at this server; 0: as many as it takes without a cache.")
+        int,
+        typer.Option(min=0, max=1024, help="Engines at this server; 0: as many as the trace needs without a cache."),
     ] = 0,
     prefill: Annotated[
         float | None,
         typer.Option(
-            metavar="TOKENS/S", parser=count_of, help="Your engine's prefill speed, of short prompts, such as 25k."
+            metavar="TOKENS/S",
+            parser=count_of,
+            help="Your engine's prefill speed for short prompts, in tokens per second, such as 25k.",
         ),
     ] = None,
     attention: Annotated[
         float | None,
-        typer.Option(metavar="TOKENS", help="Length of context at which a token takes twice as long; 0: never."),
+        typer.Option(
+            metavar="TOKENS", help="Context length, in tokens, at which a token takes twice as long; 0: never."
+        ),
     ] = None,
     bytes_per_token: Annotated[
         int | None,
         typer.Option(
             metavar="SIZE",
             parser=size_of,
-            help="KV of a token, all ranks, such as 128KiB: `kvframework status` has it.",
+            help="KV bytes of a token on all ranks, such as 128KiB; see `kvframework status`.",
         ),
     ] = None,
     ttft: Annotated[
         float | None,
         typer.Option(
-            metavar="TIME", parser=seconds_of, help="The goal: the time to the first token, in s, or such as 500ms."
+            metavar="TIME",
+            parser=seconds_of,
+            help="The goal: time to the first token, such as 500ms; a plain number is seconds.",
         ),
     ] = None,
-    at: Annotated[At, typer.Option(help="Of which time that is the goal.")] = At.mean,
+    at: Annotated[At, typer.Option(help="The statistic of the time that must meet the goal.")] = At.mean,
     budget: Annotated[
-        str, typer.Option(metavar="COST", help="The most that it may cost, in the unit of --price; or GiB of DRAM.")
+        str,
+        typer.Option(
+            metavar="COST", help="The largest allowed cost, in the unit of --price; without --price in GiB of DRAM."
+        ),
     ] = "",
     drive_writes: Annotated[
-        float | None, typer.Option(metavar="N", help="How often a day the whole tier may be written.")
+        float | None, typer.Option(metavar="N", help="How many times a day the tier's capacity may be written.")
     ] = None,
     tier: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME=RATE[,...]",
-            help="A tier on offer: disk, redis or s3; repeatable. Behind it: write=RATE, of writes that do not share"
-            " it, latency=TIME, capacity=SIZE.",
+            help="A tier to consider: disk, redis or s3, with its read rate; repeatable. Options after the rate:"
+            " write=RATE (a separate rate of writes), latency=TIME, capacity=SIZE.",
         ),
     ] = None,
     price: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=PRICE", help="Of a GiB of dram, disk, redis or s3, in any unit; repeatable."),
+        typer.Option(
+            metavar="NAME=PRICE", help="The price of a GiB of dram, disk, redis or s3, in any unit; repeatable."
+        ),
     ] = None,
     chunk_tokens: Annotated[
-        int, typer.Option(min=0, help="Tokens of a chunk of the trace, where the file does not say it; 0: 512.")
+        int, typer.Option(min=0, help="Tokens per chunk of the trace, if the file does not say; 0: 512.")
     ] = 0,
     eviction: Annotated[
-        list[str] | None, typer.Option(help="An eviction policy; repeatable. Without it lru and two_queues.")
+        list[str] | None, typer.Option(help="An eviction policy to try; repeatable. Default: lru and two_queues.")
     ] = None,
     write_policy: Annotated[
-        list[WritePolicy] | None, typer.Option(help="A write policy of tiers; repeatable. Without it all of them.")
+        list[WritePolicy] | None, typer.Option(help="A write policy of tiers to try; repeatable. Default: all.")
     ] = None,
     l1: Annotated[
         list[int] | None,
-        typer.Option(metavar="SIZE", parser=size_of, help="A capacity of L1; repeatable. Without it 2^n, 3 x 2^n."),
+        typer.Option(
+            metavar="SIZE", parser=size_of, help="A capacity of L1 to try; repeatable. Default: 2^n and 3 x 2^n."
+        ),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the chosen configuration.")] = None,
-    catalogue: Annotated[bool, typer.Option("--catalogue", help="Show the models and GPUs that it knows.")] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="The file for the chosen configuration.")
+    ] = None,
+    catalogue: Annotated[
+        bool, typer.Option("--catalogue", help="Show models and GPUs that the planner knows.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Plan memory, tiers and policies for a trace: what they do for the time to the first token, and the cheapest
@@ -120,7 +138,7 @@ def plan(
         print_catalogue(as_json=as_json)
         return
     if trace is None:
-        raise typer.BadParameter("name a trace, or give --catalogue", param_hint="TRACE")
+        raise typer.BadParameter("give a trace, or --catalogue", param_hint="TRACE")
     from kvf_plan.cli.plan_view import check_out, print_plan, write_out
     from kvf_plan.cli.speeds import parse_tier
     from kvf_plan.errors import PlanError
@@ -134,7 +152,9 @@ def plan(
     if out is not None:
         if ttft is None:
             raise PlanError(
-                "without a goal nothing is chosen to be written", where=f"--out {out}", hint="add the goal: --ttft 1.5"
+                "--out needs a goal, which chooses the configuration",
+                where=f"--out {out}",
+                hint="add the goal: --ttft 1.5",
             )
         check_out(out)
     tiers = tier_offers(parse_tier(each) for each in tier or ())

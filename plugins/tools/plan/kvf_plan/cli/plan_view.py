@@ -18,7 +18,7 @@ from kvframework.api.console import print_document, print_text, print_view, stde
 from kvframework.api.plugin import ByteSize
 from kvframework.text import short_count, short_duration, short_number
 
-_LIMITS = {"ttft": "time to the first token", "budget": "cost", "drive_writes": "writes of the whole tier a day"}
+_LIMITS = {"ttft": "time to the first token", "budget": "cost", "drive_writes": "writes of the whole tier per day"}
 
 
 def print_plan(plan: Plan, *, as_json: bool) -> None:
@@ -32,10 +32,10 @@ def print_plan(plan: Plan, *, as_json: bool) -> None:
     print_view(_curve(plan.chunks))
     print_view(_rows(plan))
     if not plan.says_a_day and any(row.setting.tier for row in plan.rows):
-        print_text(f"size a day: {short_duration(plan.seconds)} are too short a trace to say that")
+        print_text(f"size a day: {short_duration(plan.seconds)} of trace are too short for writes per day")
     if plan.prices.assumed:
         prices = ", ".join(f"{name} {short_number(price)}" for name, price in plan.prices.of.items())
-        print_text(f"cost: GiB of DRAM, at assumed prices of a GiB ({prices}); --price has yours")
+        print_text(f"cost is in GiB of DRAM, at assumed prices per GiB ({prices}); set yours with --price")
     print_text("")
     for line in verdict(plan):
         print_text(line)
@@ -74,13 +74,13 @@ def verdict(plan: Plan) -> list[str]:
     """Return what to take, or which limit nothing keeps, by how much, and what comes closest."""
     goal = plan.goal
     if goal.ttft_s is None:
-        return ["no goal was given: --ttft TIME chooses a row"]
+        return ["no goal is set, so no row is chosen; set one with --ttft TIME"]
     if plan.chosen is not None:
         return [f"chosen, the cheapest that meets the goal: {_said(plan.chosen)}", *_wear(plan)]
     row = closest(plan.rows, goal)
-    lines = ["nothing that was tried meets the goal, so nothing is chosen"]
+    lines = ["no tried configuration meets the goal, so none is chosen"]
     lines += [_short(each, goal.at) for each in shortfalls(row, goal)]
-    return [*lines, f"that is what comes closest: {_said(row)}"]
+    return [*lines, f"the closest configuration: {_said(row)}"]
 
 
 def _wear(plan: Plan) -> list[str]:
@@ -88,8 +88,8 @@ def _wear(plan: Plan) -> list[str]:
     times = plan.chosen.figures.drive_writes
     if times < 1 or plan.goal.drive_writes is not None or not plan.says_a_day:
         return []
-    often = f"the tier would be written {short_number(times)} times its size a day"
-    return [f"{often}: a disk's maker says how often it may be; --drive-writes N is a limit"]
+    often = f"the tier would be written {short_number(times)} times its size per day"
+    return [f"{often}: see the disk's datasheet for the allowed number; --drive-writes N sets a limit"]
 
 
 def _short(short: Shortfall, at: str) -> str:
@@ -110,10 +110,10 @@ def _said(row: Row) -> str:
 
 def _load(plan: Plan) -> str:
     rate = plan.requests / max(plan.seconds, 1.0)
-    why = " (as many as the trace needs without a cache)" if plan.engines_by_load else ""
+    why = " (the number that the trace needs without a cache)" if plan.engines_by_load else ""
     engines = "1 engine" if plan.engines == 1 else f"{plan.engines} engines"
     return (
-        f"{plan.trace}: {plan.requests:,} requests in {short_duration(plan.seconds)}, {short_number(rate)} a second, "
+        f"{plan.trace}: {plan.requests:,} requests in {short_duration(plan.seconds)}, {short_number(rate)} per second, "
         f"{plan.tokens / max(plan.requests, 1):,.0f} tokens each; {engines}{why}"
     )
 
@@ -124,7 +124,7 @@ def _speed(engine: Engine) -> str:
     context = twice if engine.attention_tokens else "at any length of context"
     return (
         f"{engine.words}: {engine.tokens_per_s:,.0f} tokens of prompts/s, {context}; "
-        f"{ByteSize(engine.bytes_per_token)} of KV a token ({engine.basis}: {engine.note}{source})"
+        f"{ByteSize(engine.bytes_per_token)} of KV per token ({engine.basis}: {engine.note}{source})"
     )
 
 
@@ -132,8 +132,8 @@ def _needs(chunks: Chunks) -> str:
     live = chunks.live
     return (
         f"chunks of {chunks.chunk_tokens} tokens: the live set is {ByteSize(chunks.live_bytes)} ({live.most:,} chunks "
-        f"that will be asked for again, at most at once); {ByteSize(chunks.all_bytes)} were ever computed, "
-        f"{live.reused / max(live.stored, 1):.0%} of that is ever used again; the longest prompt has "
+        f"that will be requested again, at most at one time); {ByteSize(chunks.all_bytes)} were computed in all, "
+        f"{live.reused / max(live.stored, 1):.0%} of them are used again; the longest prompt has "
         f"{ByteSize(chunks.longest_bytes)}; an endless cache finds {chunks.endless_hit:.1%} of all tokens"
     )
 
@@ -148,7 +148,7 @@ def _curve(chunks: Chunks) -> Table:
 
 def _rows(plan: Plan) -> Table:
     heads = ["L1", "eviction", "tier", "L1 + L2 found", "mean TTFT", "p99", "engine hours"]
-    heads += ["L2 used", "written + read", "busy", "not written", "size a day", "cost"]
+    heads += ["L2 used", "written + read", "busy", "not written", "size per day", "cost"]
     table = table_of(*heads, text=(1, 2))
     for row in plan.rows:
         setting, figures = row.setting, row.figures
@@ -171,10 +171,12 @@ def check_out(file: Path) -> None:
     """Check before any work that a new `file` can be written. Raises `PlanError`."""
     if file.exists():
         raise PlanError(
-            "the file exists, and a plan overwrites none", where=f"--out {file}", hint="name another, or remove it"
+            "the file exists, and plan does not overwrite files",
+            where=f"--out {file}",
+            hint="give another file, or remove this one",
         )
     if not os.access(file.parent, os.W_OK | os.X_OK):
-        raise PlanError("the configuration cannot be written there", where=f"--out {file}")
+        raise PlanError("the path cannot take the configuration", where=f"--out {file}")
 
 
 def write_out(plan: Plan, file: Path) -> None:
@@ -185,7 +187,7 @@ def write_out(plan: Plan, file: Path) -> None:
             out.write(toml_of(plan.chosen.setting, about(plan, plan.chosen)))
     except OSError as error:
         raise PlanError(f"cannot be written: {error.strerror}", where=f"--out {file}") from None
-    stderr.print(f"written: {file}; check it on the machine: kvframework doctor --config {file}", markup=False)
+    stderr.print(f"wrote {file}; check it on the server's machine: kvframework doctor --config {file}", markup=False)
 
 
 def about(plan: Plan, row: Row) -> list[str]:
@@ -201,6 +203,6 @@ def about(plan: Plan, row: Row) -> list[str]:
     ]
     if row.setting.tier is not None:
         written, read = (short_number(rate / 1e9) for rate in (figures.written_per_s, figures.read_per_s))
-        a_day = f" ({short_number(figures.drive_writes)} times its size a day)" if plan.says_a_day else ""
+        a_day = f" ({short_number(figures.drive_writes)} times its size per day)" if plan.says_a_day else ""
         lines.append(f"The tier is written {written} GB/s{a_day}, and read {read} GB/s.")
     return lines

@@ -26,7 +26,9 @@ app = typer.Typer()
 
 @app.command("simulate", epilog=_EPILOG)
 def simulate(
-    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A trace of this framework or of Mooncake.")],
+    trace: Annotated[
+        Path, typer.Argument(metavar="TRACE", help="A trace of `kvframework trace record` or of Mooncake.")
+    ],
     config: ConfigFile = None,
     overrides: Overrides = None,
     tier: Annotated[
@@ -34,26 +36,30 @@ def simulate(
         typer.Option(
             "--tier",
             metavar="NAME=RATE[,...]",
-            help="The speed of an [[l2]], by its `use`; one for each. Behind it: write=RATE, of writes that do not"
-            " share it (write=free: they take no time), latency=TIME, capacity=SIZE, slow=FACTOR@FROM-TO.",
+            help="The read rate of an [[l2]] table, by its `use`; one for each. Options after the rate: write=RATE"
+            " (a separate rate of writes; write=free: no time), latency=TIME, capacity=SIZE, slow=FACTOR@FROM-TO.",
         ),
     ] = None,
     bytes_per_token: Annotated[
-        int, typer.Option(metavar="SIZE", parser=size_of, help="KV of a token, of all layers and ranks.")
+        int, typer.Option(metavar="SIZE", parser=size_of, help="KV bytes of a token, of all layers and ranks.")
     ] = "128KiB",  # type: ignore[assignment]  # noqa: S107  of KV; parsed, too
     engines: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Engines before this server; without them no time is simulated.")
+        int | None,
+        typer.Option(min=1, max=1024, help="Engines at this server; without engines no times are simulated."),
     ] = None,
     prefill: Annotated[
         float | None,
         typer.Option(
             metavar="TOKENS",
             parser=count_of,
-            help="Tokens that one engine computes in a second, at the start of a prompt, such as 25k.",
+            help="Tokens per second that one engine computes at the start of a prompt, such as 25k.",
         ),
     ] = None,
     attention: Annotated[
-        float, typer.Option(metavar="TOKENS", help="Length of context at which a token takes twice as long; 0: never.")
+        float,
+        typer.Option(
+            metavar="TOKENS", help="Context length, in tokens, at which a token takes twice as long; 0: never."
+        ),
     ] = 0.0,
     lookahead: Annotated[
         int | None,
@@ -64,7 +70,7 @@ def simulate(
         ),
     ] = None,
     chunk_tokens: Annotated[
-        int, typer.Option(min=0, help="Tokens of a chunk of the trace, where the file does not say it; 0: 512.")
+        int, typer.Option(min=0, help="Tokens per chunk of the trace, if the file does not say; 0: 512.")
     ] = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -107,6 +113,9 @@ def _engines(count: int | None, prefill: float | None, attention: float, lookahe
         return None
     if prefill is None:
         raise SimulationError(
-            "how fast are the engines?", where="--engines", available="tokens per second", hint="add --prefill 25000"
+            "the speed of the engines is missing",
+            where="--engines",
+            available="tokens per second",
+            hint="add --prefill 25000",
         )
     return Engines(count or 1, prefill, attention, lookahead)

@@ -24,7 +24,7 @@ def parse_tier(text: str) -> TierSpeed:
     rate, *parts = rest.split(",")
     if not (name and equals):
         raise SimulationError(
-            "a tier without a speed", where=where, available=FORM, hint=f"--tier {name or 'redis'}=3GB/s"
+            "the tier has no speed", where=where, available=FORM, hint=f"--tier {name or 'redis'}=3GB/s"
         )
     write, latency_s, capacity, slow = None, 0.0, None, []
     for part in parts:
@@ -38,7 +38,7 @@ def parse_tier(text: str) -> TierSpeed:
         elif key == "slow":
             slow.append(_slow(value, where))
         else:
-            raise SimulationError(f"{key!r} is nothing of a tier", where=where, available=FORM)
+            raise SimulationError(f"{key!r} is not an option of a tier", where=where, available=FORM)
     return TierSpeed(name, parse_rate(rate, where), write, latency_s, capacity, slow)
 
 
@@ -50,14 +50,16 @@ def parse_rate(text: str, where: str) -> float:
             return float(ByteSize.parse(size))
     except ValueError:
         pass  # bits, a misspelt unit
-    raise SimulationError(f"{text!r} is no rate", where=where, available="bytes per second, such as 3GB/s or 800MiB/s")
+    raise SimulationError(
+        f"{text!r} is not a rate", where=where, available="bytes per second, such as 3GB/s or 800MiB/s"
+    )
 
 
 def _slow(text: str, where: str) -> SlowTime:
     match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,12})?)@([^-]+)-([^-]+)", text)
     if match is None:
         raise SimulationError(
-            f"{text!r} is no slow time", where=where, available="FACTOR@FROM-TO, such as 0.2@10min-20min"
+            f"{text!r} is not a slow period", where=where, available="FACTOR@FROM-TO, such as 0.2@10min-20min"
         )
     return SlowTime(_seconds(match[2], where), _seconds(match[3], where), float(match[1]))
 

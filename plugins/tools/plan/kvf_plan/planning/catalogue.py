@@ -153,7 +153,9 @@ def _named(known: dict[str, _T], name: str, where: str) -> _T:
         f"{name!r} is not in the catalogue",
         where=where,
         available=", ".join(known),
-        hint=f"did you mean {near[0]!r}?" if near else "give your own: --prefill TOKENS/S and --bytes-per-token SIZE",
+        hint=f"did you mean {near[0]!r}?"
+        if near
+        else "give your engine's values: --prefill TOKENS/S and --bytes-per-token SIZE",
     )
 
 
@@ -178,7 +180,7 @@ def engine_of(
             f"not known: {' and '.join(unknown)}",
             where="kvframework plan",
             available="--engine MODEL --gpu GPU, or --prefill TOKENS/S --bytes-per-token SIZE",
-            hint="`kvframework plan --catalogue` shows what it knows",
+            hint="`kvframework plan --catalogue` shows the known models and GPUs",
         )
     else:
         known = Engine(

@@ -22,7 +22,7 @@ from kvframework.config.schema import Config, WritePolicyName
 
 # The watermarks that write_back needs: L1 evicts before it is full.
 _HIGH, _LOW = 0.95, 0.9
-_PRICED = "# What an engine computes sooner than the tier loads it is computed: no tier makes anything slower."
+_PRICED = "# Tokens that an engine computes sooner than the tier loads them are computed, so no tier slows a request."
 _WHY = {
     "write_through": "All that is computed goes to the tier: most is found again, and most is written",
     "write_through_selective": "Only what is used a second time: the tier wears least, and the first repeat is lost",
@@ -121,7 +121,7 @@ def goal_of(ttft_s: float | None, at: At, budget: float | None, drive_writes: fl
     """Return a goal. Raises `PlanError` for a limit that is no positive number."""
     for where, limit in (("--ttft", ttft_s), ("--drive-writes", drive_writes)):
         if limit is not None and not 0 < limit < math.inf:
-            raise PlanError(f"{limit} is no limit", where=where, available="a positive number")
+            raise PlanError(f"{limit} is not a limit", where=where, available="a positive number")
     return Goal(ttft_s, at, budget, drive_writes)
 
 

@@ -56,9 +56,9 @@ def tier_offers(speeds: Iterable[TierSpeed]) -> tuple[TierOffer, ...]:
         offer = _tier_offer(speed)
         if offer in offers:
             raise PlanError(
-                f"the same tier is there twice: {offer.name}",
+                f"the same tier is given twice: {offer.name}",
                 where=f"--tier {speed.name}",
-                hint="leave one out, or give it another speed or capacity",
+                hint="leave out one of them, or give another speed or capacity",
             )
         offers.append(offer)
     return tuple(offers)
@@ -71,9 +71,11 @@ def _tier_offer(speed: TierSpeed) -> TierOffer:
             f"no configuration is written for a tier {speed.name!r}", where="--tier", available=", ".join(KINDS)
         )
     if speed.read_bytes_per_s <= 0 or speed.write_bytes_per_s == 0:
-        raise PlanError("a rate of nothing", where=f"--tier {speed.name}", available="such as 3GB/s")
+        raise PlanError("the rate is 0", where=f"--tier {speed.name}", available="such as 3GB/s")
     if speed.slow:
-        raise PlanError("a plan is for a tier as it always is", where=f"--tier {speed.name}", hint="leave out slow=")
+        raise PlanError(
+            "a plan assumes a constant speed of the tier", where=f"--tier {speed.name}", hint="leave out slow="
+        )
     return TierOffer(
         names[speed.name],
         speed.read_bytes_per_s,
@@ -101,13 +103,15 @@ def parse_prices(texts: Iterable[str], tiers: Iterable[str]) -> Prices:
     for text in texts:
         name, _, value = text.partition("=")
         if name not in ASSUMED_PRICES:
-            raise PlanError(f"nothing is called {name!r}", where="--price", available=", ".join(ASSUMED_PRICES))
+            raise PlanError(f"unknown resource {name!r}", where="--price", available=", ".join(ASSUMED_PRICES))
         try:
             of[name] = float(value)
         except ValueError:
             of[name] = math.nan
         if not 0 <= of[name] < math.inf:
-            raise PlanError(f"{text!r} is no price of a GiB", where="--price", available="such as dram=3.5 or disk=0.1")
+            raise PlanError(
+                f"{text!r} is not a price of a GiB", where="--price", available="such as dram=3.5 or disk=0.1"
+            )
     if not of:
         return Prices(ASSUMED_PRICES, assumed=True)
     if missing := [name for name in (DRAM, *tiers) if name not in of]:
@@ -129,5 +133,5 @@ def parse_budget(text: str) -> float:
         except ValueError as error:
             raise PlanError(str(error), where="--budget") from None
     if not 0 < budget < math.inf:
-        raise PlanError(f"{text} is no budget", where="--budget", available="such as 5000 or 512GiB")
+        raise PlanError(f"{text} is not a budget", where="--budget", available="such as 5000 or 512GiB")
     return budget

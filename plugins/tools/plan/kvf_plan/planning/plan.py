@@ -103,7 +103,7 @@ def make_plan(trace: Trace, wanted: Wanted, tell: Callable[[str], object] = lamb
         raise PlanError(
             f"no prompt of the trace fills a chunk of {prompts.chunk_tokens} tokens",
             where=trace.header.name,
-            hint="there is nothing that a cache could keep",
+            hint="a cache keeps whole chunks only",
         )
     engines = wanted.engines or _engines(prompts, wanted.engine)
     sized = _sized(prompts, wanted, engines)

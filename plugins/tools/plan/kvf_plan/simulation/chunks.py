@@ -18,9 +18,9 @@ class Chunks:
     def __init__(self, ours: int, theirs: int, *, whole: bool) -> None:
         if ours % theirs and theirs % ours:
             raise SimulationError(
-                f"the trace has chunks of {theirs} tokens, the server of {ours}",
+                f"the trace has chunks of {theirs} tokens, the server chunks of {ours}",
                 where="[server] chunk_size",
-                available=f"multiples of {theirs}, and what divides it",
+                available=f"multiples and divisors of {theirs}",
                 hint=f"simulate chunks as in the trace: --set server.chunk_size={theirs}",
             )
         self.tokens = ours

@@ -48,7 +48,9 @@ class VirtualMemory(Memory):
             self._map = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
         except (OSError, OverflowError) as error:
             raise SimulationError(
-                f"L1 is too large to be simulated: {error}", where="[l1] capacity", hint="no node has as much"
+                f"L1 is too large to be simulated: {error}",
+                where="[l1] capacity",
+                hint="set a capacity that a node can have",
             ) from None
 
     def start(self, on_ready: Callable[[int], None]) -> None:

@@ -70,7 +70,7 @@ def sizes_of(settings: Settings, registry: PluginRegistry) -> Sizes:
     capacity = getattr(memory, "capacity", None)
     if not isinstance(capacity, int):
         raise SimulationError(
-            f"the memory {config.l1.memory.use!r} does not say how large it is",
+            f"the memory {config.l1.memory.use!r} does not report its size",
             where=config.l1.memory.where,
             available="a memory with the option `capacity`",
         )
@@ -78,8 +78,8 @@ def sizes_of(settings: Settings, registry: PluginRegistry) -> Sizes:
         raise SimulationError(
             f"L1 has {ByteSize(capacity)}, and one chunk of {chunk} tokens takes {ByteSize(rounded(whole))}",
             where=config.l1.memory.where,
-            available=f"{ByteSize(settings.bytes_per_token)} a token",
-            hint="say the bytes of your model's token (--bytes-per-token), or give L1 more",
+            available=f"{ByteSize(settings.bytes_per_token)} per token",
+            hint="set --bytes-per-token to your model's, or raise [l1] capacity",
         )
     return Sizes(
         structs.replace(config, server=structs.replace(config.server, chunk_size=chunk)),
@@ -114,28 +114,28 @@ def _tiers(settings: Settings, registry: PluginRegistry) -> tuple[SimulatedTier,
     for speed in settings.tiers:
         if speed.name not in names:
             raise SimulationError(
-                f"there is no tier {speed.name!r}",
+                f"unknown tier {speed.name!r}",
                 where="tiers",
                 available=", ".join(names) or "no [[l2]] is configured",
-                hint="name an [[l2]] of the configuration by its `use`",
+                hint="give the `use` of an [[l2]] table of the configuration",
             )
     if len(speeds) < len(settings.tiers):
-        raise SimulationError("a tier has two speeds", where="tiers", available="one for each [[l2]]")
+        raise SimulationError("a tier has more than one speed", where="tiers", available="one speed for each [[l2]]")
     found = []
     for name, table in zip(names, settings.config.l2, strict=True):
         if table.tier.use in OF_OTHER_NODES:
             raise SimulationError(
-                f"the tier {name!r} reads from other nodes, and one node is simulated",
+                f"the tier {name!r} reads from other nodes, but only one node is simulated",
                 where=table.tier.where,
-                hint="leave this [[l2]] out",
+                hint="leave out this [[l2]]",
             )
         provider, options = resolve_table(registry, table.tier, TierProvider)
         if name not in speeds:
             raise SimulationError(
-                f"how fast is the tier {name!r}?",
+                f"the speed is missing of the tier {name!r}?",
                 where=table.tier.where,
                 available="bytes per second",
-                hint=f"say so: --tier {name}=3GB/s",
+                hint=f"give the speed: --tier {name}=3GB/s",
             )
         speed, keys = speeds[name], table.keys
         if speed.capacity_bytes is None and isinstance(capacity := getattr(options, "capacity", None), int):

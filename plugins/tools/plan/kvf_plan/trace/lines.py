@@ -90,7 +90,7 @@ def requests(lines: Iterator[tuple[int, bytes]], name: str, chunk_tokens: int) -
                 f"`timestamp` is {_time(now)} ms, after a line with {_time(before)} ms",
                 where=where,
                 available="lines in the order of time",
-                hint=f"sort it: jq -s -c 'sort_by(.timestamp)[]' {name}",
+                hint=f"sort the file: jq -s -c 'sort_by(.timestamp)[]' {name}",
             )
         at = (now - first) / 1000
         if at > MAX_SPAN_S:
@@ -126,10 +126,10 @@ def decoded(text: bytes, where: str) -> Line:
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         cut = not text.endswith(b"\n")
         raise TraceError(
-            "the file ends within this line" if cut else f"this is no JSON object: {error}",
+            "the file ends within this line" if cut else f"the line is not a JSON object: {error}",
             where=where,
             available=FORM,
-            hint="copy the file again, or cut its last line off: sed -i '$d' FILE" if cut else "correct the line",
+            hint="copy the file again, or cut off its last line: sed -i '$d' FILE" if cut else "correct the line",
         ) from None
 
 

@@ -52,7 +52,7 @@ def open_trace(path: str | Path, *, chunk_tokens: int = 0) -> Trace:
     path = Path(path)
     with readable(path):
         if not stat.S_ISREG(path.stat().st_mode):
-            raise no_trace(path, "this is no file, but a folder, a pipe or a device", "name a file")
+            raise no_trace(path, "the path is a folder, a pipe or a device", "give a file")
         with path.open("rb") as file:
             head = file.read(HEAD)
         form = form_of(head)
@@ -60,7 +60,7 @@ def open_trace(path: str | Path, *, chunk_tokens: int = 0) -> Trace:
             return _Lines(path, _read_header(path))
         if form == MOONCAKE:
             return _Lines(path, Header(chunk_tokens or MOONCAKE_CHUNK_TOKENS, path.name, MOONCAKE))
-    raise no_trace(path, "this is of no known form" if head.strip() else "the file is empty", RECORD)
+    raise no_trace(path, "the file has an unknown format" if head.strip() else "the file is empty", RECORD)
 
 
 class _Lines:
@@ -89,12 +89,14 @@ def _read_header(path: Path) -> Header:
     except msgspec.ValidationError as error:
         raise lines.wrong_field(error, where, expected) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise TraceError(f"this is no JSON object: {error}", where=where, available=expected, hint=RECORD) from None
+        raise TraceError(
+            f"the line is not a JSON object: {error}", where=where, available=expected, hint=RECORD
+        ) from None
     if read.kvframework_trace > lines.VERSION:
         raise TraceError(
             f"`kvframework_trace` is {read.kvframework_trace}: a later release wrote this trace",
             where=where,
             available=f"{lines.VERSION}",
-            hint="install that release to read it",
+            hint="install that release to read the trace",
         )
     return Header(read.chunk_tokens, path.name, KVFRAMEWORK, read.recorded_at)

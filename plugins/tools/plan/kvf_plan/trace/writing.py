@@ -111,12 +111,15 @@ class TraceFile:
             yield
         except FileExistsError:
             raise TraceError(
-                "the file exists", where=str(self.path), available="a new file", hint="name another, or remove it"
+                "the file exists",
+                where=str(self.path),
+                available="a new file",
+                hint="give another file, or remove this one",
             ) from None
         except OSError as error:
             raise TraceError(
                 error.strerror or type(error).__name__,
                 where=str(self.path),
                 available="a file that can be written",
-                hint="check its folder, and the room on its disk",
+                hint="check the folder and the free space on its disk",
             ) from None

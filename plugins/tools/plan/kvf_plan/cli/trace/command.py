@@ -10,13 +10,17 @@ import typer
 from kvf_plan.cli.amounts import seconds_of
 from kvframework.api.command import AsJson, Endpoint, EndpointConfig, QuickGroup, examples
 
-app = typer.Typer(cls=QuickGroup, help="Traces: when requests came, and what they share.", no_args_is_help=True)
+app = typer.Typer(
+    cls=QuickGroup,
+    help="Record, check and describe traces, which hold when requests came and which tokens they share.",
+    no_args_is_help=True,
+)
 
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A trace.")]
 ChunkTokens = Annotated[
     int,
-    typer.Option(min=0, max=1 << 20, help="Tokens of a chunk, where the file does not say it; 0: 512."),
+    typer.Option(min=0, max=1 << 20, help="Tokens per chunk, if the file does not say; 0: 512."),
 ]
 
 
@@ -28,9 +32,10 @@ ChunkTokens = Annotated[
     ),
 )
 def record(
-    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write; it must not exist.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write, which must not exist.")],
     seconds: Annotated[
-        float | None, typer.Option("--for", metavar="TIME", parser=seconds_of, help="How long, such as 90s, 10m or 2h.")
+        float | None,
+        typer.Option("--for", metavar="TIME", parser=seconds_of, help="How long to record, such as 90s, 10m or 2h."),
     ] = None,
     endpoint: Endpoint = None,
     config: EndpointConfig = None,

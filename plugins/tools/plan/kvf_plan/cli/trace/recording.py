@@ -70,13 +70,13 @@ class Recorder:
         """Return what is in the file, in a sentence."""
         counts = self._written
         if not self._fetched.requests and not self._fetched.lost:
-            return f"no request: no engine looked up a prompt at {self._client.endpoint} meanwhile"
+            return f"no request was recorded: no engine looked up a prompt at {self._client.endpoint} meanwhile"
         asked = counts.asked_tokens
         hit = f", {100 * counts.hit_tokens / asked:.0f}% of them hit" if asked else ""
         span = short_duration(counts.until - counts.first)
         text = f"{short_count(counts.requests)} requests in {span} for {short_count(asked)} tokens{hit}"
         lost = self._fetched.lost + self._fetched.requests - counts.requests
-        return f"{text}; {short_count(lost)} more could not be kept" if lost else text
+        return f"{text}; {short_count(lost)} more could not be recorded" if lost else text
 
     @contextmanager
     def _until_signal(self) -> Iterator[None]:
@@ -113,9 +113,9 @@ class Recorder:
             return self._client.request("TRACE", asked, m.TraceReply, timeout=self._timeout_s)
         except UnknownRequest:
             raise VersionMismatch(
-                "this server is older: it records no traces",
+                "this server's release is older and records no traces",
                 where=self._client.endpoint,
-                hint="install this release beside the server",
+                hint="install this release on the server",
             ) from None
 
     def _write(self, file: TraceFile, reply: m.TraceReply, recorded_at: float) -> None:
