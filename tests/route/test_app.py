@@ -117,7 +117,7 @@ def test_paths_and_methods(asking: Asking) -> None:
 def test_it_is_ready_once_all_that_are_there_were_heard(asking: Asking) -> None:
     """Of `b`, which has no replay, there is nothing to wait for."""
     assert asking.ask("GET", "/readyz")[:3] == (503, "text/plain; charset=utf-8", b"failed\n")
-    assert asking.ask("GET", "/readyz?verbose").body == b"[-]tcp://127.0.0.1:1 is not heard to the end\n"
+    assert asking.ask("GET", "/readyz?verbose").body == b"[-]tcp://127.0.0.1:1 has events that are not received yet\n"
 
 
 def test_rights() -> None:
