@@ -272,7 +272,7 @@ def test_marks_are_needed_to_store_and_checked_everywhere(client: BlendWire) -> 
             with pytest.raises(BadSegments) as caught:
                 call(list(range(10)), ranges=ranges)
             assert caught.value.where.startswith("ranges[")
-    with pytest.raises(BadSegments, match="separator of 4 tokens, the prompt 3"):
+    with pytest.raises(BadSegments, match="separator has 4 tokens, the prompt 3"):
         client.look([1, 2, 3], separator=packed([1, 2, 3, 4]))
 
 

@@ -45,15 +45,15 @@ def test_what_is_not_named_has_its_default() -> None:
         (["events.block_size=16"], ConfigFieldError, "endpoint"),
         ([TCP], EndpointError, "CURVE keys"),
         ([IPC, "events.replay=tcp://127.0.0.1:5558"], EndpointError, "CURVE keys"),
-        ([IPC, "events.replay=ipc:///run/x/announced.sock"], ConfigFieldError, "two sockets"),
-        ([IPC, "server.endpoint=ipc:///run/x/announced.sock"], ConfigFieldError, "two sockets"),
+        ([IPC, "events.replay=ipc:///run/x/announced.sock"], ConfigFieldError, "same address"),
+        ([IPC, "server.endpoint=ipc:///run/x/announced.sock"], ConfigFieldError, "same address"),
         ([IPC, "events.block_size=24"], ConfigFieldError, "does not divide the chunk of 256"),
         ([IPC, "events.salted=perhaps"], ConfigFieldError, "withhold"),
         ([IPC, "events.format=json"], ConfigFieldError, "array"),
         ([IPC, 'events.engines=["a@b"]'], ConfigFieldError, "engines"),
         ([IPC, 'events.engines=["a", "b", "a"]'], ConfigFieldError, "named twice"),
         ([IPC, "events.blocksize=16"], ConfigFieldError, "block_size"),
-        (["events.endpoint=here"], EndpointError, "no endpoint"),
+        (["events.endpoint=here"], EndpointError, "not an endpoint"),
     ],
 )
 def test_a_mistake_is_named(settings: list[str], error: type[ConfigError], words: str) -> None:

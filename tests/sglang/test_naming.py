@@ -231,7 +231,7 @@ def test_dummy_weights_are_named_by_their_seed(facts: ModelFacts) -> None:
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"files": ()}, "no local files"),
+        ({"files": ()}, "not local files"),
         ({"load_format": "remote"}, "loaded as 'remote'"),
         ({"files": (Path("/nowhere/model.safetensors"),)}, "cannot be read"),
         ({"adapters": {"a": ()}}, "adapter a"),
