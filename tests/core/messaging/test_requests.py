@@ -266,4 +266,4 @@ def test_very_many_sessions_do_not_keep_the_servers_end(
         monkeypatch.setattr(server, "SESSIONS_END_S", 0.0)
         lab.stop()
         assert lab.work.ended == []
-        assert "2 sessions end with the server" in caplog.text
+        assert "2 client sessions end" in caplog.text
