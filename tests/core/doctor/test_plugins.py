@@ -86,10 +86,10 @@ def test_a_tier_tells_what_it_sees() -> None:
         ("raises", {"plugin.diagnose": "fail"}, "acme: no disk"),
         ("breaks", {"acme.first": "ok", "plugin.diagnose": "fail"}, "ValueError: broken"),
         ("dies", {"acme.first": "ok", "plugin.diagnose": "fail"}, "was ended by signal SIGABRT"),
-        ("nonsense", {"plugin.diagnose": "fail"}, "its diagnosis failed with ValidationError: "),
-        ("text", {"plugin.diagnose": "fail"}, "its diagnosis failed with ValidationError: "),
-        ("nothing", {"plugin.diagnose": "fail"}, "its diagnosis failed with TypeError: "),
-        ("single", {"plugin.diagnose": "fail"}, "its diagnosis failed with TypeError: "),
+        ("nonsense", {"plugin.diagnose": "fail"}, "diagnosis failed with ValidationError: "),
+        ("text", {"plugin.diagnose": "fail"}, "diagnosis failed with ValidationError: "),
+        ("nothing", {"plugin.diagnose": "fail"}, "diagnosis failed with TypeError: "),
+        ("single", {"plugin.diagnose": "fail"}, "diagnosis failed with TypeError: "),
     ],
 )
 def test_what_goes_wrong_in_a_diagnosis_is_a_finding(name: str, level: dict[str, str], text: str) -> None:
