@@ -149,7 +149,7 @@ def test_every_reason_has_its_sentence_and_its_advice(reason: str) -> None:
 
 def test_an_eviction_has_its_time_its_idle_time_and_its_cause() -> None:
     record = msgspec.structs.replace(MISS, reason="evicted", cause_at=1e9, idle_s=40.04, by="other")
-    assert why(record, 0.0) == f"evicted at {clock(1e9)} after 40 s without a use, for an object of model other"
+    assert why(record, 0.0) == f"evicted at {clock(1e9)} after 40 s without use, for an object of model other"
 
 
 def test_the_tenant_and_the_trace_are_named() -> None:

@@ -78,7 +78,7 @@ def test_other_nodes_are_shown_with_what_came_and_went() -> None:
     lines = shown(TIER | {"details": details})
     assert "redis from 10.0.0.8:9310: up, 12 values, 3.0 MiB, 1 failed" in lines
     assert "redis from b: ?, 0 values, 0 B, 0 failed" in lines
-    assert "lent at 10.0.0.7:9310: 7 values, 2.0 MiB; refused: busy 3" in lines
+    assert "loaded by other nodes at 10.0.0.7:9310: 7 values, 2.0 MiB; refused: busy 3" in lines
     assert "refused: 10.0.0.66: another [red]token, 4 times, last 2.5 s ago" in lines
     assert not any("lent" in line for line in shown(TIER | {"details": {}}))
 
