@@ -64,5 +64,5 @@ def test_what_has_no_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_options_that_cannot_be_sent_are_refused() -> None:
     assert refused(make, {"first": 1}).available == "a struct"
-    assert "Holder cannot be sent to another process: Maker is no type" in refused(make, Holder(Maker())).fact
+    assert "Holder cannot be sent to another process: Maker is not" in refused(make, Holder(Maker())).fact
     assert "Sizes cannot be sent to another process" in refused(make, Sizes("text")).fact  # type: ignore[arg-type]
