@@ -261,7 +261,7 @@ def test_weights_from_files_have_the_name_that_an_engine_gives_which_starts_with
     named = Named(old, identify(replace(old, started=float("inf"))))
     for each in (new, old):
         assert named.after_update(each, time.time() + 60) == identify(replace(each, started=float("inf")))
-    with pytest.raises(ConfigFieldError, match="some weights of the running engine were changed without files"):
+    with pytest.raises(ConfigFieldError, match="were changed in memory, not by files"):
         named.after_update(new, None)
     with pytest.raises(OSError, match=r"model\.safetensors changed after"):
         named.after_update(new, 0.0)

@@ -126,7 +126,7 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         join_log("vllm")
         if self._tried:
             log.warning(
-                "vLLM %s is untested: its interface equals that of a supported release",
+                "vLLM %s is untested, but its interface equals that of a supported release",
                 vllm.__version__,
             )
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)

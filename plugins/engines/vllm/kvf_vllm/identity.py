@@ -51,7 +51,7 @@ class Named:
         changed since."""
         if began is None:
             raise ConfigFieldError(
-                "some weights of the running engine were changed without files",
+                "some weights of the running engine were changed in memory, not by files",
                 where=facts.name,
                 available='collective_rpc("reload_weights", kwargs={"weights_path": ...}), which keeps KV shared',
                 hint="this engine finds only KV that it stored after that change",

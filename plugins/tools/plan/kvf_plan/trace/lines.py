@@ -163,6 +163,6 @@ def _wrong_time(where: str, fact: str) -> TraceError:
     return TraceError(
         fact,
         where=where,
-        available="ms since the first or since 1970, never negative, within ten years",
+        available="milliseconds since the first request or since 1970, from 0 to ten years after the first request",
         hint="convert the times to ms",
     )
