@@ -48,7 +48,6 @@ class EngineOptions(Options, frozen=True):
         Annotated[float, msgspec.Meta(ge=0.1, le=100)] | None,
         _described(
             "factor for the deadlines of calls to the server, 0.1 to 100; null: $KVFRAMEWORK_DEADLINE_SCALE, else 1"
-            "null: $KVFRAMEWORK_DEADLINE_SCALE, else 1"
         ),
     ] = None
     transport: Annotated[str, _described('a transport\'s name; "auto": the first that engine and server share')] = (

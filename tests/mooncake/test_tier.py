@@ -239,7 +239,7 @@ def test_memory_is_registered_and_forgotten(tier: MooncakeTier, client: fake_moo
         return -600
 
     client.register_buffer = refused  # type: ignore[method-assign]
-    with pytest.raises(TierError, match="4096 bytes cannot be registered"):
+    with pytest.raises(TierError, match="4096 bytes of memory cannot be registered"):
         tier.register_memory(memory)
 
 

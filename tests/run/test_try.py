@@ -114,7 +114,7 @@ def test_fillers_go_beyond_the_host_cache_of_sglang(engine: Engine) -> None:
 def test_a_miss_says_why(engine: Engine) -> None:
     engine.remembers = 1
     done = tried("--url", f"{engine.url}/v1/", code=1)
-    assert "no hit: nothing of the prompt was found" in done.stdout
+    assert "no token of the prompt was found" in done.stdout
 
 
 def test_an_engine_that_reports_nothing_is_named(engine: Engine) -> None:

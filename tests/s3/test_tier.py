@@ -143,10 +143,10 @@ def test_each_cloud_has_its_address() -> None:
         ({"url": "az://account/container", "credentials_file": "x"}, "AZURE_STORAGE"),
         ({"url": "gs://bucket", "anonymous": True}, "disable_oauth"),
         ({"anonymous": True, "profile": "x"}, "anonymous excludes"),
-        ({"endpoint": "127.0.0.1:9000"}, "endpoint is"),
-        ({"endpoint": "http://user:hunter2@host"}, "endpoint is"),
-        ({"endpoint": "http://host?x=hunter2"}, "endpoint is"),
-        ({"endpoint": "http://host:notaport"}, "endpoint is"),
+        ({"endpoint": "127.0.0.1:9000"}, "endpoint must be"),
+        ({"endpoint": "http://user:hunter2@host"}, "endpoint must be"),
+        ({"endpoint": "http://host?x=hunter2"}, "endpoint must be"),
+        ({"endpoint": "http://host:notaport"}, "endpoint must be"),
         ({"concurrency": 0}, "concurrency"),
     ],
 )
@@ -567,7 +567,7 @@ def test_a_sweep_that_fails_is_said_once_and_tried_again(
     tier = opened(capacity="1B", sweep_s=1.0)
     tier.ping(deadline=soon())
     wait_until(lambda: len(peer.asked("PUT")) >= 3, what="the sweep to be tried again")
-    assert caplog.text.count("the sweep did not take place: the store refuses the access (AccessDenied)") == 1
+    assert caplog.text.count("deleting the oldest values failed: the store refuses the access (AccessDenied)") == 1
     peer.script = lambda _method, _path: None
     wait_until(lambda: "tier/kvframework-sweep" in peer.buckets["bucket"], what="the lease to be written")
 

@@ -138,7 +138,7 @@ def test_caches_that_cannot_be_filled_or_stored_are_refused(tmp_path):
     with TransformersKV(model, endpoint=f"ipc://{tmp_path}/none", model_name="m", connect_timeout_s=0.0) as kv:
         for cache, reason in (
             (transformers.StaticCache(config=model.config, max_cache_len=TOKENS - 1), "room"),
-            (transformers.DynamicCache(config=HYBRIDS["lfm2"]()), "other layers"),
+            (transformers.DynamicCache(config=HYBRIDS["lfm2"]()), "different layers"),
             (object.__new__(PagedAttentionCache), "continuous batching"),
         ):
             with pytest.raises(BadLayout, match=reason):

@@ -281,7 +281,7 @@ def test_what_was_computed_unseen_is_not_stored(server, caplog):
         cache = model(input_ids=ids, position_ids=from_one(ids)).past_key_values
     with attach(model, server, "unseen") as kv:
         assert kv.save(ids, cache).tokens == 0
-        assert "105 of 105 tokens were computed unseen" in caplog.text
+        assert "105 of 105 tokens were computed by an unguarded model" in caplog.text
     check_plain(model, server, "unseen", ids, 0)
 
 

@@ -73,7 +73,7 @@ def test_a_name_says_what_is_in_the_files_and_nothing_of_where_they_lie(tmp_path
 def test_what_is_no_adapter_has_no_name(tmp_path: Path, spoil: Callable[[Path], object]) -> None:
     folder = written(tmp_path / "one")
     spoil(folder)
-    with pytest.raises(ConfigFieldError, match=r"the adapter 'style' has no name by its content"):
+    with pytest.raises(ConfigFieldError, match=r"the adapter 'style' cannot be named by its content"):
         content(folder)
 
 

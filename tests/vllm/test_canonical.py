@@ -247,7 +247,7 @@ def test_a_declaration_is_proven_by_the_engines_own_write(name: str) -> None:
 
 @pytest.mark.parametrize(("declared", "true"), [("cpu vec", "flash HND"), ("flash HND", "cpu vec")])
 def test_an_engine_that_writes_otherwise_is_refused(declared: str, true: str) -> None:
-    with pytest.raises(BadLayout, match="elsewhere"):
+    with pytest.raises(BadLayout, match="to other places"):
         proven(declared, true)
 
 

@@ -50,7 +50,7 @@ def test_what_is_raised_is_counted_logged_once_and_answered(caplog: pytest.LogCa
     assert connector.cleaned == ["bad", "worse"]
     assert (connector.errors, connector.counted) == ({"matched: ValueError": 2}, 2)
     assert [record.message for record in caplog.records] == [
-        "matched failed, the engine continues without the cache there: ValueError('bad')"
+        "matched failed, and the engine continues without the cache: ValueError('bad')"
     ]
     assert connector.taken() == []
     assert connector.errors["taken: OSError"] == connector.errors["taken: AttributeError"] == 1

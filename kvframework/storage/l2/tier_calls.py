@@ -302,7 +302,9 @@ class TierCalls:
         self.count(bugs=1)
         if self._once.passes((name, type(error))) and not self._closed:
             log.error("tier %s: %s raised %s, which is a bug in the plugin", self.name, name, cause, exc_info=error)
-        return TierError(f"{name} raised {cause}, a bug in the plugin", where=self.name, hint="ask the plugin's author")
+        return TierError(
+            f"{name} raised {cause}, which is a bug in the plugin", where=self.name, hint="ask the plugin's author"
+        )
 
     def _succeeded(self, call: Call) -> None:
         with self._lock:

@@ -29,7 +29,7 @@ def test_the_digest_of_a_salt_from_standard_input() -> None:
 
 
 @pytest.mark.parametrize(
-    ("salt", "fact"), [(b"\n", b"empty"), (b"x" * 1025, b"1025 characters"), (b"\xff", b"no text")]
+    ("salt", "fact"), [(b"\n", b"empty"), (b"x" * 1025, b"1025 characters"), (b"\xff", b"not UTF-8 text")]
 )
 def test_what_is_no_salt(salt: bytes, fact: bytes) -> None:
     done = digest(salt)

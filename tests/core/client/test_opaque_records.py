@@ -71,7 +71,10 @@ def test_another_salt_or_namespace_is_told(teller: WireClient, client: KVClient,
     other = OpaqueInstance(client, OpaqueObjects(6, "tiny", SIZES, 8, "test-blocks", revision="2"))
     wait_until(lambda: other.is_ready, 20, "the registration")
     record = asked(teller, other, "known")
-    assert (record.reason, record.detail) == ("other_namespace", "other weights, revision, quantisation or packing")
+    assert (record.reason, record.detail) == (
+        "other_namespace",
+        "stored with other weights, revision, quantisation or packing",
+    )
     other.close()
 
 

@@ -63,7 +63,7 @@ def test_a_client_can_not_hold_pins_without_bound(monkeypatch: pytest.MonkeyPatc
     second = table.pin(K[:4], owner=1)
     assert first is not None
     assert second is not None
-    with pytest.raises(RequestError, match="12 pins"):
+    with pytest.raises(RequestError, match="pin 12 objects"):
         table.pin(K[:4], owner=1)
     assert table.pin(K[:4], owner=2)
     assert table.pin(K[:4] * 3, owner=INTERNAL_OWNER)

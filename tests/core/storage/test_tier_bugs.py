@@ -37,12 +37,12 @@ def test_a_bug_is_told_with_class_call_and_traceback_once(
     ask(store, 2)
     told = [record for record in caplog.records if record.exc_info]
     assert [record.getMessage() for record in told] == [
-        "tier memory: contains raised RuntimeError: boom, a bug in the plugin"
+        "tier memory: contains raised RuntimeError: boom, which is a bug in the plugin"
     ]
     assert told[0].levelno == logging.ERROR
     assert "_answer" in caplog.text, "the traceback shows the plugin's lines"
     assert (store.counters["bugs"], store.counters["errors"]) == (2, 2)
-    assert "RuntimeError: boom, a bug in the plugin" in str(store.status()["last_error"])
+    assert "RuntimeError: boom, which is a bug in the plugin" in str(store.status()["last_error"])
     tier.raises = KeyError("other")
     ask(store)
     assert len([record for record in caplog.records if record.exc_info]) == 2

@@ -140,7 +140,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_reserved(
 def test_broken_payloads_are_refused(client: WireClient) -> None:
     registered = client.register()
     key = key_for(registered, TOKENS)
-    with pytest.raises(errors.InvalidPayload, match="packed u32"):
+    with pytest.raises(errors.InvalidPayload, match="a multiple of 4 bytes"):
         client.call("STORE_CPU_CHUNKS", m.StoreCpuChunks(key, 1, b"\0\0\0\0\0"), fill(1))
     with pytest.raises(errors.NotRegistered):
         client.call("STORE_CPU_CHUNKS", m.StoreCpuChunks(key, 99, pack_indices([0])), fill(1))

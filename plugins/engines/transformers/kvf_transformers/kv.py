@@ -209,7 +209,7 @@ class TransformersKV(ServedModel):
         try:
             if begun is None or plain < held:
                 unseen = RequestError(
-                    f"{held - plain} of {held} tokens were computed by another model, or after the model changed",
+                    f"{held - plain} of {held} tokens were computed by an unguarded model, or after the model changed",
                     hint="call the model that was given to TransformersKV, after that was made, not in training mode",
                 )
                 warn(_log, "part of the prompt's KV is not stored", unseen)
