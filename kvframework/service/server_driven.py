@@ -150,7 +150,7 @@ class ServerDrivenTransfers:
         context = own_context(self._transfers.contexts, instance_id, client)
         if context.memory is None:
             raise TransportMismatch(
-                f"instance {context.instance_id} uses {context.transport}, which the engine drives",
+                f"the engine of instance {context.instance_id} copies itself, with {context.transport}",
                 available="PREPARE_STORE, COMMIT_STORE, PREPARE_RETRIEVE, COMMIT_RETRIEVE",
             )
         lost = context.memory.failure()

@@ -196,7 +196,7 @@ BAD: dict[str, tuple[Settings, str]] = {
     ),
     "the tier has no speed": (
         settings_of(*REDIS),
-        r"the speed is missing of the tier 'redis'\?.*\n.*\n  hint: .*--tier redis=3GB/s",
+        r"the speed of the tier 'redis' is missing.*\n.*\n  hint: .*--tier redis=3GB/s",
     ),
     "two speeds of a tier": (settings_of(*REDIS, tiers=[TierSpeed("redis", 1e9)] * 2), "a tier has more than one"),
     "a tier that stands still": (settings_of(*REDIS, tiers=[TierSpeed("redis", 0.0)]), "read_bytes_per_s: 0.0"),

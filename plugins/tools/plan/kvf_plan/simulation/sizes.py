@@ -132,7 +132,7 @@ def _tiers(settings: Settings, registry: PluginRegistry) -> tuple[SimulatedTier,
         provider, options = resolve_table(registry, table.tier, TierProvider)
         if name not in speeds:
             raise SimulationError(
-                f"the speed is missing of the tier {name!r}?",
+                f"the speed of the tier {name!r} is missing",
                 where=table.tier.where,
                 available="bytes per second",
                 hint=f"give the speed: --tier {name}=3GB/s",
