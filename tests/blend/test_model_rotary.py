@@ -242,7 +242,7 @@ REFUSED = {
     "no attention": lambda t: (t.MambaConfig(**ENDS, hidden_size=32, num_hidden_layers=2), "does not describe rotary"),
     "attention in some layers": lambda t: (
         t.Qwen3NextConfig(**SMALL, head_dim=16, num_experts=4, moe_intermediate_size=32, num_experts_per_tok=2),
-        "cannot be asked",
+        "cannot compute keys",
     ),
     "layers without positions": lambda t: (
         t.SmolLM3Config(**{**SMALL, "num_hidden_layers": 4}),

@@ -47,7 +47,7 @@ def test_where_the_arena_cannot_be_pinned_the_next_transport_is_taken(
         assert choice.stores(client, adapter)
         assert copier(client, "cannot_pin")["starts"] == 1
         adapter.close()
-    assert "transport cannot_pin cannot be used for this engine's memory and is left out" in caplog.text
+    assert "transport cannot_pin is left out, because it cannot use this engine's memory" in caplog.text
 
 
 def test_a_registration_waits_for_the_pin_which_is_no_stall(start: Start) -> None:

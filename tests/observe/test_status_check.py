@@ -46,7 +46,7 @@ def test_a_tier_that_is_down_is_named_until_it_is_back(tmp_path: Path) -> None:
         wait_until(lambda: not client.status()["problems"], 60, "the tier's return")
         assert check(server).returncode == 0
         assert "tier redis is down for writes: [storage.tier]" in server.log
-        assert "tier redis is back for writes after " in server.log
+        assert "tier redis works again for writes after " in server.log
 
 
 def test_a_tier_whose_writes_hang_is_named_until_they_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ def test_three_starts_in_a_row_that_did_not_serve(server: HeldServer, folder: Pa
         server.start()
     with between(server):
         plant.unlink()
-    assert why_cold(server).startswith("failed_starts: 3 in a row")
+    assert why_cold(server).startswith("failed_starts: 3 servers in a row")
 
 
 def test_no_memory_for_a_second_arena(server: HeldServer, folder: Path) -> None:

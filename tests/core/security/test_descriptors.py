@@ -200,7 +200,7 @@ def test_doors_shut_at_their_share_and_open_a_little_below(looks: list[int], lim
             ):
                 is_open = counts.gate.admits[kind]
                 assert not (is_open and counts.in_use >= share * limit)
-                assert is_open or counts.in_use >= admission.REOPEN_SHARE * share * limit
+                assert is_open or counts.in_use >= admission.REOPEN_SHARE * (share * limit)
                 assert kind == "sessions" or counts.told.get(kind, True) == is_open
             assert admission.SOONEST_S <= again <= admission.LATEST_S
 
