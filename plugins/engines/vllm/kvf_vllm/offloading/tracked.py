@@ -162,9 +162,9 @@ class Engine:
             tracked.known[place] = known + len(hashes)
             suffix = make_offload_key(b"", group.index)
             mine = [key for key in keys if key.endswith(suffix)]
-            for key in mine:
-                if self.tail and key not in ends and (name := get_offload_block_hash(key)) in request.block_hashes:
-                    ends[key] = (request.block_hashes.index(name) + 1) * self.tail
+            # Seldom: vLLM stores the part of a block once a prompt.
+            if self.tail and (parts := {get_offload_block_hash(key): key for key in mine if key not in ends}):
+                ends |= {parts[each]: n * self.tail for n, each in enumerate(request.block_hashes, 1) if each in parts}
             yield [key for key in mine if key in ends]
 
     def is_spoiled(self, tracked: Tracked) -> bool:
