@@ -34,6 +34,15 @@ def test_it_starts_without_torch_and_client() -> None:
     assert listed.split() == ["kvf_blend"], "a list of plugins loads no more"
     assert foreign.split() == []
     assert modules.split() == [
-        "errors", "messages", "rotary", "server", "server.choice", "server.digests", "server.handlers",
-        "server.instances", "server.lookup", "server.matcher", "server.segments",
-    ], "the contract in pyproject.toml names the same"  # fmt: skip
+        "errors",
+        "messages",
+        "rotary",
+        "server",
+        "server.choice",
+        "server.digests",
+        "server.handlers",
+        "server.instances",
+        "server.lookup",
+        "server.matcher",
+        "server.segments",
+    ], "the contract in pyproject.toml names the same"

@@ -109,8 +109,16 @@ def test_with_a_token_only_probes_answer_without_it_and_name_no_facts() -> None:
     made = app(failing, lambda: "s3cret")
     basic = base64.b64encode(b"any:s3cret").decode()
     wrong = [
-        "", "Bearer", "Bearer x", "Bearer s3cret2", "Basic s3cret", "Basic !", "s3cret", "Digest s3cret", "Bearer ü",
-    ]  # fmt: skip
+        "",
+        "Bearer",
+        "Bearer x",
+        "Bearer s3cret2",
+        "Basic s3cret",
+        "Basic !",
+        "s3cret",
+        "Digest s3cret",
+        "Bearer ü",
+    ]
     for path in PATHS:
         for authorization in wrong:
             reply = get(path, made, authorization=authorization)

@@ -27,10 +27,20 @@ HOSTILE = (
     "__proto__",
 )
 PANELS = [
-    "Hit rate", "Lookup tokens per second", "L1", "Evictions from L1 per second", "What more memory would give",
-    "How long evicted objects were idle", "Why lookups missed", "Tiers", "By model", "By tenant", "By engine",
-    "Hot prefixes", "Instances",
-]  # fmt: skip
+    "Hit rate",
+    "Lookup tokens per second",
+    "L1",
+    "Evictions from L1 per second",
+    "What more memory would give",
+    "How long evicted objects were idle",
+    "Why lookups missed",
+    "Tiers",
+    "By model",
+    "By tenant",
+    "By engine",
+    "Hot prefixes",
+    "Instances",
+]
 SEEN = "[...document.querySelectorAll('section:not([hidden]) > h2')].map((each) => each.textContent)"
 # How many stretches the chart of the hit rate shows of L1.
 DRAWN = "document.querySelector('#hit-rate path.l1').getAttribute('d').split('Z').length - 1"

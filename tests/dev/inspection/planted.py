@@ -94,9 +94,21 @@ def kvf_codecs():
     ]
 """
 OPTIONS_TITLES = (
-    "good", "silent", "dated", "odd", "bounded", "named", "mute", "probe", "future", "no_parameters", "raises",
-    "later", "text", "gone",
-)  # fmt: skip
+    "good",
+    "silent",
+    "dated",
+    "odd",
+    "bounded",
+    "named",
+    "mute",
+    "probe",
+    "future",
+    "no_parameters",
+    "raises",
+    "later",
+    "text",
+    "gone",
+)
 
 TIERS = """
 class Partial(Tier):

@@ -44,10 +44,18 @@ def test_it_writes_a_distribution_and_says_what_comes_next(tmp_path: Path) -> No
     folder = tmp_path / "kvf-my-store"
     found = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
     assert found == {
-        ".github/workflows/test.yml", ".gitignore", "README.md", "pyproject.toml", "tox.ini",
-        "kvf_my_store/__init__.py", "kvf_my_store/options.py", "kvf_my_store/py.typed", "kvf_my_store/tier.py",
-        "tests/test_conformance.py", "tests/test_diagnosis.py",
-    }  # fmt: skip
+        ".github/workflows/test.yml",
+        ".gitignore",
+        "README.md",
+        "pyproject.toml",
+        "tox.ini",
+        "kvf_my_store/__init__.py",
+        "kvf_my_store/options.py",
+        "kvf_my_store/py.typed",
+        "kvf_my_store/tier.py",
+        "tests/test_conformance.py",
+        "tests/test_diagnosis.py",
+    }
     first, *commands = done.stdout.splitlines()
     assert first.startswith("kvf-my-store: 11 files")
     assert [command.strip() for command in commands] == [
