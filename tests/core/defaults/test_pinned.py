@@ -83,7 +83,7 @@ def test_ready_grows_to_the_end_and_is_resident_by_then(arena: MemfdArena) -> No
 def mapped_bytes(arena: MemfdArena) -> list[int]:
     """What the page tables of this process have of the arena, for each time that it is mapped."""
     parts = Path("/proc/self/smaps").read_text().split("VmFlags:")
-    own = [part for part in parts if f" {os.fstat(arena.fd).st_ino} " in part]
+    own = [part for part in parts if re.search(rf" {os.fstat(arena.fd).st_ino} +/memfd:", part)]
     return [int(kib) * 1024 for part in own for kib in re.findall(r"^Rss: +(\d+) kB$", part, re.MULTILINE)]
 
 
