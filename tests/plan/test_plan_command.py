@@ -68,6 +68,34 @@ def test_a_goal_that_nothing_meets_is_named_and_nothing_is_written(trace: str, t
     assert not out.exists()
 
 
+def test_a_saturated_tier_is_never_chosen(trace: str) -> None:
+    """The disk writes 0.4 MB/s of the 0.9 MB/s that are computed, and what it has would meet the goal."""
+    options = ("--l1", "1MiB", "--write-policy", "write_through", "--tier", "disk=20MB/s,write=400KB/s")
+    done = run("plan", trace, *ENGINE, *options, "--ttft", "0.13")
+    assert done.returncode == 1, done.stdout
+    assert "a saturated tier would meet it" in done.stdout
+    assert re.search(r"through .* \*\d+%", done.stdout)
+    assert re.search(r"the closest configuration: 1.0 MiB of L1 by \w+, chunks", done.stdout)
+    idle = run("plan", trace, *ENGINE, *options[:-1], "disk=20MB/s,write=4MB/s", "--ttft", "0.13")
+    assert idle.returncode == 0, idle.stdout
+
+
+@pytest.mark.parametrize("tiers", [(), ("disk=3GB/s", "disk=150MB/s,write=123MB/s,capacity=768GiB", "redis=1GB/s")])
+def test_it_has_100_columns_and_ends_with_the_toml(trace: str, tmp_path: Path, tiers: tuple[str, ...]) -> None:
+    out = tmp_path / "kvf.toml"
+    options = [word for each in tiers for word in ("--tier", each)]
+    done = run("plan", trace, *ENGINE, "--l1", "192GiB", "--ttft", "0.5", *options, "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= 100
+    written = [line for line in out.read_text().splitlines() if not line.startswith("#")]
+    assert done.stdout.endswith("\n\n" + "\n".join(written).strip("\n") + "\n")
+
+
+def test_progress_has_a_count_and_an_estimate(trace: str) -> None:
+    done = run("plan", trace, *ENGINE, "--tier", "disk=1GB/s", "--l1", "1MiB", "--json")
+    assert done.stderr == "simulation 1 of about 8, about 1 s left: 1.0 MiB, lru\n"
+
+
 def test_a_budget_that_nothing_keeps_is_named(trace: str) -> None:
     done = run("plan", trace, *ENGINE, "--ttft", "5", "--budget", "1MiB", "--l1", "4MiB")
     assert done.returncode == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,6 +54,14 @@ def test_what_comes_closest_has_the_least_of_the_worst_shortfalls(rows: list[Row
 def test_of_equal_cost_the_one_that_answers_sooner() -> None:
     rows = [row(2.0, 5.0), row(1.0, 5.0, written=2.0), row(1.0, 5.0, written=1.0), row(0.5, 6.0)]
     assert cheapest(rows, Goal(3.0)) == rows[2]
+
+
+def test_a_saturated_tier_is_not_taken() -> None:
+    saturated, dear, slow = row(1.0, 1.0), row(1.0, 5.0), row(9.0, 1.0)
+    saturated = Row(_SETTING, msgspec.structs.replace(saturated.figures, saturated=True))
+    assert cheapest([saturated, dear], Goal(3.0)) == dear
+    assert cheapest([saturated, slow], Goal(3.0)) is None
+    assert closest([saturated, slow], Goal(3.0)) == slow
 
 
 def test_a_shortfall_says_by_how_much() -> None:

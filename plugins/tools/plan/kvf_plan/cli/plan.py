@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import enum
+import math
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +24,8 @@ _EPILOG = examples(
     "kvframework plan --catalogue      models and GPUs that the planner knows",
 )
 app = typer.Typer()
+# Between two lines on the progress, where that is no terminal.
+_SAY_EVERY_S = 10.0
 
 
 class At(str, enum.Enum):
@@ -169,9 +174,22 @@ def plan(
         l1_bytes=tuple(l1 or ()),
     )
     with stderr.status("reading") as status:
-        made = make_plan(open_trace(trace, chunk_tokens=chunk_tokens), wanted, status.update)
+        tell = status.update if stderr.is_terminal else _seldom(stderr.print)
+        made = make_plan(open_trace(trace, chunk_tokens=chunk_tokens), wanted, tell)
     print_plan(made, as_json=as_json)
     if made.chosen is not None and out is not None:
         write_out(made, out)
     if made.chosen is None and ttft is not None:
         raise typer.Exit(EXIT_FOUND)
+
+
+def _seldom(say: Callable[[str], object]) -> Callable[[str], None]:
+    said = -math.inf
+
+    def tell(text: str) -> None:
+        nonlocal said
+        if time.monotonic() - said >= _SAY_EVERY_S:
+            said = time.monotonic()
+            say(text)
+
+    return tell

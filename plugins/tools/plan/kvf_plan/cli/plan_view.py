@@ -1,9 +1,10 @@
-"""What `kvframework plan` prints: the engine and its source, the live set, LRU's curve, the settings, the choice; and
-the file that `--out` writes."""
+"""What `kvframework plan` prints, in 100 columns: the engine and its source, the live set, LRU's curve, the settings,
+the choice, its TOML last; and the file that `--out` writes."""
 
 from __future__ import annotations
 
 import os
+import textwrap
 from pathlib import Path
 
 from rich.table import Table
@@ -11,7 +12,8 @@ from rich.table import Table
 from kvf_plan.cli.simulate_view import table_of
 from kvf_plan.errors import PlanError
 from kvf_plan.planning.catalogue import Engine, catalogue
-from kvf_plan.planning.goal import Row, Shortfall, closest, shortfalls, toml_of
+from kvf_plan.planning.goal import MOST_BUSY, MOST_DROPPED, Row, Shortfall, closest, shortfalls, toml_of
+from kvf_plan.planning.offers import TierOffer
 from kvf_plan.planning.plan import Chunks, Plan
 from kvframework import __version__
 from kvframework.api.console import print_document, print_text, print_view, stderr
@@ -25,20 +27,32 @@ def print_plan(plan: Plan, *, as_json: bool) -> None:
     if as_json:
         print_document(plan)
         return
-    print_text(_load(plan))
-    print_text(_speed(plan.engine))
-    print_text("")
-    print_text(_needs(plan.chunks))
+    _print(_load(plan), _speed(plan.engine), "", _needs(plan.chunks))
     print_view(_curve(plan.chunks))
     print_view(_rows(plan))
-    if not plan.says_a_day and any(row.setting.tier for row in plan.rows):
-        print_text(f"size a day: {short_duration(plan.seconds)} of trace are too short for writes per day")
+    print_text("")
+    for name, (tier, l2_bytes) in _tiers(plan).items():
+        write = f", writes {_rate(tier.write_bytes_per_s)}" if tier.write_bytes_per_s is not None else ""
+        _print(f"{name}: reads {_rate(tier.read_bytes_per_s)}{write}, {ByteSize(l2_bytes)}")
+    if any(row.figures.saturated for row in plan.rows):
+        _print(
+            f"* saturated, so never chosen: the tier is busy more than {MOST_BUSY:.0%} of the time, or too slow for "
+            f"more than {MOST_DROPPED:.0%} of what is written through"
+        )
+    if not plan.says_a_day and _tiers(plan):
+        _print(f"{short_duration(plan.seconds)} of trace are too short for writes per day")
     if plan.prices.assumed:
         prices = ", ".join(f"{name} {short_number(price)}" for name, price in plan.prices.of.items())
-        print_text(f"cost is in GiB of DRAM, at assumed prices per GiB ({prices}); set yours with --price")
-    print_text("")
-    for line in verdict(plan):
-        print_text(line)
+        _print(f"cost is in GiB of DRAM, at assumed prices per GiB ({prices}); set yours with --price")
+    _print("", *verdict(plan))
+    if plan.chosen is not None:
+        toml = toml_of(plan.chosen.setting).splitlines()
+        _print("", *(line for line in toml if not line.startswith("#")))
+
+
+def _print(*lines: str) -> None:
+    for line in lines:
+        print_text("\n".join(textwrap.wrap(line, 100, break_long_words=False, break_on_hyphens=False)))
 
 
 def print_catalogue(*, as_json: bool) -> None:
@@ -79,6 +93,8 @@ def verdict(plan: Plan) -> list[str]:
         return [f"chosen, the cheapest that meets the goal: {_said(plan.chosen)}", *_wear(plan)]
     row = closest(plan.rows, goal)
     lines = ["no tried configuration meets the goal, so none is chosen"]
+    if any(each.figures.saturated and not shortfalls(each, goal) for each in plan.rows):
+        lines.append("a saturated tier would meet it: give a faster one, or one that is written less")
     lines += [_short(each, goal.at) for each in shortfalls(row, goal)]
     return [*lines, f"the closest configuration: {_said(row)}"]
 
@@ -147,24 +163,42 @@ def _curve(chunks: Chunks) -> Table:
 
 
 def _rows(plan: Plan) -> Table:
-    heads = ["L1", "eviction", "tier", "L1 + L2 found", "mean TTFT", "p99", "engine hours"]
-    heads += ["L2 used", "written + read", "busy", "not written", "size per day", "cost"]
-    table = table_of(*heads, text=(1, 2))
+    heads = ["L1", "eviction", "tier", "write\npolicy", "found\nin L1", "\nin L2", "mean\nTTFT", "p99,\ns"]
+    table = table_of(*heads, "tier\nbusy", "lost", "size\na day", "\ncost", text=(1, 2, 3))
+    table.collapse_padding, table.show_edge = True, False
+    names = {offer: name for name, offer in _tiers(plan).items()}
     for row in plan.rows:
         setting, figures = row.setting, row.figures
-        cells = [str(ByteSize(setting.l1_bytes)), setting.eviction]
-        tier = setting.tier
-        rate = f"{short_number(tier.read_bytes_per_s / 1e9)} GB/s" if tier else ""
-        cells.append(f"{tier.name} {rate}, {ByteSize(setting.l2_bytes)}, {setting.write_policy}" if tier else "")
-        found = f"{figures.l1_hit:.1%} + {figures.l2_hit:.1%}" if tier else f"{figures.l1_hit:.1%}"
-        cells += [found, f"{short_number(figures.ttft_s['mean'])} s", f"{short_number(figures.ttft_s['p99'])} s"]
-        cells.append(f"{figures.engine_s / 3600:.2f}")
-        rates = f"{figures.written_per_s / 1e9:.2f} + {figures.read_per_s / 1e9:.2f} GB/s"
-        of_tier = [str(ByteSize(figures.l2_used)), rates, f"{min(figures.busy, 1.0):.0%}", f"{figures.dropped:.0%}"]
-        a_day = f"{figures.drive_writes:.1f} x" if plan.says_a_day else "?"
-        cells += [*of_tier, a_day] if tier else [""] * 5
+        cells = [
+            str(ByteSize(setting.l1_bytes)).replace(".0 ", " "),
+            setting.eviction,
+            "",
+            "",
+            f"{figures.l1_hit:.1%}",
+            "",
+        ]
+        cells += [short_number(figures.ttft_s[at]) for at in ("mean", "p99")] + [""] * 3
+        if setting.tier is not None:
+            policy = str(setting.write_policy).removeprefix("write_").removeprefix("through_")
+            cells[2:4], cells[5] = (names[setting.tier, setting.l2_bytes], policy), f"{figures.l2_hit:.1%}"
+            busy = f"{'*' if figures.saturated else ''}{min(figures.busy, 1.0):.0%}"
+            cells[8:] = busy, f"{figures.dropped:.0%}", f"{figures.drive_writes:.1f}" if plan.says_a_day else "?"
         table.add_row(*cells, short_number(figures.cost), style="bold" if row is plan.chosen else None)
     return table
+
+
+def _tiers(plan: Plan) -> dict[str, tuple[TierOffer, int]]:
+    """Return each offer with its size by the name that the table gives it: `disk`, or `disk 2` for the second."""
+    named: dict[str, tuple[TierOffer, int]] = {}
+    offers = ((row.setting.tier, row.setting.l2_bytes) for row in plan.rows)
+    for tier, l2_bytes in sorted({(tier, size) for tier, size in offers if tier is not None}, key=str):
+        count = sum(each.name == tier.name for each, _ in named.values())
+        named[f"{tier.name} {count + 1}" if count else tier.name] = tier, l2_bytes
+    return named
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{short_number(bytes_per_s / 1e9)} GB/s"
 
 
 def check_out(file: Path) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import msgspec
 
 from kvf_plan.planning.catalogue import Engine
-from kvf_plan.planning.goal import Figures, Setting, config_of
+from kvf_plan.planning.goal import MOST_BUSY, MOST_DROPPED, Figures, Setting, config_of
 from kvf_plan.planning.lru_curve import LruCurve
 from kvf_plan.planning.offers import Prices
 from kvf_plan.planning.prompts import Prompts
@@ -101,6 +101,8 @@ def figures(outcome: Outcome, setting: Setting, engine: Engine, prices: Prices) 
     seconds = max(outcome.seconds, 1e-9)
     written = sum(tier.written_bytes for tier in outcome.tiers)
     dropped = sum(tier.dropped for tier in outcome.tiers) * setting.chunk_tokens * engine.bytes_per_token
+    share = dropped / (written + dropped) if dropped else 0.0
+    busy = max((tier.busy for tier in outcome.tiers), default=0.0)
     tokens = max(outcome.tokens, 1)
     return Figures(
         ttft_s=msgspec.structs.asdict(outcome.ttft_s),
@@ -109,9 +111,10 @@ def figures(outcome: Outcome, setting: Setting, engine: Engine, prices: Prices) 
         engine_s=outcome.engine_s,
         written_per_s=written / seconds,
         read_per_s=sum(tier.read_bytes for tier in outcome.tiers) / seconds,
-        busy=max((tier.busy for tier in outcome.tiers), default=0.0),
-        dropped=dropped / (written + dropped) if dropped else 0.0,
+        busy=busy,
+        dropped=share,
         l2_used=sum(tier.used_bytes for tier in outcome.tiers),
         drive_writes=written / seconds * _DAY_S / setting.l2_bytes if setting.l2_bytes else 0.0,
         cost=prices.cost(setting.l1_bytes, setting.tier.name if setting.tier else "", setting.l2_bytes),
+        saturated=busy > MOST_BUSY or (share > MOST_DROPPED and setting.write_policy != "write_back"),
     )

@@ -20,6 +20,9 @@ from kvframework.config.layers import layers_of
 from kvframework.config.load import assemble
 from kvframework.config.schema import Config, WritePolicyName
 
+# A tier that works more than this share of the time, or has no time for more than that of what is written through, is
+# saturated: any more load finds less. What write_back loses has left L1 before its write, however idle the tier is.
+MOST_BUSY, MOST_DROPPED = 0.95, 0.05
 # The watermarks that write_back needs: L1 evicts before it is full.
 _HIGH, _LOW = 0.95, 0.9
 _PRICED = "# Tokens that an engine computes sooner than the tier loads them are computed, so no tier slows a request."
@@ -87,7 +90,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
     `l1_hit` and `l2_hit` are shares of all prompts' tokens; `l2_used` bytes. `busy` is the share of the time in which
     the tier reads or writes, `dropped` the share of the writes that it had no time for. `drive_writes` is how often a
-    day the tier's whole size is written, 0 without one. `cost` is in the unit of the prices.
+    day the tier's whole size is written, 0 without one. `cost` is in the unit of the prices. A setting with
+    a `saturated` tier is not taken.
     """
 
     ttft_s: dict[str, float]
@@ -101,6 +105,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     l2_used: int = 0
     drive_writes: float = 0.0
     cost: float = 0.0
+    saturated: bool = False
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -150,17 +155,20 @@ def shortfalls(row: Row, goal: Goal) -> list[Shortfall]:
 
 
 def cheapest(rows: Sequence[Row], goal: Goal) -> Row | None:
-    """Return the cheapest row that breaks no limit, None if all do. Of equal cost, the one that answers sooner; then
-    the one that writes less."""
-    good = [row for row in rows if not shortfalls(row, goal)]
+    """Return the cheapest row that breaks no limit and saturates no tier, None if there is none. Of equal cost, the one
+    that answers sooner; then the one that writes less."""
+    good = [row for row in rows if not row.figures.saturated and not shortfalls(row, goal)]
     return min(
         good, key=lambda row: (row.figures.cost, row.figures.ttft_s[goal.at], row.figures.written_per_s), default=None
     )
 
 
 def closest(rows: Sequence[Row], goal: Goal) -> Row:
-    """Return the row whose worst shortfall is least, of equal ones the cheapest. `rows` are not empty."""
-    return min(
-        rows,
-        key=lambda row: (max((each.over for each in shortfalls(row, goal)), default=0.0), row.figures.cost),
-    )
+    """Return the row whose worst shortfall is least, of equal ones the cheapest; a row with a saturated tier only if
+    all are. `rows` are not empty."""
+
+    def rank(row: Row) -> tuple[bool, float, float]:
+        worst = max((each.over for each in shortfalls(row, goal)), default=0.0)
+        return row.figures.saturated, worst, row.figures.cost
+
+    return min(rows, key=rank)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -20,6 +21,7 @@ from kvf_plan.trace.summary import LiveSet
 from kvframework.api.plugin import ByteSize
 from kvframework.config.schema import WritePolicyName
 from kvframework.pricing import EngineSpeed
+from kvframework.text import short_duration
 
 WRITE_POLICIES: tuple[WritePolicyName, ...] = ("write_through", "write_through_selective", "write_back")
 EVICTIONS = ("lru", "two_queues")
@@ -28,6 +30,9 @@ _BUSY = 0.9
 # No cache is looked at that is larger than what has this share of the hits of an endless one.
 _NEARLY_ALL = 0.99
 _DAY_FROM_S = 600.0
+# Of a simulation: seconds for each chunk of the trace, and how much longer it takes with a tier.
+_CHUNK_S = 2e-5
+_TIERED = 6
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,8 +101,8 @@ class _Sized(msgspec.Struct, frozen=True):
 
 
 def make_plan(trace: Trace, wanted: Wanted, tell: Callable[[str], object] = lambda _: None) -> Plan:
-    """Read the trace, and simulate settings: up to a minute each, after `tell` with a word on the next. Raises
-    `PlanError`, and the errors of the trace and of the simulation."""
+    """Read the trace, and simulate settings: up to a minute each, after `tell` with how many there are, about how long
+    they will take, and the next. Raises `PlanError`, and the errors of the trace and of the simulation."""
     prompts = prompts_of(trace, trace.header.chunk_tokens)
     if not prompts.uses:
         raise PlanError(
@@ -188,11 +193,40 @@ def _estimate(
 
 
 def _rows(sized: _Sized, wanted: Wanted, engines: int, tell: Callable[[str], object]) -> Iterator[Row]:
+    combinations = _combinations(sized, wanted, engines)
+    progress = _Progress(combinations, sized.prompts.uses)
+
     def of(setting: Setting) -> Figures:
-        tell(_word(setting))
+        tell(f"{progress.next(setting)}: {_word(setting)}")
         return simulated(sized.prompts, setting, wanted.engine, engines, wanted.prices)
 
-    return search(_combinations(sized, wanted, engines), sized.sizes, wanted.goal, wanted.prices, of)
+    return search(combinations, sized.sizes, wanted.goal, wanted.prices, of)
+
+
+class _Progress:
+    """How many simulations there will be, each combination of policies and tier as many as those before it, and how
+    long they will take: by the time of those before, at first by the number of chunks."""
+
+    def __init__(self, combinations: Sequence[Combination], uses: int) -> None:
+        self._count = len(combinations)
+        self._tiered = sum(each.tier is not None for each in combinations)
+        self._uses = uses
+        self._began = time.monotonic()
+        self._begun: set[tuple[str, TierOffer | None, str | None]] = set()
+        # Of simulations before the next: how many, and their work; one with a tier takes about six times as long.
+        self._done, self._work, self._coming = 0, 0, 0
+
+    def next(self, setting: Setting) -> str:
+        """Return a word on all, as the simulation of `setting` begins."""
+        self._work += self._coming
+        self._coming = 1 if setting.tier is None else _TIERED
+        self._begun.add((setting.eviction, setting.tier, setting.write_policy))
+        self._done += 1
+        each = self._done / len(self._begun)
+        work = each * (self._count + (_TIERED - 1) * self._tiered)
+        took = (time.monotonic() - self._began) / self._work if self._work else _CHUNK_S * self._uses
+        left_s = max(work - self._work, self._coming) * took
+        return f"simulation {self._done} of about {math.ceil(each * self._count)}, about {short_duration(left_s)} left"
 
 
 def _word(setting: Setting) -> str:

@@ -82,8 +82,9 @@ def search(
             row = Row(setting, simulated(setting))
             yield row
             broken = shortfalls(row, goal)
-            steps.tell(index, is_enough=all(each.limit != "ttft" for each in broken))
-            if not broken:
+            saturated = row.figures.saturated
+            steps.tell(index, is_enough=not saturated and all(each.limit != "ttft" for each in broken))
+            if not broken and not saturated:
                 best = min(best, row.figures.cost)
         if steps.enough is not None:
             near[combination.tier] = steps.enough

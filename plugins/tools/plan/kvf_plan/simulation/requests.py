@@ -36,7 +36,7 @@ class Spread(msgspec.Struct, frozen=True):
 class TierOutcome(msgspec.Struct, frozen=True):
     """One `[[l2]]`. `loaded` chunks came from it, bytes are those of objects, and `used_bytes` the most that it held.
     `dropped` objects were not written for want of time or room, `evicted` ones made room. `busy` is the share of the
-    trace's time in which it read, and that in which it wrote, added where they are two ways."""
+    trace's time in which it read or wrote; of two ways, that of the busier."""
 
     name: str
     loaded: int
@@ -224,8 +224,7 @@ class Requests:
                     used_bytes=tier.most_bytes,
                     dropped=told["write_dropped"] + told["write_lost"] + told["write_given_up"],
                     evicted=told["evicted"],
-                    busy=(tier.reads.busy_s + (tier.writes.busy_s if tier.writes is not tier.reads else 0.0))
-                    / max(seconds, 1e-9),
+                    busy=max(tier.reads.busy_s, tier.writes.busy_s) / max(seconds, 1e-9),
                 )
                 for tier, told in zip(self._node.tiers, status["l2"], strict=True)  # type: ignore[call-overload]
             ],
