@@ -473,6 +473,9 @@ def serving(
         list[str] | None,
         typer.Option(help="Measure only this contender and no offload; repeatable. A wrong name lists all."),
     ] = None,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Restart every engine but the ideal one after half of the requests.")
+    ] = False,
     quick: Quick = False,
     as_json: AsJson = False,
     markdown: Markdown = False,
@@ -495,7 +498,7 @@ def serving(
     sizes = QUICK if quick else FULL
     asked = {"requests": requests, "seconds": seconds}
     shape = msgspec.structs.replace(sizes.shape, **{name: value for name, value in asked.items() if value})
-    sizes = msgspec.structs.replace(sizes, shape=shape, rounds=rounds or sizes.rounds)
+    sizes = msgspec.structs.replace(sizes, shape=shape, rounds=rounds or sizes.rounds, restarts=restart)
     _run(
         "serving",
         lambda stage: bench_serving(sizes, trace=trace, model=model, stage=stage, contenders=chosen(contender or ())),

@@ -6,9 +6,11 @@ import json
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,7 +23,7 @@ from kvframework_bench.lmcache_server import free_port
 from kvframework_bench.process import adopting, running
 from kvframework_bench.serving.contenders import IDEAL, NONE, OURS, OWN, PEER, Contender, Offload
 from kvframework_bench.serving.engines import Engine, EngineSettings, family, vllm_command
-from kvframework_bench.serving.figures import ServingFigures
+from kvframework_bench.serving.figures import ServingFigures, Unequal
 from kvframework_bench.serving.load import LoadShape, make_load, shared_tokens, token_ids
 from kvframework_bench.serving.run import ServingSizes, bench_serving
 from tests.support.waiting import wait_until
@@ -209,6 +211,8 @@ def test_every_contender_is_measured_alone_and_with_two_engines(run: Callable[..
     assert figures.skipped == []
     assert (figures.load.requests, figures.load.conversations) == (12, 4)
     assert [row.equal for row in figures.rows] == [1.0, 1.0, 0.0] * 2
+    assert [len(row.unequal) for row in figures.rows] == [0, 0, 24] * 2
+    assert figures.rows[2].unequal[0] == Unequal(0, 0, 0, 0)
     for row in figures.rows:
         assert row.p50_ms.min <= row.p90_ms.median <= row.p99_ms.max
         assert row.tokens_s.min > 0
@@ -217,6 +221,25 @@ def test_every_contender_is_measured_alone_and_with_two_engines(run: Callable[..
         assert (row.later is None) is (row.later_p50 is None) is (row.contender == IDEAL)
         assert row.later_ms is not None
         assert row.later_ms.min <= row.p99_ms.max
+
+
+def test_engines_but_the_ideal_ones_restart_after_half_of_the_requests(tmp_path: Path, model: Path) -> None:
+    started: list[str] = []
+
+    @contextmanager
+    def counting(name: str, *rest: Any) -> Iterator[Engine]:
+        started.append(name)
+        with stand_in(name, *rest) as engine:
+            yield engine
+
+    sizes = ServingSizes(LoadShape(100, 0.2, window_s=100), 1, restarts=True, engine_bytes=0, capacity_bytes=0)
+    contenders = [contender(name) for name in (NONE, IDEAL, OURS)]
+    figures = bench_serving(sizes, trace=write_trace(tmp_path), model=model, contenders=contenders, launch=counting)
+    assert figures.load.restarted
+    # Once for all, and once for each number of engines.
+    assert Counter(name.partition(",")[0] for name in started) == {NONE: 6, IDEAL: 2, OURS: 6}
+    assert [(row.equal, row.unequal) for row in figures.rows] == [(1.0, [])] * 6
+    assert all(row.engine_ms.min >= 0 for row in figures.rows)
 
 
 def test_a_peer_that_does_not_run_is_named_with_its_first_error(run: Callable[..., ServingFigures]) -> None:

@@ -1,5 +1,6 @@
-"""What an engine's KV goes to when its own cache is full: nowhere, vLLM's own offload, LMCache's server, ours. `ideal`
-is an engine whose own cache is never full: no external cache can be faster."""
+"""What an engine's KV goes to when its own cache is full: nowhere, vLLM's own offload, LMCache's server, ours, alone or
+with a tier behind an L1 that is too small. `ideal` is an engine whose own cache is never full: no external cache can
+be faster."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvframework_bench.errors import BenchUnavailable
+from kvframework_bench.l2.redis_server import running_redis
+from kvframework_bench.l2.tier import redis_settings
 from kvframework_bench.lmcache_server import prepare, running_lmcache
 from kvframework_bench.process import BenchChild
 from kvframework_bench.server import running_server
@@ -16,6 +19,11 @@ from kvframework_bench.serving.engines import transfer
 
 NONE, OWN, PEER, OURS = "no offload", "vLLM's own", "LMCache", "kvframework"
 IDEAL, OFFLOADING = "ideal", "kvframework, offloading"
+_CONNECTOR, _OFFLOADING = "KvFrameworkConnector", "KvFrameworkOffloading"
+# An L1 of a sixteenth of the usual capacity holds a third of the usual load's KV.
+_SMALLER = 16
+# Yields the server's settings for a tier, which is there as long as the context.
+Tier = Callable[[Path], AbstractContextManager[list[str]]]
 
 
 class Offload(NamedTuple):
@@ -59,16 +67,34 @@ def _lmcache(directory: Path, capacity: int) -> Iterator[Offload]:
         yield Offload(transfer("LMCacheMPConnector", where), server.child)
 
 
-@contextmanager
-def _kvframework(directory: Path, capacity: int) -> Iterator[Offload]:
-    with running_server(directory, capacity) as server:
-        yield Offload(transfer("KvFrameworkConnector", {"kvframework.endpoint": server.endpoint}), server.child)
+def _ours(connector: str, tier: Tier) -> Callable[[Path, int], AbstractContextManager[Offload]]:
+    """Return what opens a server of ours. With a tier L1 has a `_SMALLER`th of the capacity."""
+
+    @contextmanager
+    def opened(directory: Path, capacity: int) -> Iterator[Offload]:
+        with (
+            tier(directory) as settings,
+            running_server(directory, capacity // _SMALLER if settings else capacity, settings) as server,
+        ):
+            yield Offload(transfer(connector, {"kvframework.endpoint": server.endpoint}), server.child)
+
+    return opened
 
 
 @contextmanager
-def _offloading(directory: Path, capacity: int) -> Iterator[Offload]:
-    with running_server(directory, capacity) as server:
-        yield Offload(transfer("KvFrameworkOffloading", {"kvframework.endpoint": server.endpoint}), server.child)
+def _no_tier(_directory: Path) -> Iterator[list[str]]:
+    yield []
+
+
+@contextmanager
+def _disk(directory: Path) -> Iterator[list[str]]:
+    yield ["l2.0.use=filesystem", f"l2.0.path={directory / 'values'}"]
+
+
+@contextmanager
+def _redis(directory: Path) -> Iterator[list[str]]:
+    with running_redis(directory) as redis:
+        yield redis_settings(redis.url)
 
 
 CONTENDERS = (
@@ -76,10 +102,17 @@ CONTENDERS = (
     Contender(IDEAL, _ideal, needed=True),
     Contender(OWN, _own, needed=False),
     Contender(PEER, _lmcache, needed=False),
-    Contender(OURS, _kvframework, needed=True),
+    Contender(OURS, _ours(_CONNECTOR, _no_tier), needed=True),
 )
 # Those that run only if they are asked for.
-MORE = (Contender(OFFLOADING, _offloading, needed=True),)
+MORE = (
+    Contender(OFFLOADING, _ours(_OFFLOADING, _no_tier), needed=True),
+    *(
+        Contender(f"{name}, {tier}", _ours(connector, opened), needed=True)
+        for name, connector in ((OURS, _CONNECTOR), (OFFLOADING, _OFFLOADING))
+        for tier, opened in (("disk", _disk), ("Redis", _redis))
+    ),
+)
 
 
 def chosen(names: Sequence[str]) -> Sequence[Contender]:

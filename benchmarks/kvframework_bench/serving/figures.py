@@ -27,15 +27,29 @@ class LoadFigures(msgspec.Struct, frozen=True):
     model: str
     kv_cache_bytes: int
     capacity_bytes: int
+    restarted: bool = False
+
+
+class Unequal(msgspec.Struct, frozen=True):
+    """An answer with other tokens than without offload: its round, conversation and turn, and its first other token,
+    all counted from 0."""
+
+    round: int
+    conversation: int
+    turn: int
+    token: int
+
+    def __str__(self) -> str:
+        return f"round {self.round}, conversation {self.conversation}, turn {self.turn}, from token {self.token}"
 
 
 class Replay(msgspec.Struct, frozen=True):
     """One replay of the load. `first_ms` has a time to first token for each request, `later_ms` for each later turn of
-    a conversation; `hit` is the share of the prompts'
-    tokens that no engine computed; processor times are a request's, in ms, that of the engine with `connector_ms` in
-    it, which is None where there is no connector; `scheduler_ms` is the part of `connector_ms` in the scheduler of an
-    engine, and `scheduler_clock_ms` the time on the clock of the same calls; `equal` is the share of answers whose
-    tokens are all those without offload, in the same round."""
+    a conversation; `hit` is the share of the prompts' tokens that no engine computed; processor times are a request's,
+    in ms, that of the engine with `connector_ms` in it, which is None where there is no connector; `scheduler_ms` is
+    the part of `connector_ms` in the scheduler of an engine, and `scheduler_clock_ms` the time on the clock of the
+    same calls; `equal` is the share of answers whose tokens are all those without offload, in the same round;
+    `unequal` are the others."""
 
     first_ms: list[float]
     tokens_s: float
@@ -47,6 +61,7 @@ class Replay(msgspec.Struct, frozen=True):
     later_ms: list[float] = []
     scheduler_ms: float | None = None
     scheduler_clock_ms: float | None = None
+    unequal: list[Unequal] = []
 
 
 class ServingRow(msgspec.Struct, frozen=True):
@@ -76,6 +91,7 @@ class ServingRow(msgspec.Struct, frozen=True):
     later_p50: Spread | None = None
     scheduler_ms: Spread | None = None
     scheduler_clock_ms: Spread | None = None
+    unequal: list[Unequal] = []
 
 
 class ServingFigures(msgspec.Struct, frozen=True):
@@ -134,6 +150,7 @@ def _row(
         both(lambda replay: percentile(sorted(replay.later_ms), 0.5), ideal)[1],
         _spread(replay.scheduler_ms for replay in replays),
         _spread(replay.scheduler_clock_ms for replay in replays),
+        [each for replay in replays for each in replay.unequal],
     )
 
 
@@ -158,6 +175,7 @@ def serving_tables(figures: ServingFigures) -> list[Table]:
         ("of the prompts said before", f"{load.shared:.0%}"),
         ("model", load.model),
         ("KV cache of an engine, capacity beside it", f"{ByteSize(load.kv_cache_bytes)}, {_size(load)}"),
+        ("engines restarted in the middle", "yes, but for ideal" if load.restarted else "no"),
     ):
         about.add_row(name, text)
     seen = new_table(
@@ -172,6 +190,7 @@ def serving_tables(figures: ServingFigures) -> list[Table]:
         *("hit rate", "tokens/s", "ratio to no offload", "engine's processor", "ratio to no offload"),
         *("of it the connector", "in the scheduler's thread", "on the clock", "server's processor", "answers equal"),
     )
+    wrong = new_table("answers with other tokens than without offload", "answers", "the first of them")
     for row in figures.rows:
         name = f"{row.contender}, {row.engines} engine{'s' if row.engines > 1 else ''}"
         waits = ((row.p50_ms, row.p50), (row.p90_ms, row.p90), (row.p99_ms, row.p99))
@@ -192,7 +211,10 @@ def serving_tables(figures: ServingFigures) -> list[Table]:
             f"{row.server_ms.median:.1f} ms",
             f"{row.equal:.0%}",
         )
-    return [about, seen, turns, cost, *([skipped_table(figures.skipped)] if figures.skipped else [])]
+        if row.unequal:
+            wrong.add_row(name, f"{len(row.unequal)}", str(row.unequal[0]))
+    more = [wrong] * any(row.unequal for row in figures.rows) + [skipped_table(figures.skipped)] * bool(figures.skipped)
+    return [about, seen, turns, cost, *more]
 
 
 def _size(load: LoadFigures) -> str:

@@ -11,6 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
+from operator import eq
 from pathlib import Path
 
 import msgspec
@@ -25,7 +28,7 @@ from kvframework_bench.serving.asking import Answer, Due, ask_all, body
 from kvframework_bench.serving.connector_time import ConnectorTime
 from kvframework_bench.serving.contenders import CONTENDERS, IDEAL, NONE, Contender, Offload
 from kvframework_bench.serving.engines import SERVED, Engine, EngineSettings, family, processor_s, running_engine
-from kvframework_bench.serving.figures import LoadFigures, Replay, ServingFigures, rows_of
+from kvframework_bench.serving.figures import LoadFigures, Replay, ServingFigures, Unequal, rows_of
 from kvframework_bench.serving.load import Ask, LoadShape, Piece, make_load, shared_tokens, token_ids
 from kvframework_bench.serving.model import SUMMARY, VOCABULARY, made_model, read_config
 
@@ -38,10 +41,12 @@ _END_S = 3.0
 
 class ServingSizes(msgspec.Struct, frozen=True):
     """`kv_cache_bytes` of each engine and `capacity_bytes` of what is beside it; `rounds` of every contender. An
-    engine takes about `engine_bytes` of memory besides."""
+    engine takes about `engine_bytes` of memory besides. `restarts`: after half of the requests the engines of every
+    contender but the ideal one end and start again; the time of that is not counted."""
 
     shape: LoadShape
     rounds: int
+    restarts: bool = False
     kv_cache_bytes: int = 24 << 20
     capacity_bytes: int = 1 << 30
     engine_bytes: int = 1 << 30
@@ -56,11 +61,20 @@ Launch = Callable[[str, EngineSettings, Sequence[str], Sequence[int], Path], Abs
 
 @dataclass
 class _Running:
-    """A contender with its engines."""
+    """A contender with its engines, and what starts as many new ones."""
 
     name: str
     offload: Offload
     engines: list[Engine]
+    start: Callable[[], list[Engine]]
+
+    def restart(self) -> None:
+        """End the engines, if there are any, and start new ones. Waits until these answer. Raises `BenchFailed`."""
+        for engine in self.engines:
+            engine.stop()
+        self.engines = self.start()
+        for engine in self.engines:
+            engine.await_answer()
 
     def engine_s(self) -> float:
         return sum(engine.processor_s() for engine in self.engines)
@@ -107,7 +121,7 @@ def bench_serving(
         with stage("starting engines", len(contenders)) as advance:
             running = _started(contenders, sizes, settings, directory, launch, stack, skipped, advance)
         bodies = _Bodies(asks, config.vocab_size if config else VOCABULARY)
-        replays = _rounds(running, asks, bodies, sizes.rounds, stage)
+        replays = _rounds(running, asks, bodies, sizes, stage)
     load = LoadFigures(
         trace=opened.header.name,
         requests=len(asks),
@@ -119,6 +133,7 @@ def bench_serving(
         model=SUMMARY if config is None else model.name,
         kv_cache_bytes=sizes.kv_cache_bytes,
         capacity_bytes=sizes.capacity_bytes,
+        restarted=sizes.restarts,
     )
     return ServingFigures(load, rows_of(replays, NONE, IDEAL), skipped)
 
@@ -149,27 +164,35 @@ def _started(
     for number, contender in enumerate(contenders):
         place = directory / str(number)
         place.mkdir()
-        with ExitStack() as own:
-            engines: list[Engine] = []
-            try:
-                offload = own.enter_context(contender.open(place, sizes.capacity_bytes))
-                for index, cores in enumerate(halves(sorted(os.sched_getaffinity(0)))):
-                    name = f"{contender.name}, engine {index + 1}"
-                    engines.append(own.enter_context(launch(name, settings, offload.options, cores, place)))
-                for engine in engines:
-                    engine.await_answer()
-            except BenchUnavailable as error:
-                skipped.append(Skipped(contender.name, error.fact, error.hint))
-            except BenchFailed as error:
-                if contender.needed:
-                    raise
-                why = next(filter(None, (engine.why() for engine in engines)), error.fact)
-                skipped.append(Skipped(contender.name, why, "its engine does not start"))
-            else:
-                answering.append(_Running(contender.name, offload, engines))
-                stack.push(own.pop_all())
+        own = stack.enter_context(ExitStack())
+        try:
+            offload = own.enter_context(contender.open(place, sizes.capacity_bytes))
+            started = partial(_engines, own, contender.name, settings, offload, place, launch)
+            each = _Running(contender.name, offload, [], started)
+            each.restart()
+        except BenchUnavailable as error:
+            skipped.append(Skipped(contender.name, error.fact, error.hint))
+            own.close()
+        except BenchFailed as error:
+            if contender.needed:
+                raise
+            why = next(filter(None, (engine.why() for engine in each.engines)), error.fact)
+            skipped.append(Skipped(contender.name, why, "its engine does not start"))
+            own.close()
+        else:
+            answering.append(each)
         advance()
     return answering
+
+
+def _engines(
+    stack: ExitStack, name: str, settings: EngineSettings, offload: Offload, place: Path, launch: Launch
+) -> list[Engine]:
+    """Return a contender's new engines, which end with the stack."""
+    return [
+        stack.enter_context(launch(f"{name}, engine {index + 1}", settings, offload.options, cores, place))
+        for index, cores in enumerate(halves(sorted(os.sched_getaffinity(0))))
+    ]
 
 
 def halves(cores: Sequence[int]) -> list[Sequence[int]]:
@@ -198,46 +221,80 @@ class _Bodies:
 
 
 def _rounds(
-    running: Sequence[_Running], asks: Sequence[Ask], bodies: _Bodies, rounds: int, stage: Stage
+    running: Sequence[_Running], asks: Sequence[Ask], bodies: _Bodies, sizes: ServingSizes, stage: Stage
 ) -> dict[tuple[int, str], list[Replay]]:
     """Return the replays of each case, round by round. Every other round goes backwards."""
     for each in running:
-        for engine in each.engines:
-            _answers(each, [Due(0.0, engine.port, bodies.warm_up(), 2)] * 2)
+        _warm_up(each, bodies)
     replays: dict[tuple[int, str], list[Replay]] = {
         (engines, each.name): [] for engines in _ENGINES for each in running
     }
-    with stage("replaying the load", rounds * len(replays)) as advance:
-        for number in range(rounds):
+    with stage("replaying the load", sizes.rounds * len(replays)) as advance:
+        for number in range(sizes.rounds):
             for engines in _ENGINES:
                 encoded = bodies.of_round(number * len(_ENGINES) + engines)
                 done: dict[str, tuple[Replay, list[Answer]]] = {}
                 for each in running[:: -1 if number % 2 else 1]:
-                    done[each.name] = _replay(each, asks, encoded, engines)
+                    done[each.name] = _replay(each, asks, encoded, engines, bodies if sizes.restarts else None)
                     advance()
-                expected = [answer.tokens for answer in done[NONE][1]]
+                expected = done[NONE][1]
                 for name, (replay, answers) in done.items():
-                    equal = sum(a.tokens == b for a, b in zip(answers, expected, strict=True)) / len(asks)
-                    replays[engines, name].append(msgspec.structs.replace(replay, equal=equal))
+                    unequal = _unequal(number, asks, answers, expected)
+                    equal = 1 - len(unequal) / len(asks)
+                    replays[engines, name].append(msgspec.structs.replace(replay, equal=equal, unequal=unequal))
     return replays
 
 
+def _warm_up(contender: _Running, bodies: _Bodies) -> None:
+    for engine in contender.engines:
+        _answers(contender, [Due(0.0, engine.port, bodies.warm_up(), 2)] * 2)
+
+
+def _unequal(number: int, asks: Sequence[Ask], answers: Sequence[Answer], expected: Sequence[Answer]) -> list[Unequal]:
+    """Return the answers of this round that have other tokens than expected."""
+    return [
+        Unequal(number, ask.conversation, ask.turn, sum(takewhile(bool, map(eq, mine.tokens, theirs.tokens))))
+        for ask, mine, theirs in zip(asks, answers, expected, strict=True)
+        if mine.tokens != theirs.tokens
+    ]
+
+
 def _replay(
-    contender: _Running, asks: Sequence[Ask], encoded: Sequence[bytes], engines: int
+    contender: _Running, asks: Sequence[Ask], encoded: Sequence[bytes], engines: int, restarts: _Bodies | None
 ) -> tuple[Replay, list[Answer]]:
     """Replay the load with so many engines. Each turn of a conversation goes to the engine after that of the turn
-    before it: what an engine has itself helps the fewest."""
-    ports = [engine.port for engine in contender.engines[:engines]]
-    dues = [
-        Due(ask.at, ports[(ask.conversation + ask.turn) % engines], text, ask.answer_tokens)
-        for ask, text in zip(asks, encoded, strict=True)
-    ]
-    engine_s, before, server_s = contender.engine_s(), contender.connector_time(), contender.server_s()
-    answers, seconds = _answers(contender, dues)
-    time.sleep(_SETTLE_S)
-    engine_s, server_s = contender.engine_s() - engine_s, contender.server_s() - server_s
-    after = contender.connector_time()
-    connector = None if before is None or after is None else [b - a for a, b in zip(before, after, strict=True)]
+    before it: what an engine has itself helps the fewest. `restarts`: new engines, which these warm up, answer the
+    second half of the requests."""
+    half = len(asks) // 2 if restarts is not None else len(asks)
+    answers: list[Answer] = []
+    seconds = engine_s = server_s = 0.0
+    connector: list[float] | None = None
+    for part in filter(len, (range(half), range(half, len(asks)))):
+        if part.start and restarts is not None and contender.name != IDEAL:
+            contender.restart()
+            _warm_up(contender, restarts)
+        ports = [engine.port for engine in contender.engines[:engines]]
+        dues = [
+            Due(
+                asks[at].at - asks[part.start].at,
+                ports[(asks[at].conversation + asks[at].turn) % engines],
+                encoded[at],
+                asks[at].answer_tokens,
+            )
+            for at in part
+        ]
+        engine_s -= contender.engine_s()
+        server_s -= contender.server_s()
+        before = contender.connector_time()
+        answered, took = _answers(contender, dues)
+        time.sleep(_SETTLE_S)
+        answers += answered
+        seconds += took
+        engine_s += contender.engine_s()
+        server_s += contender.server_s()
+        after = contender.connector_time()
+        if before is not None and after is not None:
+            connector = [had + b - a for had, a, b in zip(connector or [0.0] * 3, before, after, strict=True)]
     processor_ms, scheduler_ms, clock_ms = [1000 * s / len(asks) for s in connector] if connector else [None] * 3
     replay = Replay(
         first_ms=[1000 * answer.first_s for answer in answers],
