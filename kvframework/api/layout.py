@@ -9,12 +9,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Union
+from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta
 from msgspec.structs import replace
 
 from kvframework.api.plugin import Message, O, Provider, dtype_bytes, hookimpl
+from kvframework.api.tensors import MemoryTensor, TensorLike, dtype_name
 from kvframework.errors import BadLayout, BadRange
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ __all__ = [
     "NO_BLOCK",
     "OPAQUE",
     "BadLayout",
+    "BlockViews",
     "EngineView",
     "GroupDesc",
     "KVLayout",
@@ -36,6 +38,9 @@ __all__ = [
     "Layout",
     "LayoutProvider",
     "MemoryLayoutDesc",
+    "MemoryTensor",
+    "TensorLike",
+    "dtype_name",
     "hookimpl",
     "validate_layout",
 ]
@@ -62,7 +67,9 @@ OPAQUE = "opaque:"
 NO_BLOCK = 0xFFFFFFFF
 
 # The tensors of one layer: one tensor, or one per plane (K, V).
-LayerTensors = Union["torch.Tensor", Sequence["torch.Tensor"]]
+LayerTensors = TensorLike | Sequence[TensorLike]
+# Block views as `[group][plane][layer]`, each `[blocks, slots, heads, head_dim]`.
+BlockViews = Sequence[Sequence[Sequence[TensorLike]]]
 
 
 class GroupDesc(Message, frozen=True):
@@ -284,7 +291,7 @@ def check_skip(layout: KVLayout, skip_first_n_tokens: int) -> None:
 
 class Layout(ABC):
     """A layout plugin: declares an engine's tensors and gives views of them block by block. `describe` and
-    `block_views` may import torch, in engine processes; `object_desc` runs on both sides and must not."""
+    `block_views` run in engine processes, which may have no torch; `object_desc` runs on both sides."""
 
     name: str
 
@@ -294,7 +301,7 @@ class Layout(ABC):
         axis: raises `BadLayout`, which names the missing declaration, for ambiguous shapes. Never blocks."""
 
     @abstractmethod
-    def block_views(self, layout: KVLayout, kv_caches: Mapping[str, LayerTensors]) -> list[list[list[torch.Tensor]]]:
+    def block_views(self, layout: KVLayout, kv_caches: Mapping[str, LayerTensors]) -> BlockViews:
         """Return views, never copies, as `[group][plane][layer]`, each of shape `[blocks, LayerGroup.slots, heads,
         head_dim]` with any strides. They borrow the engine's memory and stay valid as long as the passed tensors.
         Raises `BadLayout` if the tensors do not fit the declaration."""

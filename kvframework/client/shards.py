@@ -12,17 +12,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from kvframework.api.layout import CANONICAL, MAX_GROUPS, KVLayout, LayerTensors, Layout, MemoryLayoutDesc
+from kvframework.api.layout import (
+    CANONICAL,
+    MAX_GROUPS,
+    BlockViews,
+    KVLayout,
+    LayerTensors,
+    Layout,
+    MemoryLayoutDesc,
+)
 from kvframework.errors import BadLayout
 from kvframework.wire.messages import MAX_HANDLES
 from kvframework.wire.protocol import natural
-
-if TYPE_CHECKING:
-    import torch
 
 # Handles that are left for allocations, beside those of the views.
 _ALLOCATIONS = 256
@@ -71,7 +75,7 @@ class Shards:
                 groups.append(replace(group, heads=self.heads, num_layers=layers, layer_names=names))
         return replace(declared, groups=tuple(groups))
 
-    def views(self, whole: Sequence[Sequence[Sequence[torch.Tensor]]]) -> list[list[list[torch.Tensor]]]:
+    def views(self, whole: BlockViews) -> BlockViews:
         """Return the views of each shard's layer groups, see `Layout.block_views`, as parts of the `whole` ones."""
         return [
             [
@@ -84,15 +88,19 @@ class Shards:
 
     def whole_blocks(self, declared: KVLayout, gathered: Sequence[bytes]) -> list[bytes]:
         """Return the bytes of one block of each declared layer group from its parts, as `gather_block` gives them."""
-        import torch
-
         count, found = len(declared.groups), []
         for index, group in enumerate(declared.groups):
-            parts = [torch.frombuffer(bytearray(raw), dtype=torch.uint8) for raw in gathered[index::count]]
-            layers = self.layers or group.num_layers
-            seen = [part.view(group.planes, layers, group.slots, -1) for part in parts]
-            rows = [torch.cat(seen[at : at + self.columns], dim=3) for at in range(0, len(seen), self.columns)]
-            found.append(bytes(torch.cat(rows, dim=1).flatten().tolist()))
+            parts, layers = gathered[index::count], self.layers or group.num_layers
+            width = len(parts[0]) // (group.planes * layers * group.slots)
+            # By plane, row of layers, layer and slot; within it the columns of heads lie side by side.
+            whole = [
+                part[at : at + width]
+                for plane in range(group.planes)
+                for row in range(0, len(parts), self.columns)
+                for at in range(plane * layers * group.slots * width, (plane + 1) * layers * group.slots * width, width)
+                for part in parts[row : row + self.columns]
+            ]
+            found.append(b"".join(whole))
         return found
 
     def _places(self) -> list[tuple[int, int]]:
@@ -113,7 +121,7 @@ class ShardedLayout(Layout):
     def describe(self, kv_caches: Mapping[str, LayerTensors], *, block_size: int) -> KVLayout:
         return self._shards.layout(self._layout.describe(kv_caches, block_size=block_size))
 
-    def block_views(self, layout: KVLayout, kv_caches: Mapping[str, LayerTensors]) -> list[list[list[torch.Tensor]]]:
+    def block_views(self, layout: KVLayout, kv_caches: Mapping[str, LayerTensors]) -> BlockViews:
         return self._shards.views(self._layout.block_views(self._declared, kv_caches))
 
     def object_desc(self, layout: KVLayout, chunk_size: int) -> MemoryLayoutDesc:

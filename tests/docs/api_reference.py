@@ -12,7 +12,7 @@ from tests.docs import error_codes
 
 API = "kvframework.api."
 OF_KINDS = ("transport", "layout", "memory", "tier", "eviction", "hasher", "codec", "requests", "listener")
-BESIDE = {"transport": ("futures", "copy_plans"), "tier": ("helper_tier",)}
+BESIDE = {"layout": ("tensors",), "transport": ("futures", "copy_plans"), "tier": ("helper_tier",)}
 TAKEN = {f"{API}{name}" for kind in OF_KINDS for name in (kind, *BESIDE.get(kind, ()))} | {f"{API}hookspecs"}
 # By page: its title and modules.
 REFERENCE: dict[str, tuple[str, tuple[str, ...]]] = {

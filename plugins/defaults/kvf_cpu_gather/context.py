@@ -91,8 +91,7 @@ class CpuGather(TransferContext):
             raise NotRegistered("no instance is registered with this transport", where="cpu_gather")
         registration = self._registered.registration
         with torch.inference_mode():
-            views = self._registered.layout.block_views(registration.layout, kv_caches)
-            return gather_blocks(registration, views, blocks, self._kernel)
+            return gather_blocks(registration, self._registered.views(kv_caches), blocks, self._kernel)
 
     def close(self) -> None:
         """Wait for a copy that has begun; transfers that wait for the server are cancelled."""

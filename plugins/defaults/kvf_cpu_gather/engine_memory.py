@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
@@ -81,7 +81,7 @@ def signature(kv_caches: Mapping[str, LayerTensors]) -> list[object]:
     found: list[object] = []
     for name, tensors in kv_caches.items():
         found.append(name)
-        for tensor in (tensors,) if isinstance(tensors, torch.Tensor) else tensors:
+        for tensor in _planes(tensors):
             found += (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
             found.append(tensor.untyped_storage().nbytes())
     return found
@@ -90,7 +90,11 @@ def signature(kv_caches: Mapping[str, LayerTensors]) -> list[object]:
 def tensors_of(kv_caches: Mapping[str, LayerTensors]) -> Iterator[torch.Tensor]:
     """Yield all tensors, layer by layer."""
     for tensors in kv_caches.values():
-        yield from (tensors,) if isinstance(tensors, torch.Tensor) else tensors
+        yield from _planes(tensors)
+
+
+def _planes(tensors: LayerTensors) -> Sequence[torch.Tensor]:
+    return (tensors,) if isinstance(tensors, torch.Tensor) else cast("Sequence[torch.Tensor]", tensors)
 
 
 class KernelCopies(Copies):
@@ -182,6 +186,10 @@ class RegisteredMemory:
         self._kernel = kernel
         self._seen: tuple[object, PlannedMemory | RememberedViews] | None = None
 
+    def views(self, kv_caches: Mapping[str, LayerTensors]) -> Sequence[GroupViews]:
+        """Return the layout's views, which are of torch as the tensors are."""
+        return cast("Sequence[GroupViews]", self.layout.block_views(self.registration.layout, kv_caches))
+
     def of(self, kv_caches: Mapping[str, LayerTensors]) -> EngineMemory:
         """Return the memory of these tensors. Raises `BadLayout` for tensors that do not fit the registration."""
         groups, desc = self.registration.layout.groups, self.registration.desc
@@ -192,7 +200,7 @@ class RegisteredMemory:
         with torch.inference_mode():
             if seen is not None:
                 return ViewedMemory(groups, desc, seen.again(kv_caches))
-            views = self.layout.block_views(self.registration.layout, kv_caches)
+            views = self.views(kv_caches)
             memory = memory_of(self._kernel, groups, desc, views)
             kept = memory if isinstance(memory, PlannedMemory) else RememberedViews.of(views, kv_caches)
         self._seen = (now, kept) if kept is not None else None

@@ -6,17 +6,21 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from kvframework.api.layout import KVLayout, LayerGroup, LayerTensors, validate_layout
+from kvframework.api.layout import (
+    BlockViews,
+    KVLayout,
+    LayerGroup,
+    LayerTensors,
+    TensorLike,
+    dtype_name,
+    validate_layout,
+)
 from kvframework.errors import BadLayout
-
-if TYPE_CHECKING:
-    import torch
-
 
 MOST = 1 << 24
 
@@ -91,7 +95,6 @@ def rules_of_layers(rules: Sequence[GroupRule], names: Iterable[str]) -> dict[st
 #
 # A layer is split into parts: planes of equal shape and dtype make one part, unequal keys and values make two. Parts of
 # one rule with the same signature form a layer group: rule by rule, and within a rule in order of first appearance.
-# Only tensor methods are called, so that nothing here imports torch.
 
 
 class SeenLayer(NamedTuple):
@@ -99,7 +102,7 @@ class SeenLayer(NamedTuple):
     falls under; `strides` are those of the engine's tensor, empty if it has no stable memory."""
 
     name: str
-    planes: Sequence[torch.Tensor]
+    planes: Sequence[TensorLike]
     rule: int = 0
     strides: tuple[int, ...] = ()
 
@@ -125,7 +128,7 @@ class TensorGroup:
 
     signature: Signature
     names: list[str] = field(default_factory=list)
-    layers: list[Sequence[torch.Tensor]] = field(default_factory=list)
+    layers: list[Sequence[TensorLike]] = field(default_factory=list)
     strides: set[tuple[int, ...]] = field(default_factory=set)
 
     def blocks(self) -> int:
@@ -138,7 +141,7 @@ class TensorGroup:
         return same_size(sizes, "the number of blocks")
 
 
-def plane_tensors(name: str, tensors: LayerTensors) -> Sequence[torch.Tensor]:
+def plane_tensors(name: str, tensors: LayerTensors) -> Sequence[TensorLike]:
     """The tensors of one layer as a sequence: one tensor, or a tensor per plane. Raises `BadLayout`."""
     if not isinstance(tensors, (tuple, list)):
         return (tensors,)  # type: ignore[return-value]
@@ -163,7 +166,7 @@ def group_layers(layers: Iterable[SeenLayer]) -> list[TensorGroup]:
     return sorted(groups.values(), key=lambda group: group.signature.rule)
 
 
-def views_of(layout: KVLayout, groups: Sequence[TensorGroup]) -> list[list[list[torch.Tensor]]]:
+def views_of(layout: KVLayout, groups: Sequence[TensorGroup]) -> BlockViews:
     """`[group][plane][layer]`, see `Layout.block_views`. Raises `BadLayout` unless these are the declared groups."""
     _check_declared(layout, groups)
     return [
@@ -181,11 +184,11 @@ def same_size(sizes: Mapping[str, int], what: str) -> int:
     return first
 
 
-def _parts(layer: SeenLayer) -> list[tuple[Signature, Sequence[torch.Tensor]]]:
+def _parts(layer: SeenLayer) -> list[tuple[Signature, Sequence[TensorLike]]]:
     """One part if all planes have the same heads, head size and dtype, else one part for each plane."""
 
-    def signature(view: torch.Tensor, count: int, role: str) -> Signature:
-        return Signature(layer.rule, count, view.shape[2], view.shape[3], str(view.dtype).removeprefix("torch."), role)
+    def signature(view: TensorLike, count: int, role: str) -> Signature:
+        return Signature(layer.rule, count, view.shape[2], view.shape[3], dtype_name(view), role)
 
     together = {signature(view, len(layer.planes), "all planes") for view in layer.planes}
     if len(together) == 1:

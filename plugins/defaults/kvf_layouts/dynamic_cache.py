@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from kvf_layouts.declaring import (
     GroupRule,
@@ -18,11 +17,8 @@ from kvf_layouts.declaring import (
     views_of,
 )
 from kvf_layouts.tensors import block_view
-from kvframework.api.layout import KVLayout, LayerTensors, Layout
+from kvframework.api.layout import BlockViews, KVLayout, LayerTensors, Layout, TensorLike
 from kvframework.errors import BadLayout
-
-if TYPE_CHECKING:
-    import torch
 
 AXES = ("head", "token", "dim")
 STATE_AXES = ("block", "dim")
@@ -59,7 +55,7 @@ class DynamicCacheLayout(Layout):
             self.name, groups, _RULES, block_size, lambda rule: STATE_AXES if rule.state else AXES, stable=False
         )
 
-    def block_views(self, layout: KVLayout, kv_caches: Mapping[str, LayerTensors]) -> list[list[list[torch.Tensor]]]:
+    def block_views(self, layout: KVLayout, kv_caches: Mapping[str, LayerTensors]) -> BlockViews:
         """See `Layout.block_views`. All layers with keys and values must hold the same number of tokens."""
         return views_of(layout, self._groups(kv_caches, layout.groups[0].block_size))
 
@@ -78,14 +74,14 @@ class DynamicCacheLayout(Layout):
         seen = [
             SeenLayer(name, [block_view(tensor, AXES, block_size) for tensor in pair]) for name, pair in pairs.items()
         ]
-        seen += [SeenLayer(name, [tensor.unsqueeze(1).unsqueeze(1)], rule=1) for name, tensor in states.items()]
+        seen += [SeenLayer(name, [block_view(tensor, STATE_AXES, 1)], rule=1) for name, tensor in states.items()]
         return group_layers(seen)
 
 
-def _pair(name: str, tensors: LayerTensors) -> Sequence[torch.Tensor]:
+def _pair(name: str, tensors: LayerTensors) -> Sequence[TensorLike]:
     """Keys and values without their batch axis, as views."""
     pair = plane_tensors(name, tensors)
-    if len(pair) != 2 or any(tensor.dim() != 4 or tensor.shape[0] != 1 for tensor in pair):
+    if len(pair) != 2 or any(len(tensor.shape) != 4 or tensor.shape[0] != 1 for tensor in pair):
         raise BadLayout(
             f"{len(pair)} tensors of shape {', '.join(str(tuple(tensor.shape)) for tensor in pair)}",
             where=f"layer {name}",
@@ -95,9 +91,9 @@ def _pair(name: str, tensors: LayerTensors) -> Sequence[torch.Tensor]:
     return [tensor.select(0, 0) for tensor in pair]
 
 
-def _state(name: str, tensors: LayerTensors) -> torch.Tensor:
+def _state(name: str, tensors: LayerTensors) -> TensorLike:
     planes = plane_tensors(name, tensors)
-    if len(planes) != 1 or planes[0].dim() != 2:
+    if len(planes) != 1 or len(planes[0].shape) != 2:
         raise BadLayout(
             f"{len(planes)} tensors of shape {', '.join(str(tuple(tensor.shape)) for tensor in planes)}",
             where=f"layer {name}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from kvf_layouts.declaring import (
     OpaqueRule,
@@ -15,8 +15,8 @@ from kvf_layouts.declaring import (
     rules_of_layers,
     views_of,
 )
-from kvf_layouts.tensors import check_apart
-from kvframework.api.layout import KVLayout, LayerTensors, Layout
+from kvf_layouts.tensors import block_view, check_apart
+from kvframework.api.layout import BlockViews, KVLayout, LayerTensors, Layout, MemoryTensor, TensorLike
 from kvframework.errors import BadLayout
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class OpaqueLayout(Layout):
             chunk_tokens=self._chunk_tokens,
         )
 
-    def block_views(self, layout: KVLayout, kv_caches: Mapping[str, LayerTensors]) -> list[list[list[torch.Tensor]]]:
+    def block_views(self, layout: KVLayout, kv_caches: Mapping[str, LayerTensors]) -> BlockViews:
         """See `Layout.block_views`: `[blocks, 1, 1, bytes of a block]`."""
         return views_of(layout, group_layers(self._see(kv_caches, rules_of_layers(self._rules, kv_caches))))
 
@@ -85,37 +85,39 @@ class OpaqueLayout(Layout):
             axis = self._block_axis if axis is None else axis
             blocks = [_blocks(name, tensor, axis) for tensor in plane_tensors(name, tensors)]
             strides = {tuple(view.stride()) for view in blocks}
-            views = [view.unsqueeze(1).unsqueeze(1) for view in blocks]
+            views = [block_view(view, AXES, 1) for view in blocks]
             seen.append(SeenLayer(name, views, chosen[name], strides.pop() if len(strides) == 1 else ()))
         return seen
 
 
-def _blocks(name: str, tensor: torch.Tensor, block_axis: int | None) -> torch.Tensor:
+def _blocks(name: str, tensor: TensorLike, block_axis: int | None) -> TensorLike:
     """The tensor as bytes `[blocks, bytes of a block]`, a view. Raises `BadLayout`."""
-    import torch
-
     where = f"layer {name}"
-    if block_axis is None or not 0 <= block_axis < tensor.dim():
+    if block_axis is None or not 0 <= block_axis < len(tensor.shape):
         raise BadLayout(
             f"the block axis of shape {tuple(tensor.shape)} is "
             + ("not declared" if block_axis is None else f"{block_axis}"),
             where=where,
-            available=f"0 to {tensor.dim() - 1}",
+            available=f"0 to {len(tensor.shape) - 1}",
             hint="set the layout's option `block_axis`, which is never guessed from sizes",
         )
     # Memory order: the axes inside a block by falling stride.
-    inner = [axis for axis in range(tensor.dim()) if axis != block_axis and tensor.shape[axis] > 1]
-    inner.sort(key=tensor.stride, reverse=True)
+    inner = [axis for axis in range(len(tensor.shape)) if axis != block_axis and tensor.shape[axis] > 1]
+    strides = tensor.stride()
+    inner.sort(key=strides.__getitem__, reverse=True)
     dense = 1
     for axis in reversed(inner):
-        if tensor.stride(axis) != dense:
+        if strides[axis] != dense:
             raise BadLayout(
-                f"the bytes of a block are not contiguous: shape {tuple(tensor.shape)}, strides {tensor.stride()}",
+                f"the bytes of a block are not contiguous: shape {tuple(tensor.shape)}, strides {strides}",
                 where=where,
                 available="blocks without gaps",
                 hint="pass keys and values as a pair if they are separate",
             )
         dense *= tensor.shape[axis]
-    blocks, stride = tensor.shape[block_axis], tensor.stride(block_axis)
-    elements = tensor.as_strided((blocks, dense), (stride, 1))
-    return elements.view(torch.uint8)
+    elements = tensor.as_strided((tensor.shape[block_axis], dense), (strides[block_axis], 1))
+    if isinstance(elements, MemoryTensor):
+        return elements.view("uint8")
+    import torch
+
+    return cast("torch.Tensor", elements).view(torch.uint8)

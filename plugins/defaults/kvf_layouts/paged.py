@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from kvf_layouts.declaring import (
     PagedRule,
@@ -17,11 +16,8 @@ from kvf_layouts.declaring import (
     views_of,
 )
 from kvf_layouts.tensors import block_view, check_apart, check_axes, check_sizes, unbind, undeclared
-from kvframework.api.layout import KVLayout, LayerTensors, Layout
+from kvframework.api.layout import BlockViews, KVLayout, LayerTensors, Layout, TensorLike
 from kvframework.errors import BadLayout
-
-if TYPE_CHECKING:
-    import torch
 
 
 class PagedLayout(Layout):
@@ -70,7 +66,7 @@ class PagedLayout(Layout):
             chunk_tokens=self._chunk_tokens,
         )
 
-    def block_views(self, layout: KVLayout, kv_caches: Mapping[str, LayerTensors]) -> list[list[list[torch.Tensor]]]:
+    def block_views(self, layout: KVLayout, kv_caches: Mapping[str, LayerTensors]) -> BlockViews:
         """See `Layout.block_views`. Axes, sizes and strides are those of the declaration."""
         chosen = rules_of_layers(self._rules, kv_caches)
         declared = {name: group for group in layout.groups for name in group.layer_names}
@@ -83,7 +79,7 @@ class PagedLayout(Layout):
         return views_of(layout, group_layers(seen))
 
 
-def _see(name: str, tensors: Sequence[torch.Tensor], axes: Sequence[str], slots: int, rule: int) -> Iterator[SeenLayer]:
+def _see(name: str, tensors: Sequence[TensorLike], axes: Sequence[str], slots: int, rule: int) -> Iterator[SeenLayer]:
     """The layers of one entry of the engine's memory, checked against the axes."""
     if len(tensors) == 2 and "plane" in axes:
         raise BadLayout(

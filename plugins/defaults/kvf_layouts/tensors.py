@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from kvframework.api.layout import AXES
+from kvframework.api.layout import AXES, TensorLike
 from kvframework.errors import BadLayout
 
-if TYPE_CHECKING:
-    import torch
-
 # Declared axes: their checks, and the block views of a tensor that has them. Pure, engine side.
-#
-# Only tensor methods are called, so that nothing here imports torch.
 
 EXAMPLES = (
     ("plane", "block", "token", "head", "dim"),
@@ -57,11 +52,11 @@ def undeclared(name: str, shapes: Sequence[Sequence[int]], block_size: int) -> B
     )
 
 
-def check_sizes(name: str, tensor: torch.Tensor, axes: Sequence[str], slots: int) -> None:
+def check_sizes(name: str, tensor: TensorLike, axes: Sequence[str], slots: int) -> None:
     """Raise `BadLayout` naming layer, axis, expected and found size."""
-    if tensor.dim() != len(axes):
+    if len(tensor.shape) != len(axes):
         raise BadLayout(
-            f"shape {tuple(tensor.shape)} has {tensor.dim()} axes",
+            f"shape {tuple(tensor.shape)} has {len(tensor.shape)} axes",
             where=f"layer {name}",
             available=f"{len(axes)}: {', '.join(axes)}",
         )
@@ -79,32 +74,30 @@ def check_sizes(name: str, tensor: torch.Tensor, axes: Sequence[str], slots: int
             )
 
 
-def unbind(tensors: Sequence[torch.Tensor], axes: Sequence[str]) -> list[Sequence[torch.Tensor]]:
+def unbind(tensors: Sequence[TensorLike], axes: Sequence[str]) -> list[Sequence[TensorLike]]:
     """`[layer][plane]` of one entry of the engine's memory: its layer and plane axes split into views."""
     inner = [axis for axis in axes if axis != "layer"]
-    layers = [tensor.unbind(axes.index("layer")) if "layer" in axes else (tensor,) for tensor in tensors]
+    layers = [_split(tensor, axes.index("layer")) if "layer" in axes else [tensor] for tensor in tensors]
     if "plane" in axes:
-        return [layer.unbind(inner.index("plane")) for layer in layers[0]]
+        return [_split(layer, inner.index("plane")) for layer in layers[0]]
     return [list(planes) for planes in zip(*layers, strict=True)]
 
 
-def block_view(tensor: torch.Tensor, axes: Sequence[str], slots: int) -> torch.Tensor:
+def _split(tensor: TensorLike, axis: int) -> list[TensorLike]:
+    return [tensor.select(axis, at) for at in range(tensor.shape[axis])]
+
+
+def block_view(tensor: TensorLike, axes: Sequence[str], slots: int) -> TensorLike:
     """A view `[blocks, slots, heads, dim]` of one plane; `axes` names the tensor's axes, without layer and plane.
 
     Without a block axis the token axis is split, and tokens behind the last whole block are left out.
     """
-    names = list(axes)
-    if "block" not in names:
-        at = names.index("token")
-        blocks = tensor.shape[at] // slots
-        whole = tensor.narrow(at, 0, blocks * slots)
-        tensor = whole.unflatten(at, (blocks, slots))  # type: ignore[no-untyped-call]
-        names.insert(at, "block")
-    for axis in ("token", "head"):
-        if axis not in names:
-            tensor = tensor.unsqueeze(-1)
-            names.append(axis)
-    return tensor.permute([names.index(axis) for axis in ("block", "token", "head", "dim")])
+    sizes, strides = (dict(zip(axes, each, strict=True)) for each in (tensor.shape, tensor.stride()))
+    if "block" not in sizes:
+        sizes |= {"block": sizes["token"] // slots, "token": slots}
+        strides["block"] = slots * strides["token"]
+    order = ("block", "token", "head", "dim")
+    return tensor.as_strided([sizes.get(axis, 1) for axis in order], [strides.get(axis, 1) for axis in order])
 
 
 def _fits(axes: Sequence[str], shape: Sequence[int], block_size: int) -> bool:
@@ -138,16 +131,15 @@ class Place(NamedTuple):
         return sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True)) + self.itemsize
 
 
-def place_of(tensor: torch.Tensor) -> Place:
+def place_of(tensor: TensorLike) -> Place:
     itemsize = tensor.element_size()
     return Place(tensor.data_ptr(), tuple(tensor.shape), tuple(s * itemsize for s in tensor.stride()), itemsize)
 
 
-def check_apart(tensors: Mapping[str, torch.Tensor]) -> None:
+def check_apart(tensors: Mapping[str, TensorLike]) -> None:
     """Raise `BadLayout` naming the first two of these tensors that share an element, or one whose elements overlap."""
-    places = sorted(
-        ((place_of(tensor), name) for name, tensor in tensors.items() if tensor.numel()), key=lambda each: each[0]
-    )
+    held = [(place_of(tensor), name) for name, tensor in tensors.items() if 0 not in tensor.shape]
+    places = sorted(held, key=lambda each: each[0])
     for index, (place, name) in enumerate(places):
         if _repeats(place):
             raise BadLayout(

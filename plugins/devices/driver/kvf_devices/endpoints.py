@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 
 from kvf_devices import messages
 from kvf_devices.driver import EngineDriver
-from kvf_devices.handles import Views, export_memory, read_handles
+from kvf_devices.handles import export_memory, read_handles
 from kvf_devices.messages import Start
 from kvf_devices.supervisor import CopierSupervisor
 from kvframework.api.futures import Future, StreamHook
-from kvframework.api.layout import KVLayout, LayerTensors, Layout, MemoryLayoutDesc
+from kvframework.api.layout import BlockViews, KVLayout, LayerTensors, Layout, MemoryLayoutDesc
 from kvframework.api.process import LogLimit, NamedCall, chosen_log
 from kvframework.api.requests import ClientInfo
 from kvframework.api.transport import (
@@ -203,7 +203,7 @@ def _addresses(kv_caches: Mapping[str, LayerTensors]) -> list[int]:
     ]
 
 
-def _places(views: Views) -> list[tuple[int, tuple[int, ...]]]:
+def _places(views: BlockViews) -> list[tuple[int, tuple[int, ...]]]:
     return [(view.data_ptr(), tuple(view.stride())) for group in views for plane in group for view in plane]
 
 

@@ -8,21 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvf_devices.driver import Allocation, Exported
 from kvframework.api.copy_plans import PlacedView
-from kvframework.api.layout import CANONICAL, NO_BLOCK, OPAQUE, KVLayout, LayerGroup, MemoryLayoutDesc
+from kvframework.api.layout import CANONICAL, NO_BLOCK, OPAQUE, BlockViews, KVLayout, LayerGroup, MemoryLayoutDesc
 from kvframework.api.plugin import Message, dtype_bytes
 from kvframework.errors import BadLayout, RequestError
-
-if TYPE_CHECKING:
-    import torch
-
-# [group][plane][layer], each [blocks, slots, heads, dim]
-Views = Sequence[Sequence[Sequence["torch.Tensor"]]]
 
 MAX_ALLOCATIONS = 4096
 MAX_DEVICE_NAME = 128
@@ -65,7 +58,9 @@ class ExportedMemory:
         ]
 
 
-def export_memory(views: Views, layout: KVLayout, export: Callable[[int], Exported]) -> tuple[str, tuple[bytes, ...]]:
+def export_memory(
+    views: BlockViews, layout: KVLayout, export: Callable[[int], Exported]
+) -> tuple[str, tuple[bytes, ...]]:
     """Return the device and the handles of an instance. Several tensors of one allocation export it once. Raises the
     errors of `export`, and `BadLayout` for memory on several devices."""
     known: list[tuple[int, int]] = []  # address range of each allocation

@@ -14,7 +14,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 
@@ -69,9 +69,10 @@ class CacheView(EngineView):
     def _planes_of(self, name: str, planes: int, heads_and_dim: tuple[int, int]) -> tuple[torch.Tensor, ...]:
         """Return a state, or keys and values; of a layer that was split because they differ in shape, only the one with
         this shape."""
-        pair = self._tensors[name]
-        if isinstance(pair, torch.Tensor):
-            return (pair,)
+        held = self._tensors[name]
+        if isinstance(held, torch.Tensor):
+            return (held,)
+        pair = cast("Sequence[torch.Tensor]", held)
         if planes == len(pair):
             return tuple(pair)
         return tuple(tensor for tensor in pair if (tensor.shape[1], tensor.shape[3]) == heads_and_dim)

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
 import pytest
@@ -21,12 +21,14 @@ import torch
 from kvf_dev.testing.kit import NamedKit, must_refuse
 from kvframework.api.keys import compute_namespace
 from kvframework.api.layout import (
+    BlockViews,
     EngineView,
     KVLayout,
     LayerTensors,
     Layout,
     LayoutProvider,
     MemoryLayoutDesc,
+    TensorLike,
     canonical_desc,
     chunk_tokens_for,
     validate_layout,
@@ -38,7 +40,6 @@ __all__ = ["LayoutConformance", "LayoutSubject", "MakeLayout", "MakeSubject", "S
 _SLAB_BYTES = 1 << 20
 _GAP_BYTES = 192
 _FOREIGN = 0x5A
-Views = Sequence[Sequence[Sequence[torch.Tensor]]]
 MakeLayout = Callable[[Mapping[str, object]], Layout]
 # By pairs of one width.
 _DTYPES = (
@@ -126,13 +127,13 @@ class Place(NamedTuple):
         return f"group {self.group}, layer {self.layer}, plane {self.plane}, block {self.block}"
 
 
-def places(views: Views) -> Iterator[tuple[Place, torch.Tensor]]:
+def places(views: BlockViews) -> Iterator[tuple[Place, torch.Tensor]]:
     """Yield every place with its view."""
     for index, planes in enumerate(views):
         for plane, layers in enumerate(planes):
             for layer, view in enumerate(layers):
                 for block in range(view.shape[0]):
-                    yield Place(index, layer, plane, block), view[block]
+                    yield Place(index, layer, plane, block), cast("torch.Tensor", view)[block]
 
 
 def pattern(like: torch.Tensor, seed: int) -> torch.Tensor:
@@ -151,7 +152,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
-def same_memory(one: Views, other: Views) -> bool:
+def same_memory(one: BlockViews, other: BlockViews) -> bool:
     """Return whether both are views of the same places."""
     return [[[_place(view) for view in layers] for layers in planes] for planes in one] == [
         [[_place(view) for view in layers] for layers in planes] for planes in other
@@ -170,7 +171,7 @@ def each(tensors: LayerTensors, change: Callable[[torch.Tensor], torch.Tensor]) 
     return tuple(map(change, tensors)) if isinstance(tensors, (tuple, list)) else change(tensors)  # type: ignore[arg-type]
 
 
-def _place(view: torch.Tensor) -> tuple[object, ...]:
+def _place(view: TensorLike) -> tuple[object, ...]:
     return view.data_ptr(), view.shape, view.stride(), view.dtype
 
 
@@ -184,7 +185,7 @@ def _number(name: str) -> int:
     return int(last) if last.isdecimal() else 0
 
 
-def _is_no_matter(what: str, views: Views, declared: KVLayout) -> bool:
+def _is_no_matter(what: str, views: BlockViews, declared: KVLayout) -> bool:
     """Return whether the change leaves whole blocks of the declared form, as many as declared: what is behind the last
     one is left out. Where the declaration gives no number, transports hold it against the blocks of each transfer."""
     if "of the same width" in what:
@@ -209,8 +210,8 @@ def _wrong(caches: Mapping[str, LayerTensors]) -> Iterator[tuple[str, Mapping[st
     yield "the first layer is missing", {name: held for name, held in caches.items() if name != first}
     yield "a layer has another name", {(name if name != last else "other"): held for name, held in caches.items()}
     yield "one more layer", {**caches, "one.more.layer": caches[last]}
-    if isinstance(caches[last], (tuple, list)) and len(caches[last]) > 1:
-        yield "the last layer has keys and no values", {**caches, last: caches[last][:1]}
+    if isinstance(held := caches[last], (tuple, list)) and len(held) > 1:
+        yield "the last layer has keys and no values", {**caches, last: held[:1]}
     changes: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "has another dtype": lambda tensor: tensor.to(torch.float64),
         "has another dtype of the same width": lambda tensor: tensor.view(_twin(tensor.dtype)),
@@ -236,7 +237,7 @@ def _twin(dtype: torch.dtype) -> torch.dtype:
     return next(each for each in _DTYPES if each is not dtype and each.itemsize == dtype.itemsize)
 
 
-def must_be_the_engines(views: Views, subject: LayoutSubject) -> None:
+def must_be_the_engines(views: BlockViews, subject: LayoutSubject) -> None:
     """Fail unless the views and the engine's own view show the same bytes in each place, written by either."""
     __tracebackhide__ = True
     for number, (place, view) in enumerate(places(views)):

@@ -7,16 +7,13 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from kvf_dev.testing.accelerator.node import AcceleratorError, SimulatedNode
 from kvf_dev.testing.accelerator.runtime import Accelerator, Stream
-from kvf_dev.testing.accelerator.tensor import DeviceTensor, contiguous
-from kvf_dev.testing.transport.rig import TransportRig
+from kvf_dev.testing.accelerator.tensor import DeviceTensor
+from kvf_dev.testing.transport.rig import TransportRig, nbytes_of
+from kvframework.api.layout import TensorLike
 from kvframework.api.plugin import dtype_bytes
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["SimulatedRig"]
 
@@ -49,23 +46,23 @@ class SimulatedRig(TransportRig):
         self._lead = 0
         self._gates: list[threading.Event] | None = None
 
-    def empty(self, shape: Sequence[int], dtype: str) -> torch.Tensor:
+    def empty(self, shape: Sequence[int], dtype: str) -> TensorLike:
         # Every other one not at the beginning, as with an allocator that cuts parts from a slab; the others follow the
         # end of the one before.
         self._lead = LEAD_BYTES - self._lead
         nbytes = self._lead + math.prod(shape) * dtype_bytes(dtype)
         address = self._runtime.allocate(self.device, nbytes) + self._lead
-        return DeviceTensor(self._runtime, address, shape, contiguous(shape), dtype)  # type: ignore[return-value]
+        return DeviceTensor(self._runtime, address, shape, None, dtype)
 
-    def write(self, tensor: torch.Tensor, data: bytes) -> None:
+    def write(self, tensor: TensorLike, data: bytes) -> None:
         self._slow.synchronize()
         self._runtime.write(tensor.data_ptr(), data)
 
-    def read(self, tensor: torch.Tensor) -> bytes:
+    def read(self, tensor: TensorLike) -> bytes:
         self._slow.synchronize()
-        return self._runtime.read(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+        return self._runtime.read(tensor.data_ptr(), nbytes_of(tensor))
 
-    def write_later(self, tensor: torch.Tensor, data: bytes) -> object:
+    def write_later(self, tensor: TensorLike, data: bytes) -> object:
         gate = threading.Event()
         self._slow.add(gate.wait)
         if self._gates is None:
@@ -90,9 +87,9 @@ class SimulatedRig(TransportRig):
     def stream(self) -> Stream:
         return self._runtime.stream(self.device)
 
-    def read_later(self, tensor: torch.Tensor, stream: object | None) -> Callable[[], bytes | None]:
+    def read_later(self, tensor: TensorLike, stream: object | None) -> Callable[[], bytes | None]:
         target = stream if isinstance(stream, Stream) else self._runtime.default_stream(self.device)
-        found = self._runtime.read_later(tensor.data_ptr(), tensor.numel() * tensor.element_size(), target)
+        found = self._runtime.read_later(tensor.data_ptr(), nbytes_of(tensor), target)
 
         def read() -> bytes | None:
             if target.error:

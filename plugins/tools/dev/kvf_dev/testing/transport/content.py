@@ -21,8 +21,6 @@ class Content(TransportKit):
 
     @pytest.fixture(params=sorted(CASES))
     def case(self, request: pytest.FixtureRequest) -> str:
-        if request.param == "opaque":
-            pytest.importorskip("torch")
         name: str = request.param
         return name
 

@@ -246,7 +246,7 @@ class KitEngine:
         for (dtype, shape), names in together.items():
             # The last is before the first, so that addresses are not in the order of layers.
             whole = self.rig.empty([len(names), *shape], dtype)
-            yield from zip(names[::-1], whole.unbind(0), strict=True)
+            yield from ((name, whole.select(0, at)) for at, name in enumerate(names[::-1]))
 
     def _caches(self) -> Mapping[str, Any]:
         caches: dict[str, Any] = {}

@@ -4,16 +4,15 @@ process."""
 from __future__ import annotations
 
 import importlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import pytest
 
-if TYPE_CHECKING:
-    import torch
+from kvframework.api.layout import TensorLike
 
 
 class TransportRig(ABC):
@@ -32,21 +31,20 @@ class TransportRig(ABC):
     synchronous: bool = False
 
     @abstractmethod
-    def empty(self, shape: Sequence[int], dtype: str) -> torch.Tensor:
-        """Return contiguous memory on the device, by torch's name of the dtype: a tensor, or an object that the layouts
-        take for one."""
+    def empty(self, shape: Sequence[int], dtype: str) -> TensorLike:
+        """Return contiguous memory on the device, by torch's name of the dtype."""
 
     @abstractmethod
-    def write(self, tensor: torch.Tensor, data: bytes) -> None:
+    def write(self, tensor: TensorLike, data: bytes) -> None:
         """Write all bytes of a contiguous tensor, after the writes of `write_later`. Blocking."""
 
     @abstractmethod
-    def read(self, tensor: torch.Tensor) -> bytes:
+    def read(self, tensor: TensorLike) -> bytes:
         """Return all bytes of a contiguous tensor, read as a kernel of the engine would, after the writes of
         `write_later`. Blocking."""
 
     @abstractmethod
-    def write_later(self, tensor: torch.Tensor, data: bytes) -> object:
+    def write_later(self, tensor: TensorLike, data: bytes) -> object:
         """Queue a write that takes effect a good while later (0.2 s); return the event behind it, for a submit."""
 
     def event(self) -> object:
@@ -57,7 +55,7 @@ class TransportRig(ABC):
         """Return a stream of the engine's beside its current one, as an argument of `DeviceFuture.wait`."""
         pytest.skip("this device's streams cannot wait for a transfer")
 
-    def read_later(self, tensor: torch.Tensor, stream: object | None) -> Callable[[], bytes | None]:
+    def read_later(self, tensor: TensorLike, stream: object | None) -> Callable[[], bytes | None]:
         """Queue a read of all bytes of a contiguous tensor on a stream (None: the current one), as a kernel of the
         engine would. Never blocks. The returned function gives the bytes once the stream has passed the read, None
         before; it may raise the read's error."""
@@ -106,6 +104,11 @@ class TransportRig(ABC):
     def close(self) -> None:
         """Free the rig's resources. Idempotent."""
         return
+
+
+def nbytes_of(tensor: TensorLike) -> int:
+    """Return the bytes of a contiguous tensor."""
+    return math.prod(tensor.shape) * tensor.element_size()
 
 
 @dataclass(frozen=True)

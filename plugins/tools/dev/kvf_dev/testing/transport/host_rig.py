@@ -1,26 +1,27 @@
-"""The rig of host memory held by torch, for engine-driven transports: `cpu_gather`, and its like.
+"""The rig of host memory, of torch or of no library, for engine-driven transports: `cpu_gather`, and its like.
 
 Its events hold a copy in any process: a copy waits for its event as long as a file in `directory` says so.
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
-from kvf_dev.testing.transport.rig import TransportRig
+from kvf_dev.testing.transport.rig import TransportRig, nbytes_of
+from kvframework.api.layout import MemoryTensor, TensorLike
+from kvframework.api.plugin import dtype_bytes
 
 LATER_S = 0.2
 _POLL_S = 0.005
 
 
-class TorchRig(TransportRig):
-    """CPU tensors, and a transport that copies them in the engine's thread."""
+class HostRig(TransportRig):
+    """Host memory at an address, and a transport that copies it in the engine's thread. No torch."""
 
     synchronous = True
 
@@ -30,18 +31,21 @@ class TorchRig(TransportRig):
         self._held = Path(directory) / "held"
         self._queued: list[threading.Thread] = []
 
-    def empty(self, shape: Sequence[int], dtype: str) -> torch.Tensor:
-        return torch.zeros(*shape, dtype=getattr(torch, dtype))
+    def empty(self, shape: Sequence[int], dtype: str) -> TensorLike:
+        tensor = MemoryTensor(0, shape, dtype)
+        memory = ctypes.create_string_buffer(tensor.nbytes + dtype_bytes("float64"))
+        # As allocators do, whole elements begin at multiples of their size.
+        return MemoryTensor(ctypes.addressof(memory) + 7 & ~7, shape, dtype, owner=memory)
 
-    def write(self, tensor: torch.Tensor, data: bytes) -> None:
+    def write(self, tensor: TensorLike, data: bytes) -> None:
         self._finish_queued()
         _write(tensor, data)
 
-    def read(self, tensor: torch.Tensor) -> bytes:
+    def read(self, tensor: TensorLike) -> bytes:
         self._finish_queued()
-        return bytes(tensor.reshape(-1).view(torch.uint8).tolist())
+        return ctypes.string_at(tensor.data_ptr(), nbytes_of(tensor))
 
-    def write_later(self, tensor: torch.Tensor, data: bytes) -> object:
+    def write_later(self, tensor: TensorLike, data: bytes) -> object:
         thread = threading.Timer(LATER_S, _write, (tensor, data))
         thread.start()
         self._queued.append(thread)
@@ -78,10 +82,19 @@ class TorchRig(TransportRig):
         self._queued.clear()
 
 
+class TorchRig(HostRig):
+    """CPU tensors of torch."""
+
+    def empty(self, shape: Sequence[int], dtype: str) -> TensorLike:
+        import torch
+
+        return torch.zeros(*shape, dtype=getattr(torch, dtype))
+
+
 class _Event:
     """The part of `torch.Event` that transports of host memory use."""
 
-    def __init__(self, rig: TorchRig, behind: Sequence[threading.Thread]) -> None:
+    def __init__(self, rig: HostRig, behind: Sequence[threading.Thread]) -> None:
         self._rig = rig
         self._behind = behind
 
@@ -91,5 +104,5 @@ class _Event:
         self._rig.wait_while_held()
 
 
-def _write(tensor: torch.Tensor, data: bytes) -> None:
-    tensor.reshape(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+def _write(tensor: TensorLike, data: bytes) -> None:
+    ctypes.memmove(tensor.data_ptr(), data, len(data))
