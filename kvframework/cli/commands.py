@@ -58,6 +58,7 @@ SECTIONS = {
         "dump": ("kvframework-observe", "Write the data for a bug report into one file."),
         "keys": ("kvframework-observe", "Make CURVE keys, which protect tcp:// connections."),
         "tenants": ("kvframework-observe", "Show tenants, and make digests of their salts."),
+        "tiers": ("kvframework-plan", "Find the KV of retired models in the L2 tiers, and delete it."),
         "plan": ("kvframework-plan", "Find the cache size that reaches a goal for a trace."),
         "simulate": ("kvframework-plan", "Simulate a configuration on a recorded trace, in virtual time."),
         "trace": ("kvframework-plan", "Record, check and describe traces of requests."),

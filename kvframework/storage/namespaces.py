@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import struct
 import threading
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Protocol
@@ -132,12 +133,14 @@ class RankOrder(Message, frozen=True):
 
 
 class NamespaceRecord(Message, frozen=True):
-    """A namespace's record. `orders` are those of the ranks seen, `MAX_ORDERS` at most."""
+    """A namespace's record. `orders` are those of the ranks seen, `MAX_ORDERS` at most. `used_at` is when a server with
+    an engine of the namespace wrote it, in Unix seconds; 0: an older release did."""
 
     model_name: str
     world_size: int
     desc: MemoryLayoutDesc
     orders: Annotated[tuple[RankOrder, ...], Meta(max_length=MAX_ORDERS)] = ()
+    used_at: int = 0
 
     @property
     def meaning(self) -> tuple[str, int, MemoryLayoutDesc]:
@@ -258,6 +261,11 @@ class NamespaceRecords:
             if not self._retained[namespace]:
                 del self._retained[namespace]
 
+    def retained(self) -> list[bytes]:
+        """Return the namespaces of registered instances."""
+        with self._lock:
+            return list(self._retained)
+
     def layout_of(self, namespace: bytes) -> bytes:
         """Return the fingerprint of the namespace's object layout, `UNKNOWN_LAYOUT` if it is not known."""
         return self._fingerprints.get(namespace, UNKNOWN_LAYOUT)
@@ -285,10 +293,11 @@ class NamespaceRecords:
 
     def _value(self, namespace: bytes, record: NamespaceRecord) -> bytes:
         orders = [RankOrder(rank, order) for rank, order in sorted(self.orders(namespace).items())]
-        value = _encoded(msgspec.structs.replace(record, orders=tuple(orders[:MAX_ORDERS])))
+        used_at = int(time.time())
+        value = _encoded(msgspec.structs.replace(record, orders=tuple(orders[:MAX_ORDERS]), used_at=used_at))
         if len(value) > RECORD_BYTES:
             # Ranks in another order are then found once they are registered.
-            value = _encoded(msgspec.structs.replace(record, orders=()))
+            value = _encoded(msgspec.structs.replace(record, orders=(), used_at=used_at))
         return value
 
 

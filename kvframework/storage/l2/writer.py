@@ -276,6 +276,8 @@ class WriteQueue:
 
 BATCH_BYTES = 64 << 20
 RECORD_EVERY_S = 30.0
+# How often the records of namespaces with engines are put, though nothing else is.
+RENEW_EVERY_S = 3600.0
 IDLE_WORK_EVERY_S = 5.0
 MAX_TOUCHES = 1 << 16
 # So that no more than this comes between two writes.
@@ -320,6 +322,7 @@ class TierWriter:
         self._rest: Iterator[PackedKey] | None = None
         # Time of the last put of each namespace's record, or of its beginning.
         self._record_put: dict[bytes, float] = {}
+        self._renewed_at = clock()
         self._touches: dict[PackedKey, None] = {}
         self._touching: list[PackedKey] = []
         self._idle_work_at = 0.0
@@ -436,9 +439,11 @@ class TierWriter:
                     self.changed.notify_all()
 
     def _work_in_background(self) -> None:
-        """Check the tier, or send one batch of touches: of used objects and of their namespaces' records."""
+        """Check the tier and renew records, or send one batch of touches: of used objects and of their namespaces'
+        records."""
         if not self._touching:
             self.store.check()
+            self._renew_records()
             with self.changed:
                 touches, self._touches = self._touches, {}
             self._touching = [*map(record_key, sorted(_namespaces(touches))), *touches]
@@ -507,6 +512,17 @@ class TierWriter:
         finally:
             for value in values:
                 value.release()
+
+    def _renew_records(self) -> None:
+        """Tell `kvframework tiers gc`, once in a while, that namespaces are in use of which nothing is written."""
+        if self.store.read_only or self._clock() - self._renewed_at < RENEW_EVERY_S:
+            return
+        self._renewed_at = self._clock()
+        try:
+            for namespace in self._records.retained():
+                self._put_record(namespace)
+        except TierError:
+            log.debug("tier %s: the records were not renewed", self.store.name)
 
     def _put_record(self, namespace: bytes) -> None:
         """Put the namespace's record, unless that was done lately."""

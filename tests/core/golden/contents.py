@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import msgspec
 
@@ -24,7 +25,7 @@ LAYERS = (("layers.0", "layers.2"), ("layers.1", "layers.10"))
 ORDER = layer_order(
     KVLayout("paged", tuple(LayerGroup(len(names), 16, 1, 8, "int8", layer_names=names) for names in LAYERS))
 )
-RECORD = namespaces.NamespaceRecord("org/model ü", 2, DESC, orders=(namespaces.RankOrder(1, ORDER),))
+RECORD = namespaces.NamespaceRecord("org/model ü", 2, DESC, (namespaces.RankOrder(1, ORDER),), used_at=1 << 30)
 OBJECT = bytes(range(64)) * 4
 # Zstandard may pack otherwise tomorrow, but has to unpack this.
 ZSTD = bytes.fromhex(
@@ -69,7 +70,8 @@ def envelopes() -> dict[str, Any]:
 def namespace_records() -> dict[str, Any]:
     known = namespaces.NamespaceRecords()
     known.add(NAMESPACE, RECORD)
-    found = known.encoded(NAMESPACE)
+    with mock.patch("time.time", return_value=RECORD.used_at):
+        found = known.encoded(NAMESPACE)
     assert found is not None
     key, value = found
     return {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -33,6 +35,7 @@ records = st.builds(
     model_name=st.text(max_size=40),
     world_size=st.just(64),
     orders=orders,
+    used_at=st.integers(0, 1 << 40),
     desc=st.builds(
         MemoryLayoutDesc, chunk_tokens=st.integers(1, 4096), groups=st.lists(groups, min_size=1, max_size=4).map(tuple)
     ),
@@ -46,7 +49,8 @@ def record(model: str = "llama", window: int = 0, shape: tuple[int, ...] = (2, 1
 def encoded(value: NamespaceRecord) -> bytes:
     known = namespaces.NamespaceRecords()
     known.add(NAMESPACE, value)
-    found = known.encoded(NAMESPACE)
+    with mock.patch("time.time", return_value=value.used_at):
+        found = known.encoded(NAMESPACE)
     assert found is not None
     key, view = found
     assert key == namespaces.record_key(NAMESPACE)

@@ -12,7 +12,14 @@ from kvframework.api.tier import Outcome, PackedKey
 from kvframework.errors import TierError
 from kvframework.storage.l1.entries import StoredObject
 from kvframework.storage.l2.sealed_tier import DELETE_AT_ONCE, L2Store
-from kvframework.storage.l2.writer import MAX_ATTEMPTS, MAX_REFUSALS, RECORD_EVERY_S, AttachedTier, TierWriter
+from kvframework.storage.l2.writer import (
+    MAX_ATTEMPTS,
+    MAX_REFUSALS,
+    RECORD_EVERY_S,
+    RENEW_EVERY_S,
+    AttachedTier,
+    TierWriter,
+)
 from kvframework.storage.namespaces import HEADER_BYTES, NamespaceRecord, NamespaceRecords, record_key, unseal
 from tests.core.storage.memory import NAMESPACE, content, packed_key
 from tests.core.storage.node import DESC, SIZE, MakeNode, Node
@@ -280,6 +287,21 @@ def test_namespaces_of_long_ago_are_forgotten() -> None:
         assert record_key(namespace) in tier.values
         assert len(writer._record_put) <= 4
     assert writer.pending == 0
+
+
+def test_the_record_of_a_registered_namespace_is_renewed_though_nothing_is_written() -> None:
+    now = float(int(time.monotonic()))
+    tier, records = MemoryTier(), NamespaceRecords()
+    writer = TierWriter(Held(), AttachedTier(L2Store(tier, timeout_s=5.0, clock=lambda: now)), records, lambda: now)
+    records.add(NAMESPACE, NamespaceRecord("llama", 1, DESC))
+    for registered in (False, True):
+        records.retain(NAMESPACE) if registered else None
+        assert record_key(NAMESPACE) not in tier.values
+        now += RENEW_EVERY_S
+        work = writer.poll()
+        assert work is not None
+        work()
+    assert record_key(NAMESPACE) in tier.values
 
 
 class Held:
