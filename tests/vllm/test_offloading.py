@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,11 @@ TOKENS, HIT = 1000, 896
 
 def bench_of(model: Path, directory: Path, tokens: int = TOKENS, **engine: object) -> Bench:
     patient = {**rows.PATIENT, "kvframework.connect_timeout_s": 60.0}
-    return Bench(
+    bench = Bench(
         model, directory, prompt(tokens, seed=3), 12, patient, dict(engine), connectors="tests.vllm.offload_faults"
     )
+    # vLLM wants a set of cores for each of its ranks.
+    return replace(bench, cores="0|1") if engine.get("tensor_parallel_size") == 2 else bench
 
 
 @pytest.fixture(scope="module")
