@@ -15,15 +15,7 @@ from math import gcd
 
 from msgspec.structs import replace
 
-from kvframework.api.layout import (
-    CANONICAL,
-    MAX_GROUPS,
-    BlockViews,
-    KVLayout,
-    LayerTensors,
-    Layout,
-    MemoryLayoutDesc,
-)
+from kvframework.api.layout import CANONICAL, MAX_GROUPS, BlockViews, KVLayout, LayerTensors, Layout, MemoryLayoutDesc
 from kvframework.errors import BadLayout
 from kvframework.wire.messages import MAX_HANDLES
 from kvframework.wire.protocol import natural

@@ -89,9 +89,7 @@ def _server(table: dict[str, object], where: str) -> schema.ServerConfig:
             )
         if server.curve is not None and server.insecure:
             raise EndpointError(
-                "insecure = true contradicts [server.curve]",
-                where=f"{where} {name}",
-                hint="leave out one of them",
+                "insecure = true contradicts [server.curve]", where=f"{where} {name}", hint="leave out one of them"
             )
     return server
 

@@ -83,13 +83,11 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
         Fraction, Meta(description="share of L1 that one client may reserve at once while other clients have instances")
     ] = 0.5
     pin_share: Annotated[
-        Fraction,
-        Meta(description="share of L1 that one client may pin or reserve while other clients need room"),
+        Fraction, Meta(description="share of L1 that one client may pin or reserve while other clients need room")
     ] = 0.5
     ticket_s: Annotated[Seconds, Meta(description="longest time a hit stays pinned for its engine")] = 60.0
     price: Annotated[
-        bool,
-        Meta(description="recompute tokens that the engine computes sooner than a tier loads them"),
+        bool, Meta(description="recompute tokens that the engine computes sooner than a tier loads them")
     ] = False
     session_timeout_s: Annotated[Seconds, Meta(description="longest silence of a client without a liveness socket")] = (
         30.0
@@ -153,8 +151,7 @@ class L2Keys(Struct, frozen=True, forbid_unknown_fields=True):
     codec: Annotated[CodecName, Meta(description="codec plugin that packs the stored values")] = NO_CODEC
     timeout_s: Annotated[Seconds, Meta(description="longest wait for one call of the tier")] = 2.0
     loads: Annotated[
-        AtOnce | None,
-        Meta(description="most batches loaded at once, also of one prompt; not set: the tier's default"),
+        AtOnce | None, Meta(description="most batches loaded at once, also of one prompt; not set: the tier's default")
     ] = None
     writes: Annotated[AtOnce | None, Meta(description="most batches written at once; not set: the tier's default")] = (
         None

@@ -197,8 +197,7 @@ def _own(leases: dict[str, L], lease_id: str, owner: int) -> L:
     lease = leases.get(lease_id)
     if lease is None or lease.owner != owner:
         raise LeaseUnknown(
-            f"unknown lease {lease_id!r} of this client",
-            hint="the lease ended or the server restarted: prepare again",
+            f"unknown lease {lease_id!r} of this client", hint="the lease ended or the server restarted: prepare again"
         )
     return lease
 

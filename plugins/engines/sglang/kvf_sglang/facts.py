@@ -41,10 +41,7 @@ def model_facts(engine: str) -> ModelFacts:
     resolved = resolving_view(args)
     draft = getattr(resolved, "speculative_draft_model_path", None)
     return _facts(
-        args,
-        resolved,
-        engine,
-        draft=_facts(args, resolved, engine, draft_path=str(draft)) if draft else None,
+        args, resolved, engine, draft=_facts(args, resolved, engine, draft_path=str(draft)) if draft else None
     )
 
 

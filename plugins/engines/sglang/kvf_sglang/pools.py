@@ -77,10 +77,7 @@ def form_of(pool: Any, page_tokens: int) -> PoolForm:
     if kind == _MHA and pool.v_head_dim != pool.head_dim:
         raise _refused(pool, f"keys have {pool.head_dim} elements a head, values {pool.v_head_dim}")
     return PoolForm(
-        {"kv": buffer},
-        {"axes": list(axes), "chunk_tokens": page_tokens},
-        slots=page_tokens,
-        per_head=kind == _MHA,
+        {"kv": buffer}, {"axes": list(axes), "chunk_tokens": page_tokens}, slots=page_tokens, per_head=kind == _MHA
     )
 
 

@@ -185,10 +185,7 @@ def check_empty(form: CacheForm, cache: Any, tokens: int) -> None:
         any(layer.has_previous_state.values()) for layer in layers if has_states(layer)
     ):
         raise BadLayout("the cache is not empty", hint="give a new cache, or call its reset()")
-    room = min(
-        (layer.get_max_length() for layer in layers if has_pair(layer) and not layer.is_sliding),
-        default=-1,
-    )
+    room = min((layer.get_max_length() for layer in layers if has_pair(layer) and not layer.is_sliding), default=-1)
     if 0 <= room < tokens:
         raise BadLayout(f"the cache has room for {room} tokens", available=f"{tokens} for this prompt")
 

@@ -55,9 +55,7 @@ class AttachedInstance:
         self._group_of_each: tuple[int, ...] = ()
         self._tensors: dict[str, LayerTensors] = {}
         self._attachment = Attachment(
-            client,
-            self._register,
-            missing="no KV is loaded or stored until a server accepts this engine",
+            client, self._register, missing="no KV is loaded or stored until a server accepts this engine"
         )
 
     @property

@@ -125,10 +125,7 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self._tried = check_version(vllm.__version__)
         join_log("vllm")
         if self._tried:
-            log.warning(
-                "vLLM %s is untested, but its interface equals that of a supported release",
-                vllm.__version__,
-            )
+            log.warning("vLLM %s is untested, but its interface equals that of a supported release", vllm.__version__)
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._options = parse_options(transfer.kv_connector_extra_config)

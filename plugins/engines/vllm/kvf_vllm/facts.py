@@ -217,12 +217,7 @@ def packing_of(
             dtypes.update(str(each).removeprefix("torch.") for each in getattr(spec, "dtypes", None) or (spec.dtype,))
             sizes.add(int(spec.block_size))
     return packing_name(
-        "+".join(sorted(backends)),
-        "+".join(sorted(isas)),
-        "+".join(sorted(dtypes)),
-        min(sizes),
-        facts,
-        release=release,
+        "+".join(sorted(backends)), "+".join(sorted(isas)), "+".join(sorted(dtypes)), min(sizes), facts, release=release
     )
 
 

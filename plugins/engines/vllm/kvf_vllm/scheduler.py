@@ -386,11 +386,7 @@ class SchedulerSide:
         return tracked.hashes
 
     def _plan_store(
-        self,
-        tracked: _Tracked,
-        scheduled: int,
-        tables: Callable[[str], GroupBlocks | None],
-        handed: Iterable[Handover],
+        self, tracked: _Tracked, scheduled: int, tables: Callable[[str], GroupBlocks | None], handed: Iterable[Handover]
     ) -> Iterable[TransferOp]:
         assert self._names.served is not None
         request, chunk = tracked.request, self._names.served.chunk_tokens

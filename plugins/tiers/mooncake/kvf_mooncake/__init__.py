@@ -23,8 +23,7 @@ class MooncakeOptions(Options, frozen=True):
 
     master: Annotated[str, Meta(description="address of mooncake_master, host:port")]
     host: Annotated[
-        str,
-        Meta(description="address or name of this node for its peers; empty: the address that reaches master"),
+        str, Meta(description="address or name of this node for its peers; empty: the address that reaches master")
     ] = ""
     metadata_server: Annotated[
         str,

@@ -155,11 +155,7 @@ class PeersTier(Tier):
     # asking
 
     def _find(
-        self,
-        keys: Sequence[PackedKey],
-        indices: Sequence[int],
-        deadline: float,
-        tried: Mapping[int, Peer],
+        self, keys: Sequence[PackedKey], indices: Sequence[int], deadline: float, tried: Mapping[int, Peer]
     ) -> tuple[dict[int, Peer], bool]:
         """Who has which of the `indices`, besides the one that was `tried` for each, and whether some node did not say.
         Raises `TierError` if none answers, unless some were tried."""

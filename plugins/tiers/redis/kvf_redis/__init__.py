@@ -81,8 +81,7 @@ class RedisOptions(Options, frozen=True):
         Meta(description="largest value that is stored, 64 KiB to 512 MiB; at most the server's proto-max-bulk-len"),
     ] = MOST_VALUE_BYTES
     connections: Annotated[
-        int,
-        Meta(ge=1, le=64, description="most connections to each server; a call uses one per server that it needs"),
+        int, Meta(ge=1, le=64, description="most connections to each server; a call uses one per server that it needs")
     ] = 8
 
     def __post_init__(self) -> None:

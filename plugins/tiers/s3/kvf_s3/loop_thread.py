@@ -80,11 +80,7 @@ R = TypeVar("R")
 
 
 async def ask_each(
-    keys: Sequence[PackedKey],
-    ask: Callable[[int], Awaitable[R | Failure]],
-    *,
-    at_once: int,
-    deadline: float,
+    keys: Sequence[PackedKey], ask: Callable[[int], Awaitable[R | Failure]], *, at_once: int, deadline: float
 ) -> list[R | Failure]:
     """The answer of `ask` for each index of `keys`; for what has no answer by the deadline a `Failure`. Ends shortly
     after the deadline, when every request that was cancelled has ended."""

@@ -49,24 +49,14 @@ class Child:
     failed: ClassVar[type[KVFrameworkError]]
 
     def __init__(
-        self,
-        name: str,
-        command: Sequence[str],
-        directory: Path,
-        *,
-        environment: Mapping[str, str],
-        piped: bool = False,
+        self, name: str, command: Sequence[str], directory: Path, *, environment: Mapping[str, str], piped: bool = False
     ) -> None:
         """Start the process. `piped` keeps its standard output out of the log. Must be called under `uninterrupted`."""
         self.name = name
         self._log = directory / f"{name}.log"
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE if piped else log,
-                stderr=log,
-                env=environment,
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE if piped else log, stderr=log, env=environment
             )
 
     def __enter__(self: C) -> C:

@@ -43,10 +43,7 @@ def run_demo(options: DemoOptions, view: DemoView) -> DemoResult:
                 hint="give the tier an empty store: it already held the prompt",
             )
         if not cold.stored_tokens:
-            raise DemoFailed(
-                f"engine A stored none of its {cold.prompt_tokens} tokens",
-                hint=_MORE,
-            )
+            raise DemoFailed(f"engine A stored none of its {cold.prompt_tokens} tokens", hint=_MORE)
         if options.l2:
             stage.restart_server()
         spoiled = ["--corrupt-kv"] if options.corrupt_kv else []

@@ -30,11 +30,7 @@ def check(
     ],
     settings: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="An option for creating the plugin KIND.NAME; repeatable.",
-        ),
+        typer.Option("--set", metavar="KEY=VALUE", help="An option for creating the plugin KIND.NAME; repeatable."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -179,11 +179,7 @@ class App:
 
     def _metrics(self, request: Request) -> Reply:
         open_metrics = wants_open_metrics(request.headers.get("accept", ""))
-        own = {
-            "requests": self._requests,
-            "refused_requests": self._refused,
-            "score_s": self._durations.octaves(),
-        }
+        own = {"requests": self._requests, "refused_requests": self._refused, "score_s": self._durations.octaves()}
         document = self._router.document() | own
         text = exposition(((metric, document) for metric in METRICS), open_metrics=open_metrics)
         return Reply(HTTPStatus.OK, OPEN_METRICS if open_metrics else TEXT, text)

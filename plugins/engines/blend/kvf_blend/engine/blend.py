@@ -262,14 +262,7 @@ class BlendTransformers(ServedModel):
         if any(piece.source + piece.tokens > moved.tokens for piece in plan.pieces):
             return Loaded(Held(len(tokens)))
         return Loaded(
-            held,
-            plan.pieces,
-            moved.pairs,
-            hits.exact or not held.prefix,
-            moved.nbytes,
-            moved.seconds,
-            now,
-            rotary,
+            held, plan.pieces, moved.pairs, hits.exact or not held.prefix, moved.nbytes, moved.seconds, now, rotary
         )
 
     def _attach(self, now: ModelNow, timeout_s: float = 0.0) -> tuple[BlendClient, Rotary]:

@@ -185,12 +185,7 @@ class WorkerSide(OffloadingConnectorWorker):  # type: ignore[misc]
     """vLLM's worker side, which knows no job that fails: here a load that fails is reported, and vLLM computes."""
 
     def __init__(
-        self,
-        spec: Any,
-        vllm_config: Any,
-        kv_cache_config: Any,
-        arena: ServedArena,
-        adapters: LoadedAdapters,
+        self, spec: Any, vllm_config: Any, kv_cache_config: Any, arena: ServedArena, adapters: LoadedAdapters
     ) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
         self.tally = Tally()

@@ -12,14 +12,7 @@ import pytest
 from kvf_dev.testing.kit import NamedKit
 from kvframework.api.hasher import HasherProvider
 from kvframework.api.keys import CacheKey, PackedKey
-from kvframework.api.listener import (
-    ChunkShape,
-    Listener,
-    ListenerContext,
-    ListenerProvider,
-    RequestRecord,
-    ServerTerms,
-)
+from kvframework.api.listener import ChunkShape, Listener, ListenerContext, ListenerProvider, RequestRecord, ServerTerms
 from kvframework.messaging.server.sockets import ListenerDoors
 from kvframework.record_ring import RecordRing, RingReader
 from kvframework.registry.registry import PluginRegistry

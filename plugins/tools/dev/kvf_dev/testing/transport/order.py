@@ -254,14 +254,7 @@ class Life(TransportKit):
 
     @pytest.mark.parametrize(("what", "hit"), [("store", 0), ("load", 3 * 16)], ids=["store", "load"])
     def test_an_engine_killed_in_mid_copy_leaves_nothing(
-        self,
-        spec: RigSpec,
-        rig: TransportRig,
-        server: Server,
-        client: KVClient,
-        engine: KitEngine,
-        what: str,
-        hit: int,
+        self, spec: RigSpec, rig: TransportRig, server: Server, client: KVClient, engine: KitEngine, what: str, hit: int
     ) -> None:
         seed = 900 + hit
         open_before, instances_before = rig.open_elsewhere(), _instances(client)
