@@ -137,9 +137,9 @@ def map_shared(fd: int, nbytes: int) -> SharedMapping:
 
 def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the bytes that can become resident: MemAvailable or the tightest cgroup's headroom, as far as readable."""
-    rooms = [kib * 1024 for name, kib in _table(proc / "meminfo").items() if name == "MemAvailable:"]
+    rooms = [kib * 1024 for name, kib in kernel_table(proc / "meminfo").items() if name == "MemAvailable:"]
     for directory, limit, used, reclaimable in cgroup_limits(proc, cgroups):
-        rooms.append(max(limit - used + _table(directory / "memory.stat").get(reclaimable, 0), 0))
+        rooms.append(max(limit - used + kernel_table(directory / "memory.stat").get(reclaimable, 0), 0))
     return min(rooms, default=sys.maxsize)
 
 
@@ -170,7 +170,8 @@ def cgroup_folders(controller: str, proc: Path, cgroups: Path) -> Iterator[tuple
                 break
 
 
-def _table(path: Path) -> dict[str, int]:
+def kernel_table(path: Path) -> dict[str, int]:
+    """Return the rows of a file of the kernel that have a number behind their name; none of one that is unreadable."""
     rows = (line.split() for line in _text(path).splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) >= 2 and row[1].isdigit()}
 

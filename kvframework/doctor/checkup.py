@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import stat
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -19,6 +18,7 @@ from kvframework.api.command import EXIT_FOUND, AsJson, ConfigFile, Overrides, e
 from kvframework.api.console import print_document, print_rows, stdout
 from kvframework.api.endpoint import parse_endpoint
 from kvframework.api.plugin import ByteSize, Finding
+from kvframework.bounded_calls import call_within
 from kvframework.config.endpoint import check_directory, default_endpoint
 from kvframework.config.load import load_config
 from kvframework.config.schema import Config
@@ -124,10 +124,7 @@ def run_check(subject: str, check: Check, timeout_s: float | None = None) -> lis
         except Exception as error:  # noqa: BLE001  one check must not hide the others
             failure.append(described(error))
 
-    thread = threading.Thread(target=run, name=f"doctor-{subject}", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if thread.is_alive():
+    if call_within(timeout_s, {subject: run}):
         failure.append(f"no result within {timeout_s:g} s")
     ended = [Finding(f"{subject}.check", "fail", f"the check itself failed: {each}", "report it") for each in failure]
     return [*found, *ended]

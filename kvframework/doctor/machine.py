@@ -13,7 +13,7 @@ from pathlib import Path
 
 import kvframework
 from kvframework.api.installing import install_command, kernels_hint, missing_kernels
-from kvframework.api.memory import cgroup_limits
+from kvframework.api.memory import cgroup_limits, kernel_table
 from kvframework.api.plugin import ByteSize, Finding
 from kvframework.config.schema import SAFE_LIMIT, SESSIONS_SHARE
 
@@ -82,20 +82,12 @@ def memlock(needed_by: str = "") -> Finding:
     return Finding("limits.memlock", "warn", f"{fact}, but {needed_by} locks all of L1", advice)
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
 _ALMOST = 0.9
 _NO_LIMIT = 1 << 62  # version 1 of cgroups writes "no limit" as a huge number
 
 
 def memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> Iterator[Finding]:
-    rows = [line.split() for line in _text(proc / "meminfo").splitlines()]
-    sizes = {row[0]: ByteSize(int(row[1]) * 1024) for row in rows if len(row) > 1 and row[1].isdigit()}
+    sizes = {name: ByteSize(kib * 1024) for name, kib in kernel_table(proc / "meminfo").items()}
     if "MemAvailable:" in sizes and "MemTotal:" in sizes:
         yield Finding("memory.machine", "ok", f"{sizes['MemAvailable:']} of {sizes['MemTotal:']} are available")
     yield _cgroup(proc, cgroups)

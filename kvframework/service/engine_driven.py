@@ -278,12 +278,9 @@ class EngineDrivenTransfers:
         if granted is not None:
             self.grants.take(client, lease, granted, payload.took_s)
             self.transfers.table.count(retrieves=1)
-        held = True
+        held, prompt = True, granted.prompt if granted else NO_PROMPT
         try:
-            if granted is None:
-                self.transfers.table.unpin(lease, owner=owner)
-            else:
-                self.transfers.table.unpin(lease, owner=owner, use="retrieve", prompt=granted.prompt)
+            self.transfers.table.unpin(lease, owner=owner, use="retrieve" if granted else None, prompt=prompt)
         except LeaseUnknown:
             if granted is None and not self.transfers.lapsed(lease, owner):
                 raise

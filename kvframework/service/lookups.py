@@ -193,8 +193,11 @@ class Lookups:
         """Answer the clients that wait, as far as there is more to say or their time has come. Serving thread."""
         now = self._clock()
         for number, wait in self.waits.due(now):
-            if wait.promise.query():
-                self._given_up(number, wait)
+            if wait.promise.query():  # cancelled: the client of a LOOKUP does not know its ticket
+                self.waits.end(number)
+                if wait.opens:
+                    with contextlib.suppress(LeaseUnknown):
+                        self.tickets.free(wait.ticket, wait.owner)
                 continue
             goes_on = not self.waits.closing and now < wait.until
             if wait.for_end and goes_on and self.tickets.is_loading(wait.ticket, wait.owner):
@@ -206,13 +209,6 @@ class Lookups:
             if not goes_on or wait.enough(answer):
                 self.waits.end(number)
                 wait.promise.set_result(self._reply(answer, asked))
-
-    def _given_up(self, number: int, wait: Wait) -> None:
-        """End the wait of a request that was cancelled. The client of a LOOKUP does not know its ticket."""
-        self.waits.end(number)
-        if wait.opens:
-            with contextlib.suppress(LeaseUnknown):
-                self.tickets.free(wait.ticket, wait.owner)
 
     def _lookup(self, client: ClientInfo, payload: m.Lookup, _buffers: object) -> m.LookupReply | Future[Message]:
         key, groups = payload.key, payload.groups if isinstance(payload, m.LookupKeys) else ()

@@ -133,9 +133,6 @@ class Use:
     def end_session(self, session_id: int) -> None:
         self._engines.pop(session_id, None)
 
-    def engine(self, session_id: int) -> str:
-        return self._engines.get(session_id, OTHER)
-
     def heard(self, record: RequestRecord) -> None:
         if record.request != "LOOKUP":
             return
@@ -167,7 +164,7 @@ class Use:
                 ((names[key[2]] or OTHER, account) for key, account in accounts), first=[*names[1:], OTHER]
             ),
             "namespaces": _rows(((key[1].hex() or OTHER, account) for key, account in accounts)),
-            "engines": _rows(((self.engine(key[0]), account) for key, account in accounts)),
+            "engines": _rows(((self._engines.get(key[0], OTHER), account) for key, account in accounts)),
             "hot_prefixes": self._hot.status(),
         }
 

@@ -130,30 +130,21 @@ class ObjectRows:
         row = self._rows.get(key[:PREFIX_BYTES])
         return None if row is None else row.get(key[PREFIX_BYTES:])
 
-    def find(self, keys: Iterable[PackedKey]) -> list[StoredObject | None]:
-        """Return the objects of `keys`, fastest where neighbours are of one row."""
+    def each(self, keys: Iterable[PackedKey]) -> Iterator[StoredObject | None]:
+        """Yield the objects of `keys`, fastest where neighbours are of one row."""
         of, row, none = b"", dict[bytes, StoredObject](), dict[bytes, StoredObject]()
-        found = []
         for key in keys:
             prefix = key[:PREFIX_BYTES]
             if prefix != of:
                 of, row = prefix, self._rows.get(prefix, none)
-            found.append(row.get(key[PREFIX_BYTES:]))
-        return found
+            yield row.get(key[PREFIX_BYTES:])
+
+    def find(self, keys: Iterable[PackedKey]) -> list[StoredObject | None]:
+        return list(self.each(keys))
 
     def unpinned(self, keys: Iterable[PackedKey]) -> Iterator[StoredObject]:
         """Yield the objects of those of `keys` that are here and not pinned."""
-        of, row, none = b"", dict[bytes, StoredObject](), dict[bytes, StoredObject]()
-        for key in keys:
-            prefix = key[:PREFIX_BYTES]
-            if prefix != of:
-                of, row = prefix, self._rows.get(prefix, none)
-            stored = row.get(key[PREFIX_BYTES:])
-            if stored is not None and not stored.pins:
-                yield stored
-
-    def still_here(self, objects: Iterable[StoredObject]) -> list[StoredObject]:
-        return [stored for stored in objects if self.get(stored.key) is stored]
+        return (stored for stored in self.each(keys) if stored is not None and not stored.pins)
 
     def at(self, offset: int) -> StoredObject | None:
         """Return the object that begins at this byte of the arena."""

@@ -476,7 +476,7 @@ class ObjectTable(Places):
     @locked
     def drop_unused(self, objects: Iterable[StoredObject]) -> tuple[list[StoredObject], int]:
         """Drop those of `objects` that are still in the table and not pinned: (dropped, number of pinned ones)."""
-        here = self._objects.still_here(objects)
+        here = [stored for stored in objects if self._objects.get(stored.key) is stored]
         dropped = [stored for stored in here if not stored.pins]
         for stored in dropped:
             self._remove(stored, Cause.CLEARED)

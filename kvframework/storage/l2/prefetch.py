@@ -186,7 +186,8 @@ class Prefetcher:
                     self._split(load, number, step.parts)
                     return None
                 elif self._stores[number] is not step:
-                    self._hand_over(load, step)
+                    with self.lock:
+                        self.queues[self._stores.index(step)].add(load)
                     return None
         except StopIteration:
             return self._ended(load, number)
@@ -233,10 +234,6 @@ class Prefetcher:
                     queue.waiting.remove(load)
                     return False
         return True
-
-    def _hand_over(self, load: _Load, store: L2Store) -> None:
-        with self.lock:
-            self.queues[self._stores.index(store)].add(load)
 
     def _split(self, load: _Load, number: int, parts: Sequence[LoadSteps[None]]) -> None:
         """Queue the first batches of a load, as many as are fetched at once; each queues the next one at its end."""

@@ -203,11 +203,8 @@ class L2Store(TierCalls):
     def record(self, namespace: bytes) -> namespaces.NamespaceRecord | None:
         """Return the namespace's record, None if the tier has none that is good."""
         value = bytearray(namespaces.RECORD_BYTES)
-        return (
-            namespaces.decode_record(bytes(value))
-            if self.get([namespaces.record_key(namespace)], [memoryview(value)])[0]
-            else None
-        )
+        good = self.get([namespaces.record_key(namespace)], [memoryview(value)])[0]
+        return namespaces.decode_record(bytes(value)) if good else None
 
     def lacked(self, keys: Sequence[PackedKey]) -> list[bool]:
         """Return which of `keys` the tier lacked a moment ago, as `Absences` remembers it. Never calls the tier."""
