@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -30,7 +31,7 @@ from kvframework.registry.registry import PluginRegistry
 from kvframework.registry.tables import check_table, codec_tables, named_tables, resolve_table, server_terms
 from kvframework.wire import messages as m
 
-_ANSWER_S = 1.0
+_ANSWER_S, _STEP_S = 1.0, 0.1
 
 
 def refusals(
@@ -93,11 +94,21 @@ class RunningServer(NamedTuple):
         )
 
 
-def running_server(config: Config) -> RunningServer | None:
-    """Ask for the server of this user that answers at the local endpoint. Blocks for a second at most."""
+def running_server(config: Config, patience_s: float = 0.0) -> RunningServer | None:
+    """Ask for the server of this user that answers at the local endpoint. A killed one leaves its socket: its keeper,
+    perhaps in another container, has `patience_s` to start it again. Blocks for a second more at most."""
     endpoint = config.server.endpoint or default_endpoint()
     if not endpoint.startswith("ipc://"):
         return None
+    until = time.monotonic() + patience_s
+    while (found := _answering(endpoint)) is None:
+        if time.monotonic() >= until or not os.path.exists(endpoint.removeprefix("ipc://")):
+            break
+        time.sleep(_STEP_S)
+    return found
+
+
+def _answering(endpoint: str) -> RunningServer | None:
     from kvframework.client import KVClient  # a server that starts needs no client
 
     try:

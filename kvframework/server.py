@@ -31,6 +31,7 @@ from kvframework.config.endpoint import default_endpoint
 from kvframework.config.schema import Config, L2Config, PluginTable
 from kvframework.config.tenants import bytes_of_tenants, shares_of_tenants
 from kvframework.errors import PluginBroken
+from kvframework.keeper.sd_notify import held_since
 from kvframework.logs.process_log import LogForm, change_logging, chosen_log
 from kvframework.messaging.curve import ServerKeys
 from kvframework.messaging.server.loop import MessageServer, Served
@@ -112,7 +113,9 @@ class Server:
             storage, NodeIdentity(self.service.boot_id, self.service.chunk_size, hasher.fingerprint)
         )
         self.running = RunningConfig(config, self._registry, self._configure)
-        self._hand_over = HandOver(lambda: storage.table.hand_over(identity(), self._tenant_names), self.drain)
+        self._hand_over = HandOver(
+            lambda: storage.table.hand_over(identity(), self._tenant_names), self.drain, held_since()
+        )
         self._messages = MessageServer(
             self.endpoint,
             Served(

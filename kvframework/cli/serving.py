@@ -8,15 +8,17 @@ import gc
 import logging
 import os
 import resource
+import secrets
 import select
 import socket
 import sys
+import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvframework.bounded_calls import bounded
-from kvframework.errors import ArenaError, ConfigFileError, EndpointError, KVFrameworkError
+from kvframework.errors import ArenaError, ConfigFileError, DeadlineExceeded, EndpointError, ServerGone
 
 if TYPE_CHECKING:
     from kvframework.cli.signals import ServerSignals
@@ -134,7 +136,11 @@ def with_capacity(options: ServeOptions, keeper: Keeper | None) -> ServeOptions:
     named = {each.partition("=")[0].strip() for each in options.overrides}
     if options.config is not None or os.environ.get(CONFIG_VARIABLE) or named & {"l1.use", "l1.capacity"}:
         return options
-    running = running_server(load_config(None, options.overrides)) if options.takeover else None
+    running = None
+    if options.takeover:
+        running = running_server(
+            load_config(None, options.overrides), 0.0 if keeper and keeper.has(ARENA) else RESTART_S
+        )
     capacity = running.capacity if running else keeper.nbytes(ARENA) if keeper else 0
     why = "the size of the kept L1"
     if not capacity:
@@ -165,8 +171,8 @@ def _started(settings: Config, signals: ServerSignals, keeper: Keeper | None, ta
     _keep_freed_memory()
     sys.setswitchinterval(_SWITCH_S)
     registry = PluginRegistry()
-    running = running_server(settings) if takeover else None
     kept = keeper is not None and keeper.has(ARENA)
+    running = running_server(settings, 0.0 if kept else RESTART_S) if takeover else None
     for refusal in refusals(settings, registry, replaces=running.pid if running else None, kept=kept):
         raise refusal
     holding: L1Keeper | None = keeper
@@ -174,7 +180,7 @@ def _started(settings: Config, signals: ServerSignals, keeper: Keeper | None, ta
         free_recoverable(keeper)  # what an earlier configuration gave it
         holding = None
     if running is not None:
-        holding = take_over(settings.server.endpoint or default_endpoint(), running.pid, holding)
+        holding = take_over(settings.server.endpoint or default_endpoint(), holding)
     server = Server(settings, registry, holding)
     gc.freeze()
     gc.enable()
@@ -216,35 +222,36 @@ def _keep_freed_memory() -> None:
             mallopt(_M_TRIM_THRESHOLD, 64 << 20)
 
 
-# Longer than a server takes to stop.
-END_S = 10.0
+# Longer than a server takes to stop; and than a keeper takes to start a killed one again.
+END_S, RESTART_S = 10.0, 10.0
 _HANDED = 2
 _ANSWER_S = 10.0
+_STEP_S = 0.005
 
 
 class HandedOver:
     """A keeper that has what the earlier server handed over (`kvframework.service.operator_requests`); `keeper`, if
-    any, holds it from then on."""
+    any, holds it too, from now on."""
 
     def __init__(self, descriptors: Collection[int], keeper: L1Keeper | None) -> None:
-        self._descriptors = descriptors
+        from kvframework.storage.l1.journal import own_description
+        from kvframework.storage.recovery import ARENA, JOURNAL
+
         self._keeper = keeper
         self.lasts = keeper is not None
-
-    def kept(self, names: Collection[str]) -> dict[str, int]:
-        from kvframework.storage.l1.journal import own_description
-
-        held = {} if self._keeper is None else self._keeper.kept(names)
-        found = {}
+        self._found: dict[str, int] = {}
+        held = {} if keeper is None else keeper.kept((ARENA, JOURNAL))
         for fd in held.values():
             os.close(fd)
-        for name, fd in zip(names, self._descriptors, strict=False):
+        for name, fd in zip((ARENA, JOURNAL), descriptors, strict=True):
             # The lock of the earlier server lasts as long as its own description.
-            found[name] = own_description(fd)
+            self._found[name] = own_description(fd)
             os.close(fd)
             if name not in held:
-                self.store(name, found[name])
-        return found
+                self.store(name, self._found[name])
+
+    def kept(self, names: Collection[str]) -> dict[str, int]:
+        return {name: self._found.pop(name) for name in names if name in self._found}
 
     def store(self, name: str, fd: int) -> None:
         if self._keeper is not None:
@@ -254,23 +261,30 @@ class HandedOver:
         if self._keeper is not None:
             self._keeper.remove(name)
 
+    def wait_free(self) -> bool:
+        """Wait until the earlier server has ended: the kernel then releases its lock on the arena, in any container."""
+        from kvframework.storage.l1.journal import lock_for_server, own_description
+        from kvframework.storage.recovery import ARENA
 
-def take_over(endpoint: str, pid: int, keeper: L1Keeper | None) -> HandedOver:
-    """Have the server at `endpoint`, the process `pid` of this user, hand over L1 and end. Blocks for some seconds.
-    Raises `EndpointError` if it does not end, and its refusal: nothing has changed then."""
+        until = time.monotonic() + END_S
+        with os.fdopen(own_description(self._found[ARENA]), "rb", buffering=0) as arena:
+            while not (free := lock_for_server(arena.fileno())) and time.monotonic() < until:
+                time.sleep(_STEP_S)
+            return free
+
+
+def take_over(endpoint: str, keeper: L1Keeper | None) -> HandedOver:
+    """Have this user's server at `endpoint` hand over L1 and end: it may run in another container, of which this one
+    sees the directory of the endpoint alone. Blocks for some seconds. Raises `EndpointError` if it does not end, or
+    with its refusal: nothing has changed then."""
     from kvframework.client import KVClient
 
-    try:
-        process = os.pidfd_open(pid)
-    except ProcessLookupError:
-        raise EndpointError(
-            f"the server, process {pid}, ended before the takeover", where=endpoint, hint="start without --takeover"
-        ) from None
     # Its own, beside another that takes over: no longer than the name of any endpoint's socket with its suffix.
-    path = f"{os.path.dirname(endpoint.removeprefix('ipc://'))}/{os.getpid():x}"
-    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as listener:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+    path = f"{os.path.dirname(endpoint.removeprefix('ipc://'))}/{secrets.token_hex(3)}"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with KVClient(endpoint, name="takeover") as client, contextlib.closing(listener):
+        if not client.wait_up(_ANSWER_S):
+            client.raise_down()
         before = os.umask(0o177)
         try:
             listener.bind(path)
@@ -278,34 +292,42 @@ def take_over(endpoint: str, pid: int, keeper: L1Keeper | None) -> HandedOver:
             os.umask(before)
         try:
             listener.listen(1)
-            listener.settimeout(_ANSWER_S)
-            with KVClient(endpoint, name="takeover") as client:
-                if not client.wait_up(_ANSWER_S):
-                    client.raise_down()
-                descriptors = _handed_over(client, path, listener)
+            handed = _handed_over(client, path, listener, keeper)
         finally:
             os.unlink(path)
-    try:
-        ended = select.poll()
-        ended.register(process, select.POLLIN)
-        if not ended.poll(END_S * 1000):
-            raise EndpointError(f"the old server, process {pid}, does not end", where=endpoint, hint=f"kill -9 {pid}")
-    finally:
-        os.close(process)
-    log.info("took over from process %d", pid)
-    return HandedOver(descriptors, keeper)
+    if not handed.wait_free():
+        raise EndpointError("the old server does not end", where=endpoint, hint="see its log, and kill it")
+    log.info("took over from the server at %s", endpoint)
+    return handed
 
 
-def _handed_over(client: KVClient, path: str, listener: socket.socket) -> list[int]:
+def _handed_over(client: KVClient, path: str, listener: socket.socket, keeper: L1Keeper | None) -> HandedOver:
+    """Return what the server hands over; from then on a keeper holds it. Raises if the server goes on."""
+    from kvframework.keeper.sd_notify import held_since
+    from kvframework.storage.l1.journal import PREFIX, Cold, check_schema
     from kvframework.wire import messages as m
 
-    try:
-        client.request("HAND_OVER", m.HandOver(path), m.Empty, timeout=_ANSWER_S)
-    except KVFrameworkError:
-        # It may end before its answer arrives: what counts is what it sent before.
-        if not select.select([listener], [], [], 0.0)[0]:
-            raise
+    answer = client.begin("HAND_OVER", m.HandOver(path, confirms=True, since=held_since()), m.Empty, waits=False)
+    while not select.select([listener], [], [], _STEP_S)[0]:
+        if answer.query():
+            answer.result()
     connection, _ = listener.accept()
     with connection:
+        connection.settimeout(_ANSWER_S)
         _, descriptors, _, _ = socket.recv_fds(connection, 64, _HANDED)
-    return descriptors
+        try:
+            if len(descriptors) != _HANDED:
+                raise Cold("incomplete", f"{len(descriptors)} of {_HANDED} descriptors")
+            check_schema(os.pread(descriptors[1], PREFIX.size, 0))
+        except Cold as cold:
+            raise EndpointError(
+                f"the running server has an L1 that this release cannot use: {cold.detail}",
+                where=client.endpoint,
+                hint="stop it first: the next server then begins with an empty L1",
+            ) from None
+        handed = HandedOver(descriptors, keeper)
+        with contextlib.suppress(OSError):  # it has ended; or a release before 0.3, which does not wait for this
+            connection.send(b"1")
+        with contextlib.suppress(ServerGone, DeadlineExceeded):  # it has ended: what it sent before counts
+            answer.result(_ANSWER_S)
+    return handed

@@ -19,12 +19,16 @@ FULL_SUFFIX = ".full"
 
 # Names the user whose server a client trusts, if that is another one than its own.
 SERVER_UID_VARIABLE = "KVFRAMEWORK_SERVER_UID"
+# Names the directory of `kvframework hold`, if that is not the endpoint's: pods of one node share that one.
+KEEPER_VARIABLE = "KVFRAMEWORK_KEEPER_DIRECTORY"
 MAX_UID = (1 << 32) - 2  # the last one means "no change" to the kernel
 
 
-def keeper_path(endpoint: str) -> str:
+def keeper_path(endpoint: str, environ: Mapping[str, str] = os.environ) -> str:
     """The beginning of the paths of an endpoint's `kvframework hold`; "": the default one. Raises `EndpointError`."""
     parsed = parse_endpoint(endpoint or default_endpoint())
+    if directory := environ.get(KEEPER_VARIABLE, ""):
+        return str(Path(directory, "server"))
     return parsed.path if parsed.kind == "ipc" else str(default_directory() / f"tcp-{parsed.port}")
 
 

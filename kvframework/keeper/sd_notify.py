@@ -10,8 +10,9 @@ import mmap
 import os
 import socket
 import struct
+import time
 from collections import Counter
-from collections.abc import Collection, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from typing import NamedTuple
 
 NOTIFY_VARIABLE = "NOTIFY_SOCKET"
@@ -19,9 +20,16 @@ NOTIFY_VARIABLE = "NOTIFY_SOCKET"
 FIRST_FD = 3
 PID_VARIABLE, COUNT_VARIABLE, NAMES_VARIABLE = "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"
 LISTEN_VARIABLES = (PID_VARIABLE, COUNT_VARIABLE, NAMES_VARIABLE, "LISTEN_PIDFDID")
+# When `kvframework hold` began, by the machine's monotonic clock, which all of its containers share.
+SINCE_VARIABLE = "KVFRAMEWORK_HOLD_SINCE"
 MAX_NOTE_BYTES = 4096
 _MAX_NAME = 255
 _MAX_LISTENED = 1024
+
+
+def held_since(environ: Mapping[str, str] = os.environ) -> float:
+    """When the `kvframework hold` of this process began, in seconds of the monotonic clock; without one, now."""
+    return float(environ.get(SINCE_VARIABLE) or time.monotonic())
 
 
 class Note(NamedTuple):

@@ -18,6 +18,7 @@ from datetime import datetime, timezone
 from typing import Any, NoReturn
 
 from kvframework.keeper import sd_notify, sockets
+from kvframework.keeper.sockets import CONTROL_SUFFIX
 from kvframework.supervise.state import HEALTHY_S, Backoff, Life, how_ended
 
 TAKEOVER = "--takeover"
@@ -115,6 +116,7 @@ class FdStoreSupervisor:
 
     def __init__(self, command: Sequence[str], base: str, lines: Lines) -> None:
         self._command, self._base, self._log = command, base, lines
+        self._environ = os.environ | {sd_notify.SINCE_VARIABLE: str(time.monotonic())}
         # The descriptors that are kept, the oldest name first.
         self._kept: dict[str, int] = {}
         self._servers: dict[int, Server] = {}
@@ -135,7 +137,7 @@ class FdStoreSupervisor:
         with ExitStack() as stack:
             stack.callback(self._forget_all)
             stack.enter_context(sockets.locked(self._base))
-            self._socket = sockets.KeeperSocket(self._base + sockets.CONTROL_SUFFIX)
+            self._socket = sockets.KeeperSocket(self._base + CONTROL_SUFFIX)
             stack.callback(self._socket.close)
             self._signals = sockets.heard_signals((*_ENDING, *_PASSED_ON, signal.SIGCHLD))
             poll = select.poll()
@@ -162,7 +164,7 @@ class FdStoreSupervisor:
 
     def _start(self, now: float, *further: str) -> Server | None:
         try:
-            pid = start_server([*self._command, *further], os.environ, self._kept, self._base + sockets.CONTROL_SUFFIX)
+            pid = start_server([*self._command, *further], self._environ, self._kept, self._base + CONTROL_SUFFIX)
         except OSError as error:
             self._log.write(f"the server cannot be started: {error.strerror}", "error")
             if not further:

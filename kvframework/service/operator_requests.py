@@ -167,15 +167,17 @@ class Drain:
             self.stop()
 
 
-_SEND_S = 2.0
+_SEND_S = 5.0
 
 
 @dataclass(eq=False)
 class HandOver:
-    """`descriptors()` lends arena and journal; `drain` knows how to stop. `done`: a next server has them."""
+    """`descriptors()` lends arena and journal; `drain` knows how to stop; `since`: when this server's keeper began.
+    `done`: a next server has them."""
 
     descriptors: Callable[[], Sequence[int]]
     drain: Drain
+    since: float = 0.0
     done: bool = False
 
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
@@ -183,12 +185,16 @@ class HandOver:
 
     def _hand_over(self, client: ClientInfo, payload: m.HandOver, _buffers: object) -> m.Empty:
         check_own_user(client, "take over from this server")
+        if payload.since < self.since:
+            raise RequestError("this server is of a later `kvframework hold`", hint="it has replaced the one that asks")
         try:
             descriptors = self.descriptors()
             with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as next_one:
                 next_one.settimeout(_SEND_S)
                 next_one.connect(payload.path)
                 socket.send_fds(next_one, [b"arena, journal"], list(descriptors))
+                if payload.confirms and not next_one.recv(1):
+                    raise ValueError("the next server has ended, or cannot use it")
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise RequestError(f"L1 cannot be handed over: {reason}", where=os.path.basename(payload.path)) from None

@@ -6,6 +6,7 @@ version. Counts are bounded here, before anything is decoded for them.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 import msgspec
@@ -463,9 +464,14 @@ class Drain(Message, frozen=True):
 
 class HandOver(Message, frozen=True):
     """Ends the server for a next one, which listens at the Unix socket `path`: there it gets the arena and the journal
-    of L1, as descriptors, before the answer. Processes of the server's own user on its node only."""
+    of L1, as descriptors, before the answer. With `confirms` the next one sends a byte there once it can use them, and
+    the server ends only then. `since`: when the keeper of the next one began, in seconds of the machine's monotonic
+    clock, if that is known; a server whose keeper began later refuses, so that a pod never takes L1 back from the one
+    that has replaced it. Processes of the server's own user on its node only."""
 
     path: Annotated[str, msgspec.Meta(min_length=1, max_length=107)]
+    confirms: bool = False
+    since: Seconds = math.inf
 
 
 class ConfigChange(Message, frozen=True):

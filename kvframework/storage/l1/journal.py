@@ -200,20 +200,24 @@ class Found(NamedTuple):
 
 def read_identity(journal: memoryview) -> Identity:
     """Return the journal's identity. Raises `Cold`."""
-    size = Cold("damaged", f"the journal has {journal.nbytes} bytes")
-    if journal.nbytes < PREFIX.size:
-        raise size
+    check_schema(journal)
+    if journal.nbytes < SLOTS_AT or (journal.nbytes - SLOTS_AT) % SLOT_BYTES:
+        raise Cold("damaged", f"the journal has {journal.nbytes} bytes")
+    identity = read_blob(journal[IDENTITY_AT : IDENTITY_AT + IDENTITY_BYTES], Identity)
+    if identity is None:
+        raise Cold("damaged", "the journal's identity is damaged")
+    return identity
+
+
+def check_schema(journal: bytes | memoryview) -> None:
+    """Raise `Cold` unless this release reads a journal that begins with these bytes."""
+    if len(journal) < PREFIX.size:
+        raise Cold("damaged", f"the journal has {len(journal)} bytes")
     magic, schema = PREFIX.unpack_from(journal)
     if magic != MAGIC:
         raise Cold("no_journal", "the kept memory has no journal, or a closed one")
     if schema != SCHEMA:
         raise Cold("other_release", f"the journal has schema {schema}, expected {SCHEMA}")
-    if journal.nbytes < SLOTS_AT or (journal.nbytes - SLOTS_AT) % SLOT_BYTES:
-        raise size
-    identity = read_blob(journal[IDENTITY_AT : IDENTITY_AT + IDENTITY_BYTES], Identity)
-    if identity is None:
-        raise Cold("damaged", "the journal's identity is damaged")
-    return identity
 
 
 def read_start(journal: memoryview) -> Start:

@@ -15,11 +15,13 @@ from pathlib import Path
 import pytest
 
 from kvframework.cli import serving as takeover
+from kvframework.cli.serving import HandedOver
 from kvframework.client import KVClient
-from kvframework.errors import EndpointError, KVFrameworkError, RequestError
+from kvframework.errors import KVFrameworkError, RequestError
 from kvframework.server import Server
 from kvframework.service.operator_requests import HandOver
 from kvframework.storage.l1.journal import PREFIX, SCHEMA
+from kvframework.storage.recovery import ARENA, JOURNAL
 from kvframework.wire import messages as m
 from tests.core.security.another_user import NOBODY, as_another_user, needs_root
 from tests.core.server.in_process import serving
@@ -174,17 +176,15 @@ def test_a_takeover_in_the_middle_of_another_disturbs_none(monkeypatch: pytest.M
     """Each listens at a path of its own."""
     handed_over = takeover._handed_over
 
-    def after_another(client: KVClient, path: str, listener: socket.socket) -> list[int]:
-        other = subprocess.run(
-            [sys.executable, "-c", ANOTHER, server.endpoint, str(server.pid)], capture_output=True, check=False
-        )
+    def after_another(client: KVClient, path: str, listener: socket.socket, keeper: None) -> HandedOver:
+        other = subprocess.run([sys.executable, "-c", ANOTHER, server.endpoint], capture_output=True, check=False)
         assert other.returncode == 0, other.stderr
-        return handed_over(client, path, listener)
+        return handed_over(client, path, listener, keeper)
 
     monkeypatch.setattr(takeover, "_handed_over", after_another)
     with ServerProcess() as server:
         # The listener alone: the other one does not ask.
-        kept = takeover.take_over(server.endpoint, server.pid, None).kept(("arena", "journal"))
+        kept = takeover.take_over(server.endpoint, None).kept((ARENA, JOURNAL))
         assert len(kept) == 2
         for fd in kept.values():
             os.close(fd)
@@ -193,17 +193,17 @@ def test_a_takeover_in_the_middle_of_another_disturbs_none(monkeypatch: pytest.M
 ANOTHER = """
 import sys
 from kvframework.cli import serving as takeover
-takeover._handed_over = lambda client, path, listener: sys.exit(0)
-takeover.take_over(sys.argv[1], int(sys.argv[2]), None)
+takeover._handed_over = lambda *_: sys.exit(0)
+takeover.take_over(sys.argv[1], None)
 """
 
 
-def test_a_server_that_has_ended_meanwhile() -> None:
+def test_a_server_that_has_ended_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     with ServerProcess() as server:
-        pid = server.pid
         server.stop()
-    with pytest.raises(EndpointError, match=f"process {pid}, ended before the takeover"):
-        takeover.take_over(server.endpoint, pid, None)
+    monkeypatch.setattr(takeover, "_ANSWER_S", 0.1)
+    with pytest.raises(KVFrameworkError, match="no server answers"):
+        takeover.take_over(server.endpoint, None)
 
 
 def is_bound(server: Server) -> bool:

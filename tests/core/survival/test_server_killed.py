@@ -48,7 +48,7 @@ class Watched(KVClient):
 
 class Engine(threading.Thread):
     """It looks prompts up, loads the hits, computes and stores, and compares every byte, until it is stopped. `worked`
-    has the servers from which it has loaded, and at which it has stored."""
+    has the servers from which it has loaded, and at which it has stored; `hits` and `turns` count the known prompts."""
 
     def __init__(self, endpoint: str, number: int, path: str) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Engine(threading.Thread):
         self.engine = PagedEngine(self.client, number, path=path)
         self.known = [1000 * number + prompt for prompt in range(KNOWN)]
         self.worked: set[bytes] = set()
-        self.misses = 0
+        self.misses = self.hits = self.turns = 0
         self.broken = ""
         self._over = threading.Event()
         self._chance = random.Random(number)
@@ -94,6 +94,8 @@ class Engine(threading.Thread):
         assert str(token) in engine.worker.get_finished()[0], "a store is still under way"
         engine.worker.take_failed_blocks()
         assert time.monotonic() - began < PATIENCE_S
+        self.turns += token in self.known
+        self.hits += bool(loaded and token in self.known)
         self.misses += not loaded and boot is None
         if loaded and stored and boot is not None and boot == self.client.boot_id:
             self.worked.add(boot)

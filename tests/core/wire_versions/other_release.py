@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
+from kvframework.cli import serving
 from kvframework.errors import KVFrameworkError, UnknownRequest
 from kvframework.messaging.server import handlers as inflight
 from kvframework.messaging.server import sockets
+from kvframework.storage.l1 import journal
 from kvframework.wire import frames, messages, protocol
 
 VARIABLE = "KVF_TEST_RELEASE"
@@ -18,7 +22,8 @@ VARIABLE = "KVF_TEST_RELEASE"
 class Release(msgspec.Struct, forbid_unknown_fields=True):
     """`versions` of the protocol; `adds_fields`: every map that it sends has fields that nobody knows; `omits`: fields
     of HELLO's answer that it does not send; `lacks`: requests that it does not know; `error_code`: what its errors are
-    called; `fingerprint` of its hasher; `other_objects`: it makes other objects of a layout."""
+    called; `fingerprint` of its hasher; `other_objects`: it makes other objects of a layout; `journal`: its version;
+    `takes_over_s`: how long each step of a takeover lasts."""
 
     versions: tuple[int, int] = (1, 1)
     adds_fields: bool = False
@@ -27,16 +32,30 @@ class Release(msgspec.Struct, forbid_unknown_fields=True):
     error_code: str = ""
     fingerprint: str = ""
     other_objects: bool = False
+    journal: int = journal.SCHEMA
+    takes_over_s: float = 0.0
 
 
 def become() -> None:
     release = msgspec.json.decode(os.environ.get(VARIABLE, "{}"), type=Release)
+    journal.SCHEMA = release.journal
     protocol.MIN_VERSION, protocol.PROTOCOL_VERSION = release.versions
     frames._encoder = _Encoder(release)  # type: ignore[assignment]
+    for step in ("__init__", "wait_free") if release.takes_over_s else ():
+        setattr(serving.HandedOver, step, _slow(getattr(serving.HandedOver, step), release.takes_over_s))
     if release.lacks:
         _forget(release.lacks)
     if release.error_code:
         sockets.error_payload = lambda error: frames.ErrorPayload(release.error_code, str(error))  # type: ignore[attr-defined]
+
+
+def _slow(step: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    def slow(*arguments: Any) -> Any:
+        result = step(*arguments)
+        time.sleep(seconds)
+        return result
+
+    return slow
 
 
 class _Encoder:

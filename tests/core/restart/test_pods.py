@@ -1,0 +1,165 @@
+"""A rolling update: pods that share the socket directory of a node and nothing else, under engines at work. Each has
+namespaces for processes, mounts, network, IPC and cgroups, and `kvframework hold` as its first process."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvframework.keeper.sockets import ask
+from tests.core.survival.test_server_killed import KNOWN, Engine
+from tests.core.wire_versions.other_release import VARIABLE, Release
+from tests.support.processes import children, has_ended
+from tests.support.waiting import wait_until
+
+UNSHARE = ["unshare", "--mount", "--pid", "--net", "--ipc", "--cgroup", "--fork", "--kill-child", "--mount-proc"]
+OWN = 'mount -t tmpfs none "$KVFRAMEWORK_KEEPER_DIRECTORY" && exec "$@"'
+HOLD = "import sys; from kvframework.keeper.supervisor import main; sys.exit(main(sys.argv[1]))"
+SERVE = str(Path(__file__).parents[1] / "wire_versions" / "server_program.py")
+PATIENCE_S = 60.0
+OTHER = Release(adds_fields=True)
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
+
+
+class Pod:
+    """One of a release, from its start on."""
+
+    def __init__(self, directory: Path, release: Release) -> None:
+        self._own = directory / "own"
+        options = ["--takeover", "--set", f"server.endpoint=ipc://{directory}/s/s.sock", "--set", "l1.capacity=32MiB"]
+        serve = [sys.executable, SERVE, "serve", *options]
+        held = json.dumps({"command": serve, "base": f"{self._own}/server", "log_form": "human"})
+        environ = {"KVFRAMEWORK_KEEPER_DIRECTORY": str(self._own), VARIABLE: msgspec.json.encode(release).decode()}
+        self.log = directory / f"{len(list(directory.iterdir()))}.log"
+        with self.log.open("ab") as log:
+            command = [*UNSHARE, "sh", "-c", OWN, "sh", sys.executable, "-c", HOLD, held]
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | environ)
+
+    def child_of(self, pid: int) -> int:
+        wait_until(lambda: children(pid), PATIENCE_S, "a process of the pod")
+        return min(children(pid))
+
+    @property
+    def server(self) -> int:
+        return self.child_of(self.child_of(self.process.pid))
+
+    def ready(self) -> bool:
+        """What its readiness probe asks."""
+        assert self.process.poll() is None, self.log.read_text()
+        with suppress(OSError):
+            place = f"/proc/{self.child_of(self.process.pid)}/root{self._own}/server.hold"
+            server: Any = ask(place, {"do": "status"}, 5.0)["server"]
+            return bool(server and server["ready"])
+        return False
+
+    def delete(self) -> None:
+        """End it as kubelet does."""
+        os.kill(self.child_of(self.process.pid), signal.SIGTERM)
+        self.process.wait(PATIENCE_S)
+
+
+class Node:
+    """`directory` is the one that pods share; `pods` are all that were started."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.pods: list[Pod] = []
+        self.engines: list[Engine] = []
+
+    def update(self, release: Release) -> Pod:
+        self.pods.append(Pod(self.directory, release))
+        return self.pods[-1]
+
+    def work(self, release: Release) -> Pod:
+        """Return a pod that serves engines at work, all of whose prompts L1 has."""
+        pod = self.update(release)
+        wait_until(pod.ready, PATIENCE_S, "the first pod")
+        self.engines = [Engine(f"ipc://{self.directory}/s/s.sock", number, "arena") for number in (1, 2)]
+        for engine in self.engines:
+            engine.start()
+        wait_until(lambda: all(engine.hits > KNOWN for engine in self.engines), PATIENCE_S, "hits")
+        return pod
+
+    def hits_all(self) -> None:
+        """Whatever happened: each engine goes on, and finds each prompt from its next hit on."""
+        for engine in self.engines:
+            for counted in ("hits", "turns"):
+                before, most = (engine.turns, engine.hits), getattr(engine, counted) + 2 * KNOWN
+                wait_until(lambda: engine.broken or getattr(engine, counted) > most, PATIENCE_S, counted)  # noqa: B023
+                assert not engine.broken, engine.broken
+            assert engine.turns - before[0] - (engine.hits - before[1]) <= 1
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    if not shutil.which("unshare") or subprocess.run([*UNSHARE, "true"], check=False, timeout=60).returncode:
+        pytest.skip("needs to make namespaces: root and unshare")
+    with ExitStack() as stack:
+        made = Node(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvf-"))))
+        for name in ("own", "s"):
+            (made.directory / name).mkdir(mode=0o700)
+        stack.callback(lambda: [(pod.process.kill(), pod.process.wait()) for pod in made.pods])
+        stack.callback(lambda: [engine.stop() for engine in made.engines])
+        yield made
+
+
+def test_an_update_and_the_way_back_keep_l1(node: Node) -> None:
+    old = node.work(Release())
+    for release in (OTHER, Release()):
+        before, begun = [(engine.turns, engine.hits) for engine in node.engines], time.monotonic()
+        new = node.update(release)
+        wait_until(new.ready, PATIENCE_S, "the next pod")
+        old.delete()
+        node.hits_all()
+        minutes = (time.monotonic() - begun) / 60
+        for engine, (turns, hits) in zip(node.engines, before, strict=True):
+            turned, hit = engine.turns - turns, engine.hits - hits
+            assert turned - hit <= 0.02 * turned / minutes, "two points of the hit rate of a minute"
+        assert new.ready()
+        old = new
+
+
+@pytest.mark.parametrize("moment", ["asked", "handed over"])
+@pytest.mark.parametrize("dies", ["old server", "new server", "new pod"])
+def test_whichever_dies_in_the_middle_l1_stays(node: Node, dies: str, moment: str) -> None:
+    old = node.work(Release())
+    new, first, shared = node.update(Release(adds_fields=True, takes_over_s=1.0)), old.server, node.directory / "s"
+    # The socket at which the new server gets L1 has a name of six letters.
+    wait_until(lambda: [*shared.glob("??????")] if moment == "asked" else has_ended(first), PATIENCE_S, moment)
+    assert not new.ready()
+    os.kill({"old server": old.server, "new server": new.server, "new pod": new.process.pid}[dies], signal.SIGKILL)
+    if dies == "new pod":
+        new.process.wait()
+        new = node.update(OTHER)  # kubelet starts its container again
+    wait_until(new.ready, PATIENCE_S, "the next pod")
+    old.delete()
+    node.hits_all()
+    assert new.ready()
+
+
+@pytest.mark.parametrize(
+    ("release", "why"), [(Release(lacks=("HAND_OVER",)), "HAND_OVER"), (Release(journal=1), "L1 that this release")]
+)
+def test_releases_that_do_not_fit_are_refused_before_anything_changes(node: Node, release: Release, why: str) -> None:
+    """As an update over two releases is."""
+    old = node.work(release)
+    boots, new = [engine.client.boot_id for engine in node.engines], node.update(OTHER)
+    assert new.process.wait(PATIENCE_S) == 2, new.log.read_text()
+    assert why in new.log.read_text()
+    node.hits_all()
+    assert [engine.client.boot_id for engine in node.engines] == boots
+    assert old.ready()
