@@ -30,9 +30,9 @@ OVERVIEW: tuple[tuple[str, str, Mapping[str, str]], ...] = (
             for tier in ("l1", "l2")
         },
     ),
-    ("Tokens loaded instead of computed per second", "short", {"{{instance}}": _tokens(', found=~"l1|l2"')}),
+    ("Tokens found in L1 and L2 per second", "short", {"{{instance}}": _tokens(', found=~"l1|l2"')}),
     (
-        "Current problems",
+        "Current problems by check",
         "short",
         {"{{where}} {{instance}}": f"kvframework_problem{{{_HERE}}} > 0"},
     ),
@@ -85,13 +85,12 @@ FLEET: tuple[tuple[str, str, str, Mapping[str, str]], ...] = (
     ),
     (
         "timeseries",
-        "L1 in use, and evicted per second",
+        "Share of L1 in use, and share of its objects evicted per second",
         "percentunit",
         {
-            "in use": f'sum(kvframework_l1_bytes{{{_FLEET}, state="used"}}) '
+            "L1 in use": f'sum(kvframework_l1_bytes{{{_FLEET}, state="used"}}) '
             f"/ sum(kvframework_l1_capacity_bytes{{{_FLEET}}})",
-            "share of objects evicted per second": f"{_rate('l1_evictions_total')} "
-            f"/ sum(kvframework_l1_objects{{{_FLEET}}})",
+            "objects evicted per second": f"{_rate('l1_evictions_total')} / sum(kvframework_l1_objects{{{_FLEET}}})",
         },
     ),
     ("timeseries", "Idle time of evicted objects", "s", {"median": _quantile(0.5, "l1_evicted_idle_seconds")}),
@@ -100,23 +99,23 @@ FLEET: tuple[tuple[str, str, str, Mapping[str, str]], ...] = (
         "Tiers that are down, slow or failing",
         "short",
         {
-            "nodes without it": f"count by (tier) (kvframework_tier_up{{{_FLEET}}} == 0)",
-            "load 99 %, s": _quantile(0.99, "tier_seconds", f'{_FLEET}, op="get"', "le, tier"),
+            "nodes where the tier is down": f"count by (tier) (kvframework_tier_up{{{_FLEET}}} == 0)",
+            "load time 99 %, s": _quantile(0.99, "tier_seconds", f'{_FLEET}, op="get"', "le, tier"),
             "failed calls per second": _rate("tier_calls_failed_total", by="tier"),
-            "values lost per second": _rate("tier_never_written_total", by="tier"),
+            "objects never written per second": _rate("tier_never_written_total", by="tier"),
         },
     ),
     (
         "timeseries",
-        "Refused and lost per second",
+        "Error replies, failed client calls and dropped stores per second",
         "short",
         {
-            "{{code}}": _rate("refused_total", by="code"),
-            "lost by clients: {{what}}": _rate("client_lost_total", by="what"),
-            "no room in L1": _rate("l1_object_events_total", f'{_FLEET}, what="dropped"'),
+            "error replies: {{code}}": _rate("refused_total", by="code"),
+            "client calls failed: {{what}}": _rate("client_lost_total", by="what"),
+            "stores dropped, L1 full": _rate("l1_object_events_total", f'{_FLEET}, what="dropped"'),
         },
     ),
-    ("table", "Versions in use", "short", {"nodes": f"count by (version) (kvframework_build_info{{{_FLEET}}})"}),
+    ("table", "Server versions in use", "short", {"nodes": f"count by (version) (kvframework_build_info{{{_FLEET}}})"}),
     (
         "table",
         "Models and tenants with the most tokens found per second",
@@ -128,7 +127,7 @@ FLEET: tuple[tuple[str, str, str, Mapping[str, str]], ...] = (
     ),
     (
         "table",
-        "Alerts that fire",
+        "Firing alerts",
         "short",
         {"nodes": 'count by (alertname, severity) (ALERTS{alertstate="firing", alertname=~"Kvframework.*"})'},
     ),

@@ -41,7 +41,7 @@ ALERTS = (
         "page",
         "1m",
         "server-silent",
-        "the server does not answer: every lookup of this node is a miss",
+        "the kvframework server does not answer: every lookup of this node is a miss",
         "kvframework_up == 0",
     ),
     # An observe that the server keeps running ends with it, and says nothing then.
@@ -50,7 +50,7 @@ ALERTS = (
         "page",
         "1m",
         "server-absent",
-        "no metrics: kvframework observe does not answer, and with it perhaps the server",
+        "kvframework observe does not answer, so metrics are missing; the server may be down too",
         'up{job=~"kvframework.*"} == 0',
     ),
     Alert(
@@ -58,7 +58,7 @@ ALERTS = (
         "page",
         "0m",
         "server-killed",
-        "the server started more than twice within an hour",
+        "the kvframework server started more than twice within an hour",
         "changes(kvframework_server_start_time_seconds[1h]) > 2",
     ),
     Alert(
@@ -66,7 +66,7 @@ ALERTS = (
         "ticket",
         "10m",
         "arena-not-resident",
-        "part of L1 is not resident",
+        "part of the server's L1 is not in physical memory",
         _problem("l1"),
     ),
     Alert(
@@ -74,7 +74,7 @@ ALERTS = (
         "ticket",
         "2m",
         "descriptors-low",
-        "new clients wait: {{ $labels.what }} connections are not accepted",
+        "the server is short of file descriptors and accepts no new {{ $labels.what }} connections",
         "kvframework_accepting == 0",
     ),
     Alert(
@@ -82,7 +82,7 @@ ALERTS = (
         "ticket",
         "10m",
         "tier-down",
-        "the tier {{ $labels.tier }} is down",
+        "the server's L2 tier {{ $labels.tier }} is down",
         "kvframework_tier_up == 0",
     ),
     Alert(
@@ -90,7 +90,7 @@ ALERTS = (
         "ticket",
         "5m",
         "tier-slow",
-        "a call to the tier {{ $labels.tier }} does not end",
+        "a call to the L2 tier {{ $labels.tier }} is more than 5 s past its deadline",
         "kvframework_tier_overdue_seconds > 5",
     ),
     Alert(
@@ -98,7 +98,7 @@ ALERTS = (
         "ticket",
         "5m",
         "copier-ended",
-        "an engine has to register again, and does not",
+        "an engine instance was lost and has not registered again",
         _problem("instances"),
     ),
     Alert(
@@ -106,7 +106,7 @@ ALERTS = (
         "ticket",
         "5m",
         "client-refused",
-        "a client is refused, or refuses the server",
+        "the server refuses a client, or a client refuses the server",
         _problem("messaging.refused"),
     ),
     Alert(
@@ -114,16 +114,16 @@ ALERTS = (
         "ticket",
         "5m",
         "server-silent",
-        "clients lose calls",
+        "client calls to the server fail",
         _problem("losses"),
     ),
-    Alert("KvframeworkLogNotWritten", "ticket", "5m", "log-not-written", "the log cannot be written", _problem("log")),
+    Alert("KvframeworkLogNotWritten", "ticket", "5m", "log-not-written", "writing the log fails", _problem("log")),
     Alert(
         "KvframeworkObserveEnds",
         "ticket",
         "0m",
         "observe-ended",
-        "the process of these metrics ended, and was started again",
+        "the server's process `kvframework observe` ended and was started again",
         f"max_over_time({_problem('observe').removesuffix(' > 0')}[10m]) > 0",
     ),
     Alert(
@@ -131,7 +131,7 @@ ALERTS = (
         "ticket",
         "0m",
         "handler-raised",
-        "requests fail by an error of the server or of a plugin",
+        "requests fail because of an error in the server or a plugin",
         _grows("refused_total", '{code="run.handler"}')
         + " or "
         + _grows("messaging_trouble_total", '{what=~"loop_errors|tick_errors"}'),
@@ -141,7 +141,7 @@ ALERTS = (
         "ticket",
         "0m",
         "tier-bug",
-        "a bug of the tier {{ $labels.tier }}",
+        "the plugin of the L2 tier {{ $labels.tier }} raised an unexpected error",
         _grows("tier_calls_failed_total", '{why="bug"}'),
     ),
     Alert(
@@ -149,7 +149,7 @@ ALERTS = (
         "ticket",
         "10m",
         "tier-full",
-        "the tier {{ $labels.tier }} does not accept values",
+        "the L2 tier {{ $labels.tier }} does not accept values",
         _grows("tier_values_total", '{what="store_failed"}'),
     ),
     Alert(
@@ -157,7 +157,7 @@ ALERTS = (
         "look",
         "10m",
         "l1-full-of-pins",
-        "objects find no room in L1",
+        "the server drops stores because L1 has no room",
         _grows("l1_object_events_total", '{what="dropped"}'),
     ),
     Alert(
@@ -165,7 +165,7 @@ ALERTS = (
         "look",
         "10m",
         "tier-slow",
-        "objects never reach the tier {{ $labels.tier }}",
+        "the server drops objects before they are written to the L2 tier {{ $labels.tier }}",
         _grows("tier_never_written_total"),
     ),
     Alert(
@@ -173,7 +173,7 @@ ALERTS = (
         "look",
         "0m",
         "tier-values-unusable",
-        "values in the tier {{ $labels.tier }} were damaged",
+        "the server found damaged values in the L2 tier {{ $labels.tier }}",
         _grows("tier_values_total", '{what="corrupt"}', "1h"),
     ),
     Alert(
@@ -181,7 +181,7 @@ ALERTS = (
         "look",
         "10m",
         "loads-refused",
-        "loads from tiers do not begin, as too many are under way",
+        "the server refuses loads from tiers because too many are in flight",
         _grows("prefetch_refused_total"),
     ),
     Alert(
@@ -189,7 +189,7 @@ ALERTS = (
         "look",
         "10m",
         "writer-stopped",
-        "a stopped writer keeps memory of L1",
+        "L1 memory is quarantined because a client missed the deadline of a store",
         'kvframework_l1_bytes{state="quarantined"} > 0',
     ),
     Alert(
@@ -205,7 +205,7 @@ ALERTS = (
         "look",
         "0m",
         "copier-ended",
-        "the copier of a device was started again",
+        "the server restarted the copier process of a device",
         "increase(kvframework_copier_starts_total[1h]) > 1",
     ),
     Alert(
@@ -213,7 +213,7 @@ ALERTS = (
         "look",
         "10m",
         "namespace-unknown",
-        "lookups name what no instance has registered",
+        "engines look up namespaces that no instance has registered",
         _grows("lookups_unknown_namespace_total"),
     ),
     Alert(
@@ -221,7 +221,7 @@ ALERTS = (
         "look",
         "10m",
         "wrong-key",
-        "clients with unknown keys, or of other users, are refused",
+        "the server refuses clients with unknown CURVE keys or of other users",
         _grows("messaging_trouble_total", '{what=~"curve_refused|liveness_refused"}'),
     ),
     Alert(
@@ -229,7 +229,7 @@ ALERTS = (
         "look",
         "30m",
         "the-hit-rate-is-low-or-0",
-        "the hit rate is less than half of yesterday's",
+        "the hit rate is less than half that of the day before",
         f"{_RATE_NOW} < 0.5 * {_RATE_BEFORE}",
     ),
 )

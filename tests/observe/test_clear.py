@@ -123,7 +123,7 @@ def test_it_asks_first(server: ServerProcess) -> None:
     assert done.returncode == 0
     first, second = done.stdout.strip().splitlines()
     assert first.startswith(f"L1: dropped {2 * CHUNKS} objects, ")
-    assert first.endswith("; 0 are in use and were kept")
+    assert first.endswith("; kept 0 objects that are in use")
     assert second.startswith(f"L2: deleted {2 * CHUNKS} values, ")
 
 

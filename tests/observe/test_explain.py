@@ -51,7 +51,7 @@ def test_the_last_misses_are_told_with_their_reason_and_what_to_do(endpoint: str
     assert "found   0 of 1024 tokens in" in text
     assert "0 in L1, 0 from L2, 1024 missed" in text
     assert "missing tokens 0 to 256, and all later tokens" in text
-    assert "why     never stored since the server started at " in text
+    assert "why     the tokens were never stored since the server started at " in text
     assert f"do      {ANSWERS['never_stored'].advice}" in text
     assert "second" not in text
 
@@ -123,7 +123,7 @@ def test_a_request_that_is_not_known(endpoint: str) -> None:
 
 def test_nothing_to_tell() -> None:
     with serving() as server:
-        assert "nothing was missed among the 0 requests" in explained(server.endpoint)
+        assert "no lookup missed a token among the 0 requests" in explained(server.endpoint)
         assert "no request has finished among the 0 requests" in explained(server.endpoint, "--all")
 
 
@@ -131,7 +131,7 @@ def test_an_older_server() -> None:
     with serving_without("RECENT") as server:
         done = run("explain", "--endpoint", server.endpoint)
     assert done.returncode == 2
-    assert "this server's release is older" in done.stderr
+    assert "the server is of an older release" in done.stderr
 
 
 def test_a_request_and_a_number_do_not_go_together(endpoint: str) -> None:
@@ -149,7 +149,8 @@ def test_every_reason_has_its_sentence_and_its_advice(reason: str) -> None:
 
 def test_an_eviction_has_its_time_its_idle_time_and_its_cause() -> None:
     record = msgspec.structs.replace(MISS, reason="evicted", cause_at=1e9, idle_s=40.04, by="other")
-    assert why(record, 0.0) == f"evicted at {clock(1e9)} after 40 s without use, for an object of model other"
+    told = why(record, 0.0)
+    assert told == f"L1 evicted the tokens at {clock(1e9)} after 40 s without use, for an object of model other"
 
 
 def test_the_tenant_and_the_trace_are_named() -> None:

@@ -68,7 +68,7 @@ def test_a_taken_port_is_refused_unless_a_server_runs_that_has_it() -> None:
         assert list(settings.refusals(config, "[observe]", running=True)) == []
         done = run("config", "check", "--set", f"observe.listen={config.listen}", "--set", "l1.capacity=1MiB")
         assert done.returncode == 2
-        assert "cannot listen: Address already in use" in done.stderr
+        assert "the HTTP listener cannot use the address: Address already in use" in done.stderr
         assert run("observe", "--listen", config.listen).returncode == 2
 
 

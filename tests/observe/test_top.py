@@ -47,7 +47,7 @@ def test_it_goes_on_through_a_restart_of_the_server() -> None:
     with ServerProcess() as server, top(server.endpoint, "--timeout", "5") as screen:
         screen.shows(r"up \d+ (s|min)")
         server.kill9()
-        picture = screen.shows(r"no answer since \d\d:\d\d:\d\d")
+        picture = screen.shows(r"server silent since \d\d:\d\d:\d\d")
         assert "run.server_gone" in picture[1]
         # Engines would refuse a server that cuts otherwise; somebody who looks must not.
         server.set("server.chunk_size=512")
@@ -108,7 +108,7 @@ def test_so_many_pictures_as_were_asked_for(server: ServerProcess) -> None:
 def test_without_an_answer_the_status_is_2(tmp_path: Path) -> None:
     done = run("top", "--once", "--timeout", "0.1", "--endpoint", f"ipc://{tmp_path}/none.sock")
     assert done.returncode == 2
-    assert re.search(r"no answer since \d\d:\d\d:\d\d", done.stdout)
+    assert re.search(r"server silent since \d\d:\d\d:\d\d", done.stdout)
 
 
 def test_a_reader_that_ends_ends_it_quietly(server: ServerProcess) -> None:

@@ -43,7 +43,7 @@ def test_one_trace_from_the_engine_to_the_tier(
     settings = ("observe.listen=127.0.0.1:0", f"observe.traces={collector.url}")
     tier = ("l2.0.use=redis", "l2.0.timeout_s=60.0")
     with RedisServer(tmp_path) as redis, ServerProcess(*settings, *tier, f"l2.0.url={redis.url}") as server:
-        wait_until(lambda: "sending spans of sampled requests to" in server.log, SLOW_S, "the observing process")
+        wait_until(lambda: "spans of sampled requests are sent to" in server.log, SLOW_S, "the observing process")
         with engine.get_tracer("engine").start_as_current_span("llm_request") as span:
             headers: dict[str, str] = {}
             TraceContextTextMapPropagator().inject(headers)

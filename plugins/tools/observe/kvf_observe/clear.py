@@ -30,14 +30,14 @@ def clear(
     l2: Annotated[
         bool, typer.Option("--l2", help="Also delete from every L2 tier, for all nodes that share the tier.")
     ] = False,
-    model: Annotated[str, typer.Option(help="Delete only the objects of this model (the engine's name of it).")] = "",
+    model: Annotated[str, typer.Option(help="Delete only the objects of this model, as the engine names it.")] = "",
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     endpoint: Endpoint = None,
     config: EndpointConfig = None,
     timeout: Annotated[float, typer.Option(min=0.01, max=3600, help="Seconds to wait for the deletion.")] = 300.0,
     as_json: AsJson = False,
 ) -> None:
-    """Drop what a running server caches. Engines compute it again.
+    """Delete the objects that a running server caches. Engines then compute the KV again.
 
     Objects that a request uses at this moment stay. L2 is cleared of all that a tier lists; a tier that cannot list its
     values is cleared of what L1 holds too.
@@ -54,7 +54,7 @@ def clear(
     if as_json:
         print_document(msgspec.structs.asdict(cleared))
         return
-    stay = f"{cleared.in_use} are in use and were kept"
+    stay = f"kept {cleared.in_use} objects that are in use"
     print_text(f"L1: dropped {cleared.objects} objects, {ByteSize(cleared.nbytes)}; {stay}")
     if l2:
         print_text(f"L2: deleted {cleared.l2_objects} values, {ByteSize(cleared.l2_bytes)}")
@@ -70,6 +70,6 @@ def _confirm(question: str) -> None:
         return
     # Behind a line of the terminal's own the next one begins by itself.
     stderr.print(
-        "nothing was deleted" if answer.endswith("\n") else "\nnothing was deleted: no answer; --yes does not ask"
+        "nothing was deleted" if answer.endswith("\n") else "\nnothing was deleted: the input has ended; give --yes"
     )
     raise typer.Exit(1)

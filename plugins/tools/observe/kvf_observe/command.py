@@ -42,13 +42,13 @@ def observe(
     ] = "",
     log_format: Annotated[Format, typer.Option(help="Format of the log lines on standard error.")] = Format.human,
 ) -> None:
-    """Serve metrics, health and a live page about the server of this node, over HTTP.
+    """Serve metrics, health checks and a live page of this node's server over HTTP.
 
     The server is asked once a second, however many callers there are, and need not run: it is found when it does.
     SIGINT (Ctrl-C) or SIGTERM ends this process.
     """
     if (tls_cert is None) != (tls_key is None):
-        raise typer.BadParameter("--tls-cert and --tls-key need each other", param_hint="--tls-cert")
+        raise typer.BadParameter("--tls-cert and --tls-key must be given together", param_hint="--tls-cert")
     from kvf_observe import process
     from kvframework.api.endpoint import ObserveConfig
     from kvframework.api.process import configure_logging, end_logging

@@ -28,7 +28,7 @@ def drain_time(text: object) -> float:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h)?", str(text))
     seconds = float(found[1]) * _UNITS[found[2] or "s"] if found else -1.0
     if not 0 <= seconds <= LONGEST_S:
-        raise typer.BadParameter(f"{text!r} is no time from 0s to 1h, such as 60s or 5m")
+        raise typer.BadParameter(f"{text!r} is not a time from 0s to 1h, such as 60s or 5m")
     return seconds
 
 
@@ -40,7 +40,7 @@ def drain_time(text: object) -> float:
 )
 def drain(
     timeout: Annotated[
-        float, typer.Option(metavar="TIME", parser=drain_time, help="The most time to write, such as 60s or 5m.")
+        float, typer.Option(metavar="TIME", parser=drain_time, help="Longest time for writing, such as 60s or 5m.")
     ] = 60.0,
     endpoint: Endpoint = None,
     config: EndpointConfig = None,
@@ -78,12 +78,12 @@ def _report(end: Drain, *, as_json: bool) -> None:
     if as_json:
         print_document(msgspec.structs.asdict(end))
     else:
-        print_text(f"written: {counted(end.written, 'objects')}; the server ends")
+        print_text(f"the server wrote {counted(end.written, 'objects')} to its tiers, and ends")
         if not end.done:
-            print_text("it ended before the drain did: by a signal, or for a next server, which has L1")
+            print_text("the server ended before the drain: after a signal or by a takeover, which keeps L1")
         if end.left:
-            print_text(f"left: {counted(end.left, 'objects')}, {ByteSize(end.left_bytes)}")
-            for line in end.tiers or ["no tier takes what L1 holds"]:
+            print_text(f"not written: {counted(end.left, 'objects')}, {ByteSize(end.left_bytes)}")
+            for line in end.tiers or ["no tier accepts objects of L1"]:
                 print_text(f"  {line}")
     if end.left or not end.done:
         raise typer.Exit(EXIT_FOUND)

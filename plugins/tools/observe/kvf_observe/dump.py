@@ -53,7 +53,7 @@ def dump(
     endpoint: Endpoint = None,
     timeout: Annotated[float, typer.Option(min=0.01, max=3600, help="Seconds to wait for the server.")] = 10.0,
 ) -> None:
-    """Write what a bug report needs into one file: of the server, and of this machine.
+    """Write the facts that a bug report needs, about the server and this machine, into one file.
 
     That is the server's status, its configuration, its last log lines, the stacks of its threads and its last requests;
     the versions of what is installed; and what `kvframework doctor` and `kvframework plugins list` say. Secrets, salts,
@@ -111,7 +111,7 @@ class BundleFile:
 
 def _refusal(place: Path, error: OSError) -> ConfigFileError:
     return ConfigFileError(
-        f"the file cannot be written: {error.strerror or error}", where=str(place), hint="give --out a new file"
+        f"the dump file cannot be written: {error.strerror or error}", where=str(place), hint="give --out a new file"
     )
 
 
@@ -150,7 +150,7 @@ def collect(
             continue
         files[name] = said
         if name in missing:
-            missing[name] = "the command itself read this configuration"
+            missing[name] = "the server did not answer, so `kvframework dump` read this configuration itself"
     return files, missing
 
 

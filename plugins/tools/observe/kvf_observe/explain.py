@@ -35,8 +35,8 @@ class Answer(NamedTuple):
 
 ANSWERS = {
     "never_stored": Answer(
-        "never stored{by_whom} since the server started at {started}, as far as the server remembers",
-        "nothing, if the prompt is new; else check whether the engine's stores fail",
+        "the tokens were never stored since the server started at {started}, as far as the server remembers{more}",
+        "do nothing if the prompt is new; else check whether the engine's stores fail",
     ),
     "dropped_full": Answer(
         "the store at {at} was dropped, because L1 was full of objects in use or guaranteed to others",
@@ -48,33 +48,39 @@ ANSWERS = {
     ),
     "refused": Answer(
         "the eviction policy refused the store at {at}",
-        'nothing, if the policy fits; else set use = "lru" in [l1.eviction], which refuses no store',
+        'do nothing if the policy fits; else set use = "lru" in [l1.eviction], which refuses no store',
     ),
-    "evicted": Answer("evicted at {at} after {idle} s without use{by}{more}", "raise [l1] capacity, or attach a tier"),
+    "evicted": Answer(
+        "L1 evicted the tokens at {at} after {idle} s without use{by}{more}", "raise [l1] capacity, or attach a tier"
+    ),
     "other_namespace": Answer(
-        "stored under another namespace: {detail}", "give both engines the same model, weights and layout"
+        "the tokens are stored under another namespace: {detail}",
+        "give both engines the same model, weights and layout",
     ),
     "other_salt": Answer(
-        "stored under another salt: {detail}",
-        "nothing, if the prompts must not be shared; else give both requests the same cache_salt",
+        "the tokens are stored under another salt: {detail}",
+        "do nothing if the prompts must not be shared; else give both requests the same cache_salt",
     ),
     "priced": Answer(
-        "cheaper to compute: {detail}",
-        "nothing: computing is faster; a faster tier loads more, and [server] price = false loads everything",
+        "computing the tokens is faster than loading them: {detail}",
+        "do nothing, or use a faster tier; with [server] price = false, the server loads all tokens that a tier has",
     ),
     "tier_down": Answer("a tier did not answer: {detail}", "see the tier and its last error in `kvframework status`"),
-    "timed_out": Answer("too late: {detail}", "raise the lookup's deadline in the engine, or use a faster tier"),
+    "timed_out": Answer(
+        "the tiers did not load the tokens in time: {detail}",
+        "raise the lookup's deadline in the engine, or use a faster tier",
+    ),
     "damaged": Answer(
-        "the value in a tier was damaged, or of another format, at {at}",
+        "the tier's value was damaged, or of another format, when it was read at {at}",
         "check which other programs write to the tier, and check its disk",
     ),
-    "cleared": Answer("cleared at {at}{more}", "nothing: an operator cleared the cache"),
+    "cleared": Answer("the cache was cleared at {at}{more}", "do nothing: the next store fills the cache again"),
     "server_started": Answer(
         "the server started at {started} with an empty L1, and no tier has the tokens",
-        "nothing; to keep KV over restarts, use `kvframework hold`, systemd or a tier",
+        "do nothing; to keep KV over restarts, use `kvframework hold`, systemd or a tier",
     ),
     "unknown_namespace": Answer(
-        "the namespace of the request is unknown: {detail}",
+        "the server does not know the namespace of the request: {detail}",
         "check in `kvframework status` that the engine's worker is registered",
     ),
 }
@@ -96,13 +102,13 @@ def explain(
     last: Annotated[
         int | None, typer.Option("--last", min=1, help=f"Number of last misses to show; default: {DEFAULT_LAST}.")
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Also show hits, stores and loads.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Show hits, stores and loads as well as misses.")] = False,
     endpoint: Endpoint = None,
     config: EndpointConfig = None,
     timeout: Annotated[float, typer.Option(min=0.01, max=3600, help="Seconds to wait for the server.")] = 3.0,
     as_json: AsJson = False,
 ) -> None:
-    """Say what requests found in the cache, and why not more.
+    """Show what requests found in the cache, and why other tokens were missing.
 
     For a request, or the last misses: the tokens asked for, those found in L1 and in L2, the first missing chunk, why
     it was missing, and what to do. The server remembers its last 1024 lookups, stores and loads.
@@ -116,9 +122,9 @@ def explain(
             reply = source.finished(request_id=request)
     except UnknownRequest:
         raise VersionMismatch(
-            "this server's release is older and does not remember requests",
+            "the server is of an older release that does not remember requests",
             where=where,
-            hint="install this release on the server",
+            hint="install kvframework of this command's release on the server",
         ) from None
     remembered = counted(reply.last - reply.forgotten, "requests")
     if request and not reply.records:
@@ -126,7 +132,7 @@ def explain(
             f"no finished request has the id {request!r}",
             where=where,
             available=f"an id of {remembered} that are remembered; {reply.forgotten} are forgotten",
-            hint="see their ids with: kvframework explain --all --last 20",
+            hint="list the ids of finished requests with: kvframework explain --all --last 20",
         )
     records: Sequence[Finished] = [each for each in reply.records if request or everything or each.reason]
     if not request:
@@ -138,7 +144,7 @@ def explain(
     elif records:
         print_explained(records, reply.started_at)
     else:
-        what = "no request has finished" if everything else "nothing was missed"
+        what = "no request has finished" if everything else "no lookup missed a token"
         print_text(f"{what} among the {remembered} that the server remembers")
 
 
@@ -176,7 +182,7 @@ def sentences(record: Finished, started_at: float) -> list[tuple[str, str]]:
         lines.append(("missing", f"tokens {record.missing} to {end}, and all later tokens"))
     if record.reason:
         lines.append(("why", why(record, started_at)))
-        lines.append(("do", ANSWERS[record.reason].advice if record.reason in ANSWERS else "see the page"))
+        lines.append(("do", ANSWERS[record.reason].advice if record.reason in ANSWERS else "read the page below"))
         lines.append(("see", f"{PAGE}, {record.reason}"))
     return lines
 
@@ -195,8 +201,7 @@ def why(record: Finished, started_at: float) -> str:
         idle=short_number(record.idle_s),
         by=f", for an object of model {one_line(record.by)}" if record.by else "",
         detail=detail,
-        by_whom=f" {detail}" if detail else "",
-        more=f", {detail}" if detail else "",
+        more=f"; {detail}" if detail else "",
     )
 
 

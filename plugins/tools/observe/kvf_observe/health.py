@@ -76,7 +76,7 @@ def why_silent(observed: Observed, now: float) -> str:
     if observed.round_trip_s is None:
         return observed.error
     age = now - observed.at
-    return f"the last answer is {age:.0f} s old" if age > FRESH_S else ""
+    return f"the server's last answer is {age:.0f} s old" if age > FRESH_S else ""
 
 
 def livez(observed: Observed, now: float, *, verbose: bool = False) -> Answer:

@@ -21,7 +21,7 @@ SERVER, CLIENTS = "server", "clients"
 
 keys_app = typer.Typer(cls=QuickGroup, help="Make CURVE keys, which protect tcp:// connections.", no_args_is_help=True)
 tenants_app = typer.Typer(cls=QuickGroup, no_args_is_help=True)
-_Directory = Annotated[Path, typer.Argument(metavar="DIR", help="The directory of the keys.")]
+_Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Directory of the key files.")]
 _EPILOG = examples(
     "kvframework keys new /etc/kvframework/keys",
     "kvframework keys add /etc/kvframework/keys gpu-7",
@@ -34,7 +34,7 @@ def new(
     directory: _Directory,
     client: Annotated[str, typer.Option(help="The first client's name.")] = "client",
 ) -> None:
-    """Make a server's key pair and a first client's.
+    """Make the key pairs of a server and of a first client.
 
     Existing files are never replaced. Secret files (*.secret) are for their owner only: the server's stays with the
     server, a client's goes to the client's host, together with server.public.
@@ -66,7 +66,7 @@ def add(
     directory: _Directory,
     client: Annotated[str, typer.Argument(help="The client's name.")],
 ) -> None:
-    """Make one more client's key pair. A running server admits it at once.
+    """Make one more client's key pair. A running server admits the new client at once.
 
     After its *.public file is removed the client is not admitted again; an existing connection stays until the
     server is restarted.
@@ -79,7 +79,7 @@ def add(
 
 def _add(directory: Path, client: str) -> None:
     if not client.replace("-", "").replace("_", "").replace(".", "").isalnum() or client == SERVER:
-        raise ConfigFieldError(f"{client!r} is not a name for a client", available="letters, digits, '-', '_' and '.'")
+        raise ConfigFieldError(f"{client!r} is not a client name", available="letters, digits, '-', '_' and '.'")
     write_curve_pair(directory / f"{client}{SECRET_SUFFIX}", directory / CLIENTS / f"{client}{PUBLIC_SUFFIX}")
 
 

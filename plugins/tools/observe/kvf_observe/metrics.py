@@ -33,9 +33,9 @@ NOTHING_TRACED = {"exported": 0, "failed": 0, "forgotten": 0}
 USE: dict[str, tuple[str, Type, str]] = {
     "bytes": ("bytes", "gauge", "bytes in L1"),
     "objects": ("objects", "gauge", "objects in L1"),
-    "asked_tokens_total": ("asked_tokens", "counter", "tokens that lookups asked for"),
+    "asked_tokens_total": ("asked_tokens", "counter", "tokens asked for by lookups"),
     "hit_tokens_total": ("hit_tokens", "counter", "tokens found by lookups"),
-    "stored_objects_total": ("stored_objects", "counter", "objects stored"),
+    "stored_objects_total": ("stored_objects", "counter", "objects stored in L1"),
     "evicted_objects_total": ("evicted_objects", "counter", "objects evicted from L1"),
 }
 
@@ -73,19 +73,19 @@ def _use(kind: str) -> tuple[Metric, ...]:
     made = []
     for name, (field, type_, words) in USE.items():
         place = f"use.{kind}s.*.{field}"
-        made.append(Metric(f"{kind}_{name}", type_, f"{words}, by {kind}", place, rows(f"use.{kind}s", field), (kind,)))
+        made.append(Metric(f"{kind}_{name}", type_, f"{words} by {kind}", place, rows(f"use.{kind}s", field), (kind,)))
     return tuple(made)
 
 
 # What `observe` itself knows, in the document that `own_document` makes. These series exist without a server, too.
 OWN = (
-    _gauge("up", "server answered the last poll, 1 or 0", "", number("up"), row="server-silent"),
-    _gauge("problem", "current problems, by check of /readyz", "", counts("problems"), ("where",), "what-do-you-see"),
+    _gauge("up", "whether the server answered the last poll, 1 or 0", "", number("up"), row="server-silent"),
+    _gauge("problem", "current problems by check of /readyz", "", counts("problems"), ("where",), "what-do-you-see"),
     _gauge("round_trip_seconds", "round trip of the last poll through the serving loop", "", number("round_trip_s")),
-    _counter("polls_total", "polls of the server, by outcome", "", counts("polls"), ("outcome",)),
+    _counter("polls_total", "polls of the server by outcome", "", counts("polls"), ("outcome",)),
     _counter(
         "traced_requests_total",
-        "sampled requests, by outcome of the span export",
+        "sampled requests by outcome of the span export",
         "",
         counts("traced"),
         ("outcome",),
@@ -95,7 +95,7 @@ OWN = (
 # The titles are rows of the dashboard.
 TABLE: dict[str, tuple[Metric, ...]] = {
     "Server": (
-        _gauge("build_info", "release of the server, value 1", "server.version", derived.build, ("version",)),
+        _gauge("build_info", "release of the server; the value is 1", "server.version", derived.build, ("version",)),
         _gauge(
             "server_start_time_seconds",
             "server start, in seconds since 1970",
@@ -107,17 +107,17 @@ TABLE: dict[str, tuple[Metric, ...]] = {
         _gauge(
             "sessions", "connected clients", "messaging.sessions[].session_id", derived.length("messaging.sessions")
         ),
-        _counted("clients_total", "clients connected and ended", ("what",)),
-        _counted("client_lost_total", "client calls that failed", ("what",), "server-silent"),
+        _counted("clients_total", "client connections begun and ended", ("what",)),
+        _counted("client_lost_total", "client calls to the server that failed", ("what",), "server-silent"),
         _counted("client_lost_bytes_total", "bytes of client loads and stores that failed"),
-        _gauge("log_waiting_lines", "log lines that wait to be written", "log.waiting"),
-        _counted("log_dropped_total", "log lines lost", row="log-not-written"),
+        _gauge("log_waiting_lines", "lines of the server's log that wait to be written", "log.waiting"),
+        _counted("log_dropped_total", "lines of the server's log that were lost", row="log-not-written"),
     ),
     "Lookups": (
         _counter("lookups_total", "lookups", "lookups.lookups"),
         _counter(
             "lookup_tokens_total",
-            "tokens of lookups, by place found",
+            "tokens of lookups by the place where they were found",
             "lookups.by_model.*.asked_tokens, lookups.by_model.*.l1_tokens, lookups.by_model.*.l2_tokens",
             derived.found_tokens,
             ("model", "found"),
@@ -137,15 +137,15 @@ TABLE: dict[str, tuple[Metric, ...]] = {
         ),
         _counter(
             "prefill_saved_seconds_total",
-            "prefill time saved, estimated from the speed that engines report",
+            "estimated prefill time saved, by the speed that engines report",
             "lookups.prefill_saved_s",
         ),
         _counter("lookups_priced_total", "lookups with a priced load", "price.lookups"),
         _counter("lookups_cut_total", "lookups whose load was cut because computing is faster", "price.cut"),
-        _counter("lookup_cut_tokens_total", "tokens computed instead of loaded", "price.cut_tokens"),
+        _counter("lookup_cut_tokens_total", "tokens computed because loading is slower", "price.cut_tokens"),
         _counter(
             "lookup_saved_seconds_total",
-            "waiting time saved by computing instead of loading, estimated",
+            "estimated waiting time saved by computing instead of loading",
             "price.saved_s",
         ),
         _gauge("tickets", "open lookup tickets", "tickets"),
@@ -153,26 +153,33 @@ TABLE: dict[str, tuple[Metric, ...]] = {
     "Requests": (
         _histogram(
             "request_seconds",
-            "request latency, from receipt to reply",
+            "latency of requests from receipt to reply",
             "requests.*.counts",
             counts("requests"),
             ("type",),
         ),
-        _counted("messages_total", "messages", ("what",)),
+        _counted("messages_total", "messages that the server received and sent", ("what",)),
         _counter(
             "refused_total",
-            "error replies, by error code",
+            "error replies of the server by error code",
             "messaging.counters.errors.CODE",
             derived.error_answers,
             ("code",),
             "malformed",
         ),
-        _counted("messaging_trouble_total", "messaging problems, by kind", ("what",), "malformed"),
-        _gauge("descriptors_in_use", "open file descriptors", "messaging.descriptors.in_use", row="descriptors-low"),
-        _gauge("descriptors_limit", "file descriptor limit", "messaging.descriptors.limit", row="descriptors-low"),
+        _counted("messaging_trouble_total", "messaging problems of the server by kind", ("what",), "malformed"),
+        _gauge(
+            "descriptors_in_use",
+            "open descriptors of the server",
+            "messaging.descriptors.in_use",
+            row="descriptors-low",
+        ),
+        _gauge(
+            "descriptors_limit", "descriptor limit of the server", "messaging.descriptors.limit", row="descriptors-low"
+        ),
         _gauge(
             "accepting",
-            "new clients accepted, 1 or 0",
+            "whether the server accepts new clients, 1 or 0",
             "messaging.descriptors.local, messaging.descriptors.readers, messaging.descriptors.sessions",
             derived.accepting,
             ("what",),
@@ -180,11 +187,11 @@ TABLE: dict[str, tuple[Metric, ...]] = {
         ),
     ),
     "L1": (
-        _gauge("l1_capacity_bytes", "L1 capacity", "l1.capacity_bytes"),
-        _gauge("l1_ready_bytes", "L1 bytes that are resident", "l1.ready_bytes", row="arena-not-resident"),
+        _gauge("l1_capacity_bytes", "capacity of L1", "l1.capacity_bytes"),
+        _gauge("l1_ready_bytes", "bytes of L1 in physical memory", "l1.ready_bytes", row="arena-not-resident"),
         _gauge(
             "l1_bytes",
-            "L1 bytes, by state",
+            "bytes of L1 by state",
             "l1.used_bytes, l1.free_bytes, l1.quarantined_bytes",
             derived.l1_bytes,
             ("state",),
@@ -193,40 +200,40 @@ TABLE: dict[str, tuple[Metric, ...]] = {
         _gauge("l1_largest_free_bytes", "largest free range of L1", "l1.largest_free_bytes"),
         _gauge("l1_objects", "objects in L1", "l1.objects"),
         _gauge("l1_pins", "pins on L1 objects", "l1.pins"),
-        _gauge("l1_journal_bytes", "memory of the L1 journal", "l1.journal_bytes"),
-        _gauge("l1_recovered_objects", "objects recovered from the previous server", "l1.recovered.objects"),
-        _gauge("l1_recovered_bytes", "bytes recovered from the previous server", "l1.recovered.bytes"),
-        _gauge("l1_recovered_seconds", "duration of the recovery", "l1.recovered.seconds"),
+        _gauge("l1_journal_bytes", "memory of the journal of L1", "l1.journal_bytes"),
+        _gauge("l1_recovered_objects", "L1 objects recovered from the previous server", "l1.recovered.objects"),
+        _gauge("l1_recovered_bytes", "L1 bytes recovered from the previous server", "l1.recovered.bytes"),
+        _gauge("l1_recovered_seconds", "duration of the recovery of L1", "l1.recovered.seconds"),
         _gauge(
             "l1_cold_start",
-            "reason why L1 began empty, value 1",
+            "reason why L1 began empty; the value is 1",
             "l1.recovered.why_cold",
             first_word("l1.recovered.why_cold", COLD_REASONS),
             ("reason",),
         ),
         _gauge(
             "l1_leases",
-            "L1 leases, by kind",
+            "leases on L1 objects by kind",
             "l1.write_leases, l1.pin_leases",
             each({"write": "l1.write_leases", "pin": "l1.pin_leases"}),
             ("kind",),
         ),
         _counted(
             "l1_object_events_total",
-            "L1 object events, by kind",
+            "events of L1 objects by kind",
             ("what",),
             "l1-full-of-pins",
         ),
-        _counted("l1_evictions_total", "L1 evictions, by cause", ("cause",), "l1-full"),
+        _counted("l1_evictions_total", "evictions from L1 by cause", ("cause",), "l1-full"),
         _histogram(
             "l1_evicted_idle_seconds",
-            "idle time of evicted objects",
+            "idle time of objects evicted from L1",
             "l1.evicted_idle_s.counts",
             histogram("l1.evicted_idle_s"),
         ),
         _histogram(
             "l1_wanted_after_eviction_seconds",
-            "time from an eviction to the next request for the object",
+            "time from an eviction from L1 to the next request for the object",
             "l1.wanted_after_eviction_s.counts",
             histogram("l1.wanted_after_eviction_s"),
         ),
@@ -237,19 +244,19 @@ TABLE: dict[str, tuple[Metric, ...]] = {
             derived.capacities,
             ("capacity_bytes",),
         ),
-        _gauge("l1_ghosts", "remembered digests of evicted objects", "l1.ghosts.held"),
-        _gauge("l1_ghosts_bytes", "memory of the remembered digests", "l1.ghosts.bytes"),
-        _counted("retrieves_total", "RETRIEVEs"),
-        _counted("retrieve_misses_total", "RETRIEVEs with a missing object"),
-        _counted("stores_quarantined_total", "stores whose lease expired", row="writer-stopped"),
-        _counted("pins_lapsed_total", "pins whose lease expired", row="reader-slow"),
-        _counted("pins_over_share_total", "leases shortened or refused by pin_share", row="share-pinned"),
+        _gauge("l1_ghosts", "remembered digests of objects evicted from L1", "l1.ghosts.held"),
+        _gauge("l1_ghosts_bytes", "memory of the remembered digests of evicted objects", "l1.ghosts.bytes"),
+        _counted("retrieves_total", "RETRIEVE requests"),
+        _counted("retrieve_misses_total", "RETRIEVE requests with a missing object"),
+        _counted("stores_quarantined_total", "stores whose write lease expired", row="writer-stopped"),
+        _counted("pins_lapsed_total", "pins on L1 objects whose lease expired", row="reader-slow"),
+        _counted("pins_over_share_total", "pin leases shortened or refused by pin_share", row="share-pinned"),
     ),
     "Tiers": (
-        _gauge("tier_up", "tier up, 1 or 0", "l2[].state", derived.tier_up, ("tier",), "tier-down"),
+        _gauge("tier_up", "whether the tier is up, 1 or 0", "l2[].state", derived.tier_up, ("tier",), "tier-down"),
         _gauge(
             "tier_problem",
-            "problems that a tier reports, such as a full disk, value 1",
+            "problem that a tier reports, such as a full disk; the value is 1",
             "l2[].problems",
             derived.tier_problems,
             ("tier", "problem"),
@@ -257,7 +264,7 @@ TABLE: dict[str, tuple[Metric, ...]] = {
         ),
         _gauge(
             "tier_circuit_open",
-            "tier calls stopped in this direction, 1 or 0",
+            "whether the server has stopped calls to the tier in this direction, 1 or 0",
             "l2[].circuits.read, l2[].circuits.write",
             derived.circuits,
             ("tier", "direction"),
@@ -271,10 +278,10 @@ TABLE: dict[str, tuple[Metric, ...]] = {
             ("tier", "op"),
         ),
         _counted("tier_bytes_total", "bytes moved to and from a tier", ("tier", "direction")),
-        _counted("tier_values_total", "tier values, by outcome", ("tier", "what"), "tier-values-unusable"),
+        _counted("tier_values_total", "tier values by outcome", ("tier", "what"), "tier-values-unusable"),
         _counted(
             "tier_calls_failed_total",
-            "tier calls failed or skipped, by cause",
+            "failed and skipped tier calls by cause",
             ("tier", "why"),
             "tier-down",
         ),
@@ -295,7 +302,7 @@ TABLE: dict[str, tuple[Metric, ...]] = {
         _tier_gauge("capacity_bytes", "capacity of a tier, if it reports it", "usage.capacity_bytes"),
         _gauge(
             "tier_node_up",
-            "peer node answers, 1 or 0",
+            "whether the peer node answers, 1 or 0",
             "l2[].details.nodes[].state",
             tier_rows("details.nodes", "node", lambda row: int(row.get("state") == "up")),
             ("tier", "node"),
@@ -331,7 +338,7 @@ TABLE: dict[str, tuple[Metric, ...]] = {
         ),
         _counter(
             "tier_lending_refused_total",
-            "peer requests refused, by cause",
+            "refused requests of peer nodes by cause",
             "l2[].details.lending.refused.busy, l2[].details.lending.refused.full, "
             "l2[].details.lending.refused.strangers",
             tier_counts("details.lending.refused"),
@@ -351,7 +358,7 @@ TABLE: dict[str, tuple[Metric, ...]] = {
     "Devices": (
         _gauge(
             "copier_up",
-            "copier process of a device runs, 1 or 0",
+            "whether the copier process of a device runs, 1 or 0",
             "transports.*.devices[].pid",
             derived.devices("pid"),
             ("transport", "device"),
@@ -383,14 +390,14 @@ TABLE: dict[str, tuple[Metric, ...]] = {
     "Events": (
         _gauge(
             "events_blocks",
-            "blocks announced to routers, by medium",
+            "blocks announced to routers by medium",
             "events.blocks.CPU, events.blocks.STORAGE",
             each({medium: f"events.blocks.{medium}" for medium in ("CPU", "STORAGE")}),
             ("medium",),
         ),
         _counted(
             "events_total",
-            "KV event messages, by kind",
+            "messages of KV events by kind",
             ("what",),
         ),
         _counted(
@@ -400,15 +407,15 @@ TABLE: dict[str, tuple[Metric, ...]] = {
         ),
         _counted(
             "events_withheld_total",
-            "contents withheld from routers, by cause",
+            "objects withheld from routers by cause",
             ("why",),
             "events-mismatched",
         ),
-        _gauge("events_waiting", "records that wait to be announced", "events.waiting"),
+        _gauge("events_waiting", "event records that wait to be announced to routers", "events.waiting"),
         _gauge("events_next_number", "number of the next event batch", "events.next_number"),
         _gauge("events_ledger_bytes", "size of the event ledger", "events.ledger_bytes"),
     ),
-    "Who uses it": (*_use("model"), *_use("tenant")),
+    "Use by model and tenant": (*_use("model"), *_use("tenant")),
 }
 
 METRICS: tuple[Metric, ...] = (*OWN, *(metric for metrics in TABLE.values() for metric in metrics))

@@ -29,7 +29,7 @@ class Observed(NamedTuple):
 
     document: Document | None = None
     raw: bytes = b""
-    error: str = "the server has not been polled yet"
+    error: str = "kvframework observe has not polled the server yet"
     round_trip_s: float | None = None
     at: float = 0.0
     time: float = 0.0
@@ -97,4 +97,4 @@ class Poller:
         try:
             self._heard(observed)
         except Exception:
-            log.exception("a status could not be added to the history; the server may have another release")
+            log.exception("a status could not enter the page's history; the server may be of another release")

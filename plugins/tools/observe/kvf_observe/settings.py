@@ -30,7 +30,7 @@ def _check_traces(config: ObserveConfig, where: str) -> None:
     # A parent that is absent makes `find_spec` of its child an error.
     if not (find_spec("opentelemetry") and find_spec("opentelemetry.exporter") and find_spec(_EXPORTER)):
         raise PluginUnavailable(
-            "`traces` needs OpenTelemetry",
+            "the option `traces` needs OpenTelemetry, which is not installed",
             where=where,
             hint=install_command("otel", distribution="kvframework-observe"),
         )

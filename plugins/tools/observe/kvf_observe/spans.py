@@ -174,7 +174,7 @@ class SpanExport:
         self._exporter.shutdown()  # type: ignore[no-untyped-call]
 
     def _run(self) -> None:
-        log.info("sending spans of sampled requests to %s", self._collector)
+        log.info("spans of sampled requests are sent to the trace collector at %s", self._collector)
         stopping = False
         while not stopping:
             stopping = self._stopping.wait(EVERY_S)
@@ -183,7 +183,7 @@ class SpanExport:
             except KVFrameworkError as error:
                 log.debug("finished requests cannot be read: %s", error)  # the poller says that the server is away
             except Exception:
-                log.exception("making spans failed")
+                log.exception("spans of finished requests could not be made")
         self._source.close()
 
     def _taken(self) -> list[Finished]:
@@ -217,9 +217,9 @@ class SpanExport:
         if works != self._works:
             self._works = works
             if works:
-                log.warning("the collector at %s accepts spans again", self._collector)
+                log.warning("the trace collector at %s accepts spans again", self._collector)
             else:
-                log.warning("the collector at %s does not accept spans: %s", self._collector, why)
+                log.warning("the trace collector at %s does not accept spans: %s", self._collector, why)
 
 
 class _LastLine(logging.Handler):

@@ -46,7 +46,7 @@ def status(
     the serving loop, as those of engines do.
     """
     if check and as_json:
-        raise typer.BadParameter("--check and --json exclude each other", param_hint="--check")
+        raise typer.BadParameter("--check and --json cannot be given together", param_hint="--check")
     quiet_connection()
     with closing(StatusSource(server_endpoint(endpoint, config), timeout)) as source:
         document = source.ask()
@@ -73,20 +73,20 @@ def _lines(document: Status, troubles: dict[str, int], round_trip_s: float | Non
     """Each line and its style."""
     yield from ((line, "") for line in _head(document))
     if round_trip_s is not None:
-        yield f"answers in {round_trip_s * 1e3:.2f} ms", ""
+        yield f"the server answered in {round_trip_s * 1e3:.2f} ms", ""
     yield from ((line, "red") for line in _problems(document))
     for each in document.messaging.refused[:REFUSED_SHOWN]:
         whose = f"{each.client[:64]!r} (process {each.pid}), {each.count} times, last {each.ago_s:.0f} s ago"
-        yield f"refused: {each.what!r} of {whose}: [{each.code}] {each.reason}", "yellow"
+        yield f"refused: the request {each.what!r} of client {whose}: [{each.code}] {each.reason}", "yellow"
     if troubles:
-        yield f"counted: {', '.join(f'{name} {amount}' for name, amount in troubles.items())}", "yellow"
+        yield f"problems counted: {', '.join(f'{name} {amount}' for name, amount in troubles.items())}", "yellow"
     if missing := document.server.missing_kernels:
-        yield f"compiled kernels are missing, so these are slower: {', '.join(missing)}", "yellow"
+        yield f"the install has no compiled kernels for {', '.join(missing)}, which run more slowly", "yellow"
     for tier in document.l2:
         yield _tier(tier), ""
         yield from _other_nodes(tier)
     for device in (each for transport in document.transports.values() for each in transport.devices):
-        copier = "no copier" if device.pid is None else f"copier {device.pid}"
+        copier = "no copier process" if device.pid is None else f"copier process {device.pid}"
         error = f", last error: {device.last_error}" if device.last_error else ""
         counts = f"{counted(device.starts, 'starts')}, {counted(device.instances, 'instances')}"
         yield f"device {device.device}: {copier}, {counts}{error}", ""
@@ -118,7 +118,7 @@ def _head(document: Status) -> Iterator[str]:
         yield f"L1 quarantine {ByteSize(l1.quarantined_bytes)}, held for writers that missed their deadline"
     if (drain := document.drain).done is not None:
         amount = f"{counted(drain.written, 'objects')} written, {drain.left} ({ByteSize(drain.left_bytes)}) left"
-        yield f"drains, and ends within {drain.left_s:.0f} s: {amount}"
+        yield f"the server drains, and ends within {drain.left_s:.0f} s: {amount}"
     if lookups.asked_tokens:
         share = lookups.hit_tokens / lookups.asked_tokens
         yield f"{counted(lookups.lookups, 'lookups')}, hit {share:.0%} of {lookups.asked_tokens} tokens"
@@ -180,7 +180,7 @@ def _other_nodes(tier: Tier) -> Iterator[tuple[str, str]]:
         yield f"{line}; refused: {refused}" if refused else line, ""
     for each in lent.get("strangers") or ():
         fact = f"{each.get('reason')}, {each.get('count')} times, last {each.get('ago_s')} s ago"
-        yield f"refused: {each.get('node')}: {fact}", "yellow"
+        yield f"refused: node {each.get('node')}: {fact}", "yellow"
 
 
 def _instance(each: Instance) -> str:

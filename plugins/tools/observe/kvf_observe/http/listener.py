@@ -81,7 +81,7 @@ class Listener:
             try:
                 connection, _ = await loop.sock_accept(listening)
             except OSError as error:
-                log.warning("cannot accept an HTTP connection: %s", error.strerror or error)
+                log.warning("the HTTP listener cannot accept a connection: %s", error.strerror or error)
                 await asyncio.sleep(PAUSE_S)
                 continue
             if len(self._open) >= MOST_CONNECTIONS:
@@ -112,7 +112,7 @@ class Listener:
             # The frames are in a circle with it, and hold buffers of TLS, 256 KiB, until that is collected.
             error.__traceback__ = None
         except Exception:
-            log.exception("an HTTP connection failed")
+            log.exception("serving an HTTP connection failed")
         finally:
             self._open.pop(connection, None)
             connection.close()
@@ -170,7 +170,7 @@ class Listener:
                 return refusal, answer.most
             wanted = answer.answer
             reply = await self._reply(target, lambda: wanted(body))
-            assert isinstance(reply, Reply), "a body is wanted once"
+            assert isinstance(reply, Reply), "an HTTP handler asked for the request's body again"
             return reply, 0
         finally:
             self._body_bytes -= len(body)
@@ -220,7 +220,7 @@ class Listener:
     def _refusal(self, length: int, more: int, most: int) -> Reply | None:
         """The answer to a body of that length, of which so many bytes are not counted yet; None if it may come."""
         if length > most:
-            return _too_large("the body is too large")
+            return _too_large("the body of the request is too large")
         if self._body_bytes + more > MOST_BODIES:
             return refused(HTTPStatus.SERVICE_UNAVAILABLE, _RETRY_AFTER)
         return None
@@ -231,7 +231,7 @@ class Listener:
             return reply if isinstance(reply, (Reply, WantsBody)) else await reply
         except Exception:
             log.exception("answering the HTTP request %s failed", one_line(target[:200]))
-            return Reply(HTTPStatus.INTERNAL_SERVER_ERROR, PLAIN, b"an error; see the log\n")
+            return Reply(HTTPStatus.INTERNAL_SERVER_ERROR, PLAIN, b"the request failed; see the log\n")
 
     async def _send(
         self,
@@ -328,7 +328,9 @@ async def listen_until_signal(listener: Listener, config: Listening, where: str,
     try:
         host, port = await listener.start(host, port)
     except OSError as error:
-        raise EndpointError(f"cannot listen: {error.strerror or error}", where=where or config.listen) from None
+        raise EndpointError(
+            f"the HTTP listener cannot use the address: {error.strerror or error}", where=where or config.listen
+        ) from None
     shown = f"[{host}]" if ":" in host else host
     log.info("%s: %s://%s:%d/", what, "https" if config.tls_cert else "http", shown, port)
     if not is_loopback(host) and not (config.token_file and config.tls_cert):

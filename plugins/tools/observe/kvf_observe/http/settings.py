@@ -80,7 +80,7 @@ def check_port(config: Listening, where: str) -> None:
         try_bind(host or None, port)
     except OSError as error:
         fact, hint = (
-            f"cannot listen: {error.strerror or error}",
+            f"the HTTP listener cannot use the address: {error.strerror or error}",
             "use an address of this machine and a free port",
         )
         raise EndpointError(fact, where=where or config.listen, hint=hint) from error
@@ -91,7 +91,7 @@ def _check_files(config: Listening, where: str) -> None:
         tls_context(config)
     except (OSError, ssl.SSLError) as error:
         raise ConfigFieldError(
-            f"the certificate and its key cannot be used: {getattr(error, 'strerror', '') or error}",
+            f"the TLS certificate and its key cannot be used: {getattr(error, 'strerror', '') or error}",
             where=where,
             available=f"tls_cert = {config.tls_cert}, tls_key = {config.tls_key}",
             hint="give PEM files of one certificate and its key that this user may read",
@@ -103,7 +103,7 @@ def _check_token(config: Listening, where: str) -> None:
         read_token(config)
     except OSError as error:
         raise ConfigFieldError(
-            f"the token cannot be read: {error.strerror or error}",
+            f"the token file cannot be read: {error.strerror or error}",
             where=f"{where} token_file",
             available=config.token_file,
             hint="write the token on one line into the file, and let this user read the file",

@@ -38,16 +38,16 @@ def top(
     view: Annotated[View, typer.Option(help="The view to show.")] = View.overview,
     interval: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between two updates.")] = 1.0,
     frames: Annotated[int | None, typer.Option(min=1, help="Print this number of pictures as text, and end.")] = None,
-    once: Annotated[bool, typer.Option("--once", help="The same as --frames 1.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one picture as text, and end.")] = False,
     timeout: Annotated[float, typer.Option(min=0.01, max=3600, help="Seconds to wait for an answer.")] = 3.0,
 ) -> None:
-    """Watch a running server: who uses it, what it finds, and how its tiers do, with rates over the last minute.
+    """Show the load, hit rates and tiers of a running server live, with rates over the last minute.
 
     The screen goes on through restarts of the server, until Ctrl-C. Without a terminal one picture is printed; a first
     picture without a known past takes an interval, for its rates.
     """
     if once and frames is not None:
-        raise typer.BadParameter("--once and --frames exclude each other", param_hint="--once")
+        raise typer.BadParameter("--once and --frames cannot be given together", param_hint="--once")
     from kvf_observe.top.screen import has_screen, print_frames, watch
     from kvframework.client import StatusSource, quiet_connection, server_endpoint
 

@@ -81,7 +81,7 @@ def _head(shown: Shown) -> Iterator[Text]:
     if shown.silent_since is not None:
         since = time.strftime("%H:%M:%S", time.localtime(shown.silent_since))
         past = short_duration(max(shown.at - shown.silent_since, 0))
-        yield Text(f"{clock}  no answer since {since}, {past}: {where}", style="bold red")
+        yield Text(f"{clock}  server silent since {since}, {past}: {where}", style="bold red")
         yield Text(one_line(shown.error))
     elif shown.window is not None:
         window = shown.window
@@ -128,7 +128,7 @@ def _found(window: Window) -> Table:
     asked, ever = sum(grown.values()), sum(now.values())
     table = _plain_table()
     table.add_column("", no_wrap=True)
-    for head in (f"last {short_duration(window.seconds)}" if window.seconds else "lately", "ever"):
+    for head in (f"last {short_duration(window.seconds)}" if window.seconds else "last minute", "since start"):
         table.add_column(head, justify="right", no_wrap=True, min_width=11)
 
     def ratio(name: str, *places: str) -> None:

@@ -57,14 +57,14 @@ def _milliseconds(value: float) -> str:
 
 _USE = (
     Column("L1", size),
-    Column("hit", percent),
+    Column("hit rate", percent),
     Column("saved/s", short_count),
     Column("asked/s", short_count),
     Column("lookups/s", short_count),
     Column("stored/s", short_count),
     Column("evicted/s", short_count),
     Column("objects", short_count),
-    Column("hit since start", percent),
+    Column("hit rate, all", percent),
 )
 
 
@@ -146,7 +146,7 @@ TIERS = View(
         *(Column(f"{call} {part}", _milliseconds) for call in ("get", "put") for part in ("p50", "p99")),
         Column("read/s", size),
         Column("written/s", size),
-        Column("hit", percent),
+        Column("hit rate", percent),
         Column("to write", short_count),
         Column("errors/s", short_count),
         Column("used", size),
