@@ -131,7 +131,6 @@ class Redaction:
         self._key_text = functools.cache(self.text)  # the records of a list have the same keys
 
     def text(self, text: str) -> str:
-        """Return the text without them."""
         if text in self._models:
             return self._models[text]
         text = self._secrets.sub(HIDDEN, text)

@@ -104,7 +104,6 @@ class RunningConfig:
         return shown_config(self._given, self._registry)
 
     def secrets(self) -> set[str]:
-        """Return the texts that `shown` hides."""
         return secrets_of_plugins(self._given, self._registry)
 
     def apply(self, config: Config, *, dry_run: bool = False) -> m.ConfigApplied:

@@ -193,7 +193,6 @@ def apply(
 
 
 def _show_changes(applied: m.ConfigApplied, *, dry_run: bool) -> None:
-    """Print a row for each key that differs, and what has come of it."""
     rows = []
     for each in applied.changes:
         another = HIDDEN in each.old and each.old == each.new

@@ -17,7 +17,6 @@ EXIT_UNFORESEEN, EXIT_ERROR, EXIT_INTERRUPTED = 1, 2, 130
 
 
 def main() -> None:
-    """Run the command and exit with its status."""
     _open_standard_streams()
     flags = {"debug": False}
     try:

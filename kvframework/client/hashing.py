@@ -283,7 +283,6 @@ class RequestHashes:
         return added
 
     def _hashed(self, tokens: array.array[int], whole: int, extras: Mapping[int, bytes]) -> bytes:
-        """Return the digests of the first `whole` tokens."""
         done = self._hashed_chunks
         here = range(done, done + whole // self.chunk_tokens)
         folded = {index - done: extra for index, extra in extras.items() if index in here}

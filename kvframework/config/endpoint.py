@@ -48,7 +48,6 @@ def default_directory(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def default_endpoint(environ: Mapping[str, str] = os.environ) -> str:
-    """The endpoint of servers and clients that are configured without one."""
     return f"ipc://{default_directory(environ)}/server.sock"
 
 

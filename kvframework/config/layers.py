@@ -122,7 +122,6 @@ class Layers(NamedTuple):
 
     @property
     def where(self) -> str:
-        """The source of the configuration, for error texts."""
         return f"{self.source} with --set" if self.overrides else self.source
 
     def origin(self, path: KeyPath, table: str) -> str:

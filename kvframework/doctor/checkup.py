@@ -38,8 +38,6 @@ _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 class Checkup(msgspec.Struct, frozen=True):
-    """All findings, in the order of the checks."""
-
     findings: list[Finding]
     ok: int
     warn: int
@@ -63,7 +61,6 @@ def examine(path: Path | None = None, overrides: Iterable[str] = ()) -> Checkup:
 
 
 def _checks(config: Config | None) -> Iterable[tuple[str, Check]]:
-    """Subject and check of each."""
     yield "python", machine.python
     yield "kvframework", machine.installation
     yield "memory", machine.memory

@@ -65,7 +65,6 @@ def common_findings(config: Config, *, serving: bool, deadline_s: float) -> list
 
 
 def table_findings(subject: Subject, *, deadline_s: float) -> Iterator[Finding]:
-    """The findings for one table."""
     use, where = subject.table.use, subject.table.where
     held = subject.kind == "memory" and (subject.kept or subject.replaces is not None)
     request = msgspec.structs.replace(subject, diagnose_s=0.0 if held else deadline_s - _TO_END_S)

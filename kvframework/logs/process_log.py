@@ -65,7 +65,6 @@ class PrintedLines(io.TextIOBase):
         """Does nothing: an incomplete line waits for its end, or for `end_line`."""
 
     def end_line(self) -> None:
-        """Log an incomplete line."""
         with self._lock:
             line, self._begun = self._begun, ""
         self._log(line)
@@ -235,7 +234,6 @@ class QueuedHandler(logging.Handler):
 
     @property
     def waiting(self) -> int:
-        """The lines in the queue."""
         return self._queue.qsize()
 
     @property

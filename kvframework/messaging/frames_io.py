@@ -180,7 +180,6 @@ class SharedDealer:
         return ready
 
     def watch(self, poller: zmq.Poller) -> zmq.Poller:
-        """Register messages and interrupts with a poller."""
         poller.register(self._fd, zmq.POLLIN)
         poller.register(self._interrupt.fd, zmq.POLLIN)
         return poller

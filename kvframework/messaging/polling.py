@@ -112,7 +112,6 @@ class Wakeup:
 
 
 def descriptor_limit() -> int:
-    """Return the current soft limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _NO_LIMIT if soft == resource.RLIM_INFINITY else soft
 

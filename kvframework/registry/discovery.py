@@ -67,12 +67,10 @@ class EntryPointInfo:
 
     @property
     def title(self) -> str:
-        """The entry point's own name."""
         return f"{self.kind}.{self.name}" if self.kind else self.name
 
     @property
     def origin(self) -> str:
-        """The distribution and version, for error texts."""
         return f"{self.distribution} {self.version}".strip()
 
     def __str__(self) -> str:

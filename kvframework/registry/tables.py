@@ -34,7 +34,6 @@ _HINT = "report it to the plugin's author; run `kvframework plugins check` for d
 
 
 def declared_attributes(contract: type[Any]) -> list[str]:
-    """The names of the attributes that a contract requires of its objects."""
     names = dict.fromkeys(name for each in contract.__mro__ for name in inspect.get_annotations(each))
     return [name for name in names if not name.startswith("_")]
 
@@ -172,7 +171,6 @@ def _with_tables(
 
 
 def server_terms(config: Config) -> ServerTerms:
-    """What `[server]` says to plugins."""
     server = config.server
     endpoints = tuple(each for each in (server.endpoint or default_endpoint(), server.tcp) if each)
     return ServerTerms(server.most_chunk, endpoints, server.curve is not None)
@@ -221,7 +219,6 @@ class OptionInfo(msgspec.Struct, frozen=True):
 
 
 def describe_options(options: type[msgspec.Struct]) -> list[OptionInfo]:
-    """The fields of a struct of options or of the configuration, in their order."""
     struct = types.type_info(options)
     assert isinstance(struct, types.StructType)
     return [_describe(field) for field in struct.fields]

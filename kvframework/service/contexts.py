@@ -57,11 +57,9 @@ class RegisteredContext(InstanceContext):
 
     @property
     def rank_groups(self) -> int:
-        """The number of layer groups of one rank."""
         return len(self.layout.groups) // max(len(self.held), 1)
 
     def layout_of(self, rank: int) -> KVLayout:
-        """The layer groups of one of its ranks."""
         if len(self.held) <= 1:
             return self.layout
         first = self.held.index(rank) * self.rank_groups

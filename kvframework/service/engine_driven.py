@@ -49,8 +49,6 @@ class Granted(NamedTuple):
 
 
 class Grants:
-    """The grants that have not ended."""
-
     def __init__(self, contexts: Contexts, storage: StorageManager, requests: RequestLog) -> None:
         self._contexts = contexts
         self._storage = storage

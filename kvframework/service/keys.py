@@ -35,12 +35,10 @@ def hit_chunks(rows: Sequence[Sequence[object]], windows: Sequence[int]) -> int:
 
 
 def needed_chunks(end: int, window: int) -> range:
-    """Return the chunks of one row that a hit of `end` chunks uses."""
     return range(max(end - window, 0) if window else 0, end)
 
 
 def prefix_chunks(row: Sequence[object]) -> int:
-    """Return the number of chunks before the first that is missing."""
     return len(row) if all(row) else list(map(bool, row)).index(False)
 
 
@@ -98,7 +96,6 @@ class KeyGrid:
 
     @property
     def row_groups(self) -> Sequence[GroupDesc]:
-        """The shape and dtype of the objects of each row."""
         return [*self.desc.groups] * len(self.ranks)
 
     @property

@@ -83,7 +83,6 @@ class Listeners:
         self.block_tokens = 1
 
     def add(self, name: str, listener: Listener) -> None:
-        """Add one, before `start`."""
         self._running.append(_Running(name, listener, self.ring.open()))
         self.ring.wants_contents |= listener.wants != "none"
         self.block_tokens = math.lcm(self.block_tokens, listener.block_tokens)

@@ -115,7 +115,6 @@ class LookupWaits:
         return [(number, self._waits[number]) for number in sorted(changed.union(self._times.due(now)))]
 
     def end(self, number: int) -> None:
-        """Remove a wait that was answered."""
         wait = self._waits.pop(number)
         self._times.discard(number)
         of_ticket = self._of_ticket[wait.ticket]

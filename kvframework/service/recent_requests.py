@@ -155,14 +155,12 @@ class Recording:
             return self._last
 
     def decided(self, number: int, hit_tokens: int) -> None:
-        """The hit of a LOOKUP that was kept is known."""
         with self._lock:
             entry = self._ring.get(number)
             if entry is not None:
                 self._ring[number] = msgspec.structs.replace(entry, hit_tokens=hit_tokens)
 
     def configure(self, *, most_bytes: int) -> None:
-        """Change the size of the ring, from the next LOOKUP on."""
         self._most_bytes = most_bytes
 
     def expire(self) -> None:

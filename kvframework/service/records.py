@@ -351,7 +351,6 @@ class Transfers:
         return "some objects are not in L1" if missing else "this client already pins its full share of L1"
 
     def keep(self, plan: Plan) -> None:
-        """Keep a transfer that goes on under a lease of its client until `end_lease`."""
         if plan.transfer is not None:
             if len(self._under_way) >= MAX_KEYS:
                 plan.transfer.key = None

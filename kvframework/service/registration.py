@@ -84,8 +84,6 @@ class AttachedTransport:
 
 @dataclass(eq=False)
 class Registrations:
-    """Fills the contexts registry."""
-
     contexts: Contexts
     records: NamespaceRecords
     transports: Mapping[str, AttachedTransport]
@@ -298,7 +296,6 @@ R = TypeVar("R", bound=Message)
 
 
 def _answer_after(done: Future[None] | None, answer: R) -> R | Future[Message]:
-    """Return `answer` once `done` is resolved, or the error with which it fails."""
     if done is None:
         return answer
     reply: Promise[Message] = Promise(lambda: None)

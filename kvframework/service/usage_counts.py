@@ -60,7 +60,6 @@ class HotPrefixes:
         row[2] += hit_tokens
 
     def status(self) -> list[dict[str, object]]:
-        """Return the largest, `SHOWN` at most."""
         # `list` in one step: another thread may add a prefix meanwhile.
         largest = heapq.nlargest(SHOWN, list(self.rows.items()), key=itemgetter(1))
         return [
@@ -84,7 +83,6 @@ class LastHour:
         self._next_at = -math.inf
 
     def lookup(self, now: float, totals: Callable[[], dict[str, float]]) -> None:
-        """Take note of a lookup before it is counted."""
         if now >= self._next_at:
             self._next_at = now + MINUTE_S
             self._before.append((now, totals()))
@@ -238,7 +236,6 @@ class ClientLosses:
         self._heard.pop(session_id, None)
 
     def status(self) -> dict[str, Any]:
-        """Return the losses for the status document, the latest client first."""
         with self._lock:
             self._forget()
             now = self._clock()

@@ -95,7 +95,6 @@ class StorageManager:
 
     @property
     def at_rest(self) -> bool:
-        """Whether no write to L2 waits, no load is under way, and L1 is below its watermark."""
         return not self.table.is_full and self.tiers.at_rest
 
     def status(self) -> dict[str, object]:

@@ -51,7 +51,6 @@ def layout_fingerprint(desc: MemoryLayoutDesc) -> bytes:
 
 
 def checksum_in(header: bytes) -> int:
-    """Return the checksum that a header of `seal` holds."""
     return int(_CHECKSUM.unpack_from(header, _FIELDS.size)[0])
 
 
@@ -68,7 +67,6 @@ def seal(
     codec: str = NO_CODEC,
     layout: bytes = UNKNOWN_LAYOUT,
 ) -> bytes:
-    """Return the header to store before `packed`."""
     size = sum([memoryview(part).nbytes for part in packed])
     name = codec.encode("ascii").ljust(MAX_CODEC_NAME, b"\0")
     fields = _FIELDS.pack(_MAGIC, FORMAT_VERSION, 0, key[:16], layout, name, object_bytes, size)
@@ -235,7 +233,6 @@ class NamespaceRecords:
                 self._keep(namespace)
 
     def models(self) -> dict[str, set[bytes]]:
-        """Return the known namespaces of each model."""
         found: dict[str, set[bytes]] = {}
         with self._lock:
             for namespace, record in self._records.items():

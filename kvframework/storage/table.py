@@ -111,7 +111,6 @@ class Table(ObjectTable):
 
     @property
     def is_recoverable(self) -> bool:
-        """Whether a next server finds what L1 holds."""
         return self._journal is not None
 
     @property
@@ -134,7 +133,6 @@ class Table(ObjectTable):
 
     @locked
     def count(self, **amounts: int) -> None:
-        """Add to the counters that `status` shows."""
         self.counters.update(amounts)
 
     @locked
@@ -143,17 +141,14 @@ class Table(ObjectTable):
         self.shares.configure(pin_share * self.capacity)
 
     def over_share(self, session: int) -> bool:
-        """Whether a session holds more than its share of L1."""
         return self.shares.payer(session) in self.shares.over
 
     @locked
     def pinned_bytes(self) -> dict[int, Pinned]:
-        """Return what each session keeps from eviction."""
         return self.shares.by_session()
 
     @locked
     def configure(self, keys: L1Keys) -> None:
-        """Change the watermarks."""
         self._high, self._low = keys.high_watermark, keys.low_watermark
 
     def absent(self, key: PackedKey, most: int) -> tuple[Ghost | None, list[bytes]]:
@@ -334,7 +329,6 @@ class Table(ObjectTable):
 
     @locked
     def damaged(self, key: PackedKey) -> None:
-        """Record that the object's value in a tier is of no use."""
         self._statistics.lost([key], Cause.DAMAGED)
 
     # inside

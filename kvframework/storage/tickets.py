@@ -246,7 +246,6 @@ class LookupTickets:
         self._loading[ticket.owner] += 1
 
     def _load_ended(self, ticket: Ticket) -> None:
-        """Record the end of a load, successful or not."""
         ticket.pending, ticket.decided, ticket.cancel_load = False, True, None
         ticket.deadline = self._clock() + self.ticket_s
         self._loading[ticket.owner] -= 1

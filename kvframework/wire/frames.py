@@ -98,7 +98,6 @@ def error_payload(error: BaseException) -> ErrorPayload:
 
 
 def error_from(payload: ErrorPayload) -> KVFrameworkError:
-    """The inverse of `error_payload`, on the client's side."""
     texts = _shortened(payload.code, payload.fact, payload.where, payload.available, payload.hint)
     code, fact, where, available, hint = texts
     return KVFrameworkError.from_code(code, fact, where=where, available=available, hint=hint)

@@ -73,7 +73,6 @@ SALTED_TOKEN_IDS = "token_ids.salted"  # noqa: S105
 
 
 def offer(client: str, pid: int) -> Hello:
-    """HELLO of a client of this release."""
     return Hello(
         client=client,
         pid=pid,

@@ -134,7 +134,6 @@ class Connection:
 
     @property
     def boot_id(self) -> bytes | None:
-        """That of the connected server."""
         link = self._link
         return link.boot_id if link is not None and link.alive else None
 

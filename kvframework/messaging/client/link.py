@@ -82,7 +82,6 @@ class Request(Promise[Answer]):
             self.cancelled()
 
     def cancelled(self) -> Future[Answer]:
-        """See `Connection.cancel`."""
         return self._link.begin(_CANCEL, Cancel(self.request_id), timeout=_CANCEL.deadline_s + _AFTER_THE_SERVER_S)
 
     def answer(self, envelope: Envelope) -> Answer:
@@ -232,7 +231,6 @@ class Link:
         return threading.current_thread() is self._thread or threading.get_ident() in self._within
 
     def ask(self, spec: RequestSpec, payload: Message, *, timeout: float, on_late: OnLate | None = None) -> Message:
-        """See `Connection.ask`."""
         item = self._request(spec, payload, (), timeout, on_late)
         self._wait_here(item, item.deadline)
         try:
@@ -272,7 +270,6 @@ class Link:
         return item
 
     def post(self, spec: RequestSpec, payload: Message) -> bool:
-        """See `Connection.post`."""
         frames = join(NO_ANSWER, spec.name, payload)
         entered = self._enter()
         try:

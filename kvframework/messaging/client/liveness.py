@@ -67,12 +67,10 @@ class Watch:
             self.changed()
 
     def ask_now(self) -> None:
-        """Make a PING due now, unless one is outstanding."""
         if self._pinged_at is None:
             self.next_at = 0.0
 
     def pinged(self, now: float) -> None:
-        """Record that a PING was sent, or could not be sent."""
         if self._pinged_at is None:
             self._pinged_at = now
         self.next_at = now + self._repeat.delay(now)

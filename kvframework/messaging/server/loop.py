@@ -113,7 +113,6 @@ class MessageServer:
 
     @property
     def sessions(self) -> list[ClientSession]:
-        """A snapshot."""
         return self._table.sessions()
 
     def configure(self, *, session_timeout_s: float) -> None:

@@ -298,7 +298,6 @@ class LivenessServer:
         self._listening = True
 
     def _accept(self) -> bool:
-        """Accept a connection; False if there is none."""
         try:
             sock, _ = self._listener.accept()
         except OSError as error:
@@ -397,7 +396,6 @@ class Refusals:
         self._logged, self._logged_any = LogLimit(1, TELL_AGAIN_S, clock), LogLimit(1, TELL_NEXT_S, clock)
 
     def hello(self, envelope: Envelope, error: KVFrameworkError) -> None:
-        """Record a refused HELLO, readable or not."""
         try:
             who = decode(envelope.payload, Introduction, where="HELLO")
         except ProtocolError:

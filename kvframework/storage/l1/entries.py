@@ -147,7 +147,6 @@ class ObjectRows:
         return (stored for stored in self.each(keys) if stored is not None and not stored.pins)
 
     def at(self, offset: int) -> StoredObject | None:
-        """Return the object that begins at this byte of the arena."""
         return self._at.get(offset)
 
     def row(self, prefix: bytes, digests: Sequence[bytes]) -> list[StoredObject | None]:

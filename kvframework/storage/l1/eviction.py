@@ -257,13 +257,11 @@ class Victims:
             yield stored
 
     def stay(self) -> None:
-        """Put back those that were looked at and have not left."""
         for tenant, looked in self._looked.items():
             self._again[tenant] += reversed(looked)
         self._looked.clear()
 
     def end(self) -> None:
-        """End the walks of a STORE."""
         self._walks.clear()
         self._again.clear()
         self._looked.clear()
@@ -319,8 +317,6 @@ def choose_window(
 
 
 class _Search:
-    """The state of one choice."""
-
     def __init__(
         self, length: int, objects: ObjectRows, allocator: RangeAllocator, spare: Sequence[int] | None
     ) -> None:
@@ -464,7 +460,6 @@ class Places:
         return offset
 
     def _end_store(self) -> None:
-        """End the placing of one STORE."""
         self._victims.end()
         self._full = math.inf
         self.tenants.report_removals()

@@ -76,7 +76,6 @@ class CapacityCurve:
         self.asked = self.hits = 0
 
     def evicted(self, nbytes: int) -> int:
-        """Add an object that leaves; return its segment."""
         segment = 1 + self.left // self._segment
         if segment > self._last:
             self._live.extend([0] * min(segment - self._last, _MOST_SEGMENTS))
@@ -87,7 +86,6 @@ class CapacityCurve:
         return segment
 
     def back(self, segment: int, nbytes: int) -> None:
-        """Remove an object that is in L1 again."""
         if self._last - segment < len(self._live):
             self._live[segment - self._last - 1] -= nbytes
 
@@ -151,7 +149,6 @@ class EvictionStatistics:
             self._add(key, Ghost(cause, now))
 
     def back(self, keys: Sequence[PackedKey]) -> None:
-        """Record objects that are in L1 again."""
         for key in keys if self._newer or self._older else ():
             code = hash(key)
             ghost = self._newer.pop(code, None) or self._older.pop(code, None)

@@ -181,7 +181,6 @@ class LeaseBook:
         return _own(self.pins, lease_id, owner)
 
     def of(self, owner: int, request_id: str | None = None) -> list[Lease]:
-        """Return an owner's leases, or those of one request."""
         leases = self._of.get(owner, {}).values()
         return [lease for lease in leases if request_id is None or lease.request_id == request_id]
 
@@ -260,13 +259,11 @@ class PinShares:
                 self._needs[payer] = max(self._needs.pop(session), self._needs.get(payer, -math.inf))
 
     def end_session(self, session: int) -> None:
-        """Forget a session, whose leases have ended."""
         self._needs.pop(session, None)
         self.cuts.pop(session, None)
         self._for = {who: payer for who, payer in self._for.items() if session not in (who, payer)}
 
     def pin(self, objects: Sequence[StoredObject], payer: int) -> None:
-        """Pin each object once more."""
         if not payer:
             for stored in objects:
                 stored.pins += 1
@@ -326,12 +323,10 @@ class PinShares:
         return max(self.most - self.held.get(payer, 0), 0)
 
     def cut(self, payer: int) -> None:
-        """Count a lease that ended early or was refused."""
         self.cuts[payer] += 1
         self.all_cuts += 1
 
     def need(self, payer: int, now: float) -> None:
-        """Record that a session found L1 full."""
         self._needs = {who: since for who, since in self._needs.items() if now < since + NEEDED_S}
         self._needs[payer] = now
 

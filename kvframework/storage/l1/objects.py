@@ -274,7 +274,6 @@ class ObjectTable(Places):
 
     @locked
     def any_writing(self, keys: Iterable[PackedKey]) -> bool:
-        """Whether one of `keys` is reserved and not published."""
         return any(key in self._writing for key in keys)
 
     # reading
@@ -286,7 +285,6 @@ class ObjectTable(Places):
 
     @locked
     def which_present(self, keys: Sequence[PackedKey]) -> list[bool]:
-        """Return which of `keys` are readable."""
         return [stored is not None for stored in self._objects.find(keys)]
 
     @locked
@@ -400,7 +398,6 @@ class ObjectTable(Places):
         return here
 
     def let_go(self, objects: Sequence[StoredObject]) -> None:
-        """End the pins of `hold`."""
         self._unpin(objects, INTERNAL_OWNER)
 
     # shares of sessions
@@ -711,12 +708,10 @@ class ObjectTable(Places):
             self.quarantined_bytes += lease.nbytes
 
     def _lapse(self, lease: PinLease) -> None:
-        """End a pin lease before its owner does."""
         self._drop_pin_lease(lease)
         lease.objects, lease.held = [], False
 
     def _release_present(self, lease: WriteLease) -> list[StoredObject]:
-        """Unpin the objects that were present before a lease; return them."""
         present, lease.present = lease.present, []
         self._unpin(present, lease.payer)
         return present

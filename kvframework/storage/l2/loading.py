@@ -85,7 +85,6 @@ class LoadTask(PrefetchTask):
     _callbacks: list[Callable[[], object]] | None = field(default_factory=list, init=False)
 
     def add_done_callback(self, call: Callable[[], object]) -> None:
-        """See `PrefetchTask`."""
         with self._lock:
             if self._callbacks is not None:
                 self._callbacks.append(call)
@@ -93,7 +92,6 @@ class LoadTask(PrefetchTask):
         _call(call)
 
     def arrived(self, objects: int) -> None:
-        """Count objects that are in L1 now."""
         with self._lock:
             self.loaded += objects
         if objects:
@@ -275,7 +273,6 @@ class Loader:
     def _noted(
         self, task: LoadTask, store: L2Store, operation: str, values: int, call: Callable[[], list[bool]]
     ) -> list[bool]:
-        """Make a call to a tier, and add it to the task."""
         began, answers = self.clock(), None
         try:
             answers = call()
@@ -286,7 +283,6 @@ class Loader:
                 task.calls.append(TierCall(store.name, operation, began, seconds, values, sum(answers or ()), ok))
 
     def _get(self, task: LoadTask, store: L2Store, places: Sequence[tuple[int, str, memoryview]]) -> list[bool]:
-        """Load, and learn the tier's speed from it."""
         with store.pricing:
             began = store.speed.begin(self.clock())
         good: list[bool] = []

@@ -291,7 +291,6 @@ class L2Store(TierCalls):
         self.call("touch", lambda at: self._tier.touch(keys, deadline=at))
 
     def answers(self) -> bool:
-        """Whether the tier answers at all, now."""
         try:
             self.call("ping", lambda at: self._tier.ping(deadline=at))
         except TierError:

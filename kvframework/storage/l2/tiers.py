@@ -149,12 +149,10 @@ class Tiers:
         return task if self._prefetcher.submit(task, on_done) else None
 
     def submit_record_task(self, namespace: bytes, on_done: Callable[[], None]) -> bool:
-        """See `Prefetcher.submit_record`."""
         return self._prefetcher.submit_record(namespace, on_done)
 
     @property
     def at_rest(self) -> bool:
-        """Whether no write waits, and no load is under way."""
         return not (self._prefetcher.in_flight or any(writer.pending for writer in self.writers))
 
     @property
@@ -221,7 +219,6 @@ class Tiers:
         }
 
     def drain(self, timeout_s: float) -> None:
-        """Wait for pending writes, up to `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         for writer in self.writers:
             if not writer.drain(max(deadline - time.monotonic(), 0.0)):

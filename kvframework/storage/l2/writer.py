@@ -370,7 +370,6 @@ class TierWriter:
             return self._queue.leaving(keys)
 
     def removed(self, key: PackedKey) -> None:
-        """An object has left L1."""
         with self.changed:
             self._queue.removed(key)
 
