@@ -33,8 +33,6 @@ class PlaneKernel(Protocol):
 
 
 class NativeKernel:
-    """A `PlaneKernel` in C."""
-
     def __init__(self, library: ctypes.CDLL) -> None:
         self._split = library.kvf_planes_split
         self._merge = library.kvf_planes_merge

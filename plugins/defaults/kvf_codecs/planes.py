@@ -247,7 +247,6 @@ class PlanesCodec(Codec):
         return packed[: at + rest.nbytes].toreadonly()
 
     def _held(self, plane: memoryview, shrink: bool) -> Buffer:
-        """Return the shorter of a plane and its frame."""
         if shrink:
             frame = self._contexts.compressor.compress(plane)
             if len(frame) < plane.nbytes:

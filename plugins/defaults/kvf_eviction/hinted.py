@@ -59,7 +59,6 @@ class Hinted:
         return len(self.done) + len(self.kept)
 
     def has_any(self, keys: Iterable[PackedKey]) -> bool:
-        """Whether one of `keys` is here."""
         done, kept = self.done, self.kept
         return bool(done or kept) and not (done.keys().isdisjoint(keys) and kept.keys().isdisjoint(keys))
 

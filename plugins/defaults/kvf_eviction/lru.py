@@ -70,7 +70,6 @@ class Lru(EvictionPolicy):
             order.move_to_end(key)
 
     def _heed(self, keys: Sequence[PackedKey], facts: RequestFacts) -> None:
-        """Do as the request says, and give back what was kept for long enough."""
         hinted, order = self._hinted, self._order
         for key, _ in hinted.due(facts):
             order[key] = None

@@ -170,7 +170,6 @@ _LEFT = 0.01
 
 
 def age_bin(age: int) -> int:
-    """Return the bin of an age."""
     bits = age.bit_length()
     return age if bits < 2 else min(2 * bits - 2 + (age >> (bits - 2) & 1), BINS - 1)
 
@@ -357,7 +356,6 @@ class TwoQueues(EvictionPolicy):
                 yield from (key for key, _ in walk)
 
     def _heed(self, keys: Sequence[PackedKey], facts: RequestFacts) -> None:
-        """Do as the request says, and give back what was kept for long enough, as young as what comes now."""
         hinted, (once, again) = self._hinted, self._queues
         for key, mark in hinted.due(facts):
             self._lru.moved(mark >> _TIME)

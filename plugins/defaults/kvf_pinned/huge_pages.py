@@ -146,5 +146,4 @@ def _limits(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
 
 
 def _chosen(file: Path) -> str:
-    """The word in brackets."""
     return text_in(file).partition("[")[2].partition("]")[0]

@@ -62,7 +62,6 @@ def place(segment: mmap.mmap | memoryview, nodes: Sequence[int]) -> None:
 
 
 def hint(error: OSError) -> str:
-    """The remedy for an error of `place`."""
     return _HINTS.get(error.errno or 0, _OFF)
 
 
@@ -111,7 +110,6 @@ def choose(numa: Numa, sysfs: Path = Path("/sys")) -> Choice:
 
 
 def memory_nodes(sysfs: Path = Path("/sys")) -> list[int]:
-    """The nodes that have memory, in order."""
     nodes: list[int] = []
     for part in text_in(sysfs / "devices/system/node/has_memory").split(","):
         first, _, last = part.partition("-")

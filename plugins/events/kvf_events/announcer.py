@@ -51,7 +51,6 @@ class Announcer:
         self._pause = pause
 
     def turn(self, batch: Batch) -> list[News]:
-        """Return what routers must hear after a batch of records."""
         registered = []
         for number, record in enumerate(batch.records, 1):
             if not number % _RECORDS_AT_ONCE:

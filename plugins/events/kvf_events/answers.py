@@ -97,7 +97,6 @@ class Answers:
         return max(pause, lasts) if self._open or self._waiting else math.inf
 
     def _begin(self, now: float) -> None:
-        """Begin one answer: the messages of some take long to find."""
         for client in self._waiting:
             if client in self._open or len(self._open) < MOST_ANSWERS:
                 self._open[client] = _Answer(iter(self._messages(self._waiting.pop(client))), now)

@@ -151,7 +151,6 @@ class BlockIndex:
             self._lack(line, held, L1, 0)
 
     def forget_tiers(self) -> None:
-        """Forget what tiers hold: it is learnt again by use."""
         self._unnamed.clear()
         for line in list(self.lines.values()):
             for held in list(line.held.values()):
@@ -165,7 +164,6 @@ class BlockIndex:
             self._drop(line)
 
     def take(self) -> list[News]:
-        """Return what changed since the last call, in order."""
         news, self._news = self._news, []
         return news
 
@@ -239,7 +237,6 @@ class BlockIndex:
             self._set_aside(line, held)
 
     def _remove(self, line: Line, held: _Held) -> None:
-        """Forget a chunk of which nothing is left."""
         self._aside.pop(held, None)
         del line.held[held.chunk.digest]
         siblings = line.children[held.chunk.parent]

@@ -162,7 +162,6 @@ class History:
                 self.gone(each, self.next - 1)
 
     def gone(self, removed: Removed, number: int) -> None:
-        """Remember what was removed with that number or before."""
         self._gone.extend((number, part) for part in _split(removed))
         self._gone_hashes += len(removed.hashes)
         while self._gone_hashes > MOST_GONE:

@@ -211,7 +211,6 @@ class Ledger:
 
 
 def _records(data: bytes) -> Iterator[_Record]:
-    """Yield the records up to the first that is not whole."""
     at = len(_MAGIC) if data.startswith(_MAGIC) else len(data)
     while at + _HEAD.size <= len(data):
         length, checksum = _HEAD.unpack_from(data, at)

@@ -120,7 +120,6 @@ class Publisher:
             self._ledger.close()
 
     def _begin(self, records: Records) -> None:
-        """Tell what has changed since the server before."""
         found, self._found = self._found, None
         assert found is not None
         for number, removed in found.gone:
@@ -205,7 +204,6 @@ def pause() -> None:
 
 
 def _in_turns(messages: Iterable[Numbered]) -> Iterator[Numbered]:
-    """Yield messages, with pauses."""
     nbytes = 0
     for message in messages:
         nbytes += MESSAGE_BYTES + len(message.payload)

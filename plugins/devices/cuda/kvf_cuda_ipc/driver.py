@@ -107,7 +107,6 @@ class Driver:
         return int(_call(cu.cuDriverGetVersion))
 
     def has_context(self, ordinal: int) -> bool:
-        """Return whether this process uses the device already."""
         _flags, active = _call(cu.cuDevicePrimaryCtxGetState, self._device(ordinal))
         return bool(active)
 

@@ -128,7 +128,6 @@ class GatherKernel:
 
 
 def source() -> str:
-    """Return the kernel's source for NVRTC."""
     return resources.files("kvf_cuda_ipc").joinpath("gather.cu").read_text()
 
 

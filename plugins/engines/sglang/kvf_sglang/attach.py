@@ -81,7 +81,6 @@ class Attachments:
                 pool.close()
 
     def _name(self, stop: threading.Event) -> None:
-        """Name the model, once for all pools."""
         with self._naming:
             if self._named is None and not stop.is_set():
                 self._named = self._identity()

@@ -211,7 +211,6 @@ class PageCache:
         return self._moved(name, keys, indices, storing=False)
 
     def store(self, name: str, keys: Sequence[str], indices: Sequence[int]) -> list[bool]:
-        """Store pages; all are true, or none."""
         return self._moved(name, keys, indices, storing=True)
 
     def close(self) -> None:
@@ -253,7 +252,6 @@ class PageCache:
 
 
 def name_of(transfer: Any) -> str:
-    """The name of a transfer's pool, as text."""
     return str(getattr(transfer.name, "value", transfer.name))
 
 

@@ -161,5 +161,4 @@ SGLANG = EngineKind(
 
 
 def identify(facts: ModelFacts, *, model: str = "", weights: str = "") -> KvIdentity:
-    """See `model_identity`."""
     return model_identity(SGLANG, facts, model=model, weights=weights)

@@ -68,7 +68,6 @@ class RecentLookups:
         self._known: dict[str, tuple[float, tuple[str, str, int], list[int]]] = {}
 
     def get(self, request: str, keys: Sequence[str], ask: Callable[[], list[int]]) -> list[int]:
-        """The answer for these keys: a recent one, or that of `ask`."""
         now, asked = self._clock(), (keys[0], keys[-1], len(keys))
         until, known, answer = self._known.get(request, (now, None, []))
         if known != asked or until <= now:

@@ -143,7 +143,6 @@ def _kv_heads(config: Any) -> int:
 
 
 def empty_cache(config: Any, *, plain: bool) -> RestoredCache:
-    """Return a new cache for a model's prompt."""
     if plain:
         return RestoredCache()
     cache = RestoredCache(config=config)
@@ -199,7 +198,6 @@ def _whole(layer: Any) -> Any:
 
 
 def _places(cache: Any) -> list[StatePlace]:
-    """The states that a forward pass has filled."""
     return [
         StatePlace(index, kind, number, tuple(state.shape), state.dtype, state.device)
         for index, layer in enumerate(cache.layers)

@@ -129,6 +129,5 @@ def prompt_tokens(tokenizer: Any, text: str, question: str, *, cut_to: int = 0) 
 
 
 def end_tokens(model: Any) -> frozenset[int]:
-    """Return the tokens that end an answer of the model."""
     ends = model.generation_config.eos_token_id
     return frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])

@@ -110,7 +110,6 @@ class ForwardGuard:
         return ForwardGuard, ()
 
     def close(self) -> None:
-        """Idempotent."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

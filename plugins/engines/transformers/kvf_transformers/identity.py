@@ -99,7 +99,6 @@ class ModelIdentity:
         self._named_state = None
 
     def _as_named(self, model: Section) -> bool:
-        """Return whether the user's names still stand for the model, which has not changed since."""
         if self._named_state is None:
             return False
         facts, stamps = self._named_state

@@ -247,7 +247,6 @@ class TransformersKV(ServedModel):
         return logits, restored.cache, restored
 
     def _still(self, cache: Any) -> bool:
-        """Return whether the model is the same as when the cache was begun."""
         try:
             now = self._model.now()
         except Exception as error:  # noqa: BLE001 - then it is not known to be

@@ -366,7 +366,6 @@ def _method(config: Any) -> str:
 
 
 def _adapters_of(module: Any) -> set[str]:
-    """Return every adapter that has a part in the layer."""
     names: set[str] = set()
     for attribute in (*module.adapter_layer_names, *module.other_param_names):
         keys = getattr(getattr(module, attribute, None), "keys", None)

@@ -65,7 +65,6 @@ class NamedModel:
         return self._identity.tuners
 
     def signs(self) -> object:
-        """See `ModelIdentity.signs`."""
         return self._identity.signs()
 
     def now(self) -> ModelNow:

@@ -38,7 +38,6 @@ class OptimizerSteps:
 
     @property
     def begun(self) -> bool:
-        """Whether there was any step."""
         return bool(self._steps or self._elsewhere)
 
     def of(self, tensor: torch.Tensor) -> tuple[int, int]:

@@ -52,8 +52,6 @@ class _Known(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Weights that are read together."""
-
     path: str
     place: Place
     stamp: Stamp
@@ -75,7 +73,6 @@ class WeightDigests:
         self._known: dict[Place, _Known] = {}
 
     def forget(self) -> None:
-        """Have everything read again at the next call."""
         self._known.clear()
 
     def of(self, section: Section, *, always: bool = False) -> list[str]:

@@ -54,7 +54,6 @@ class AdapterFacts:
 
 
 def adapter_of(request: Any, settings: Sequence[str] = ()) -> AdapterFacts:
-    """The facts in vLLM's `LoRARequest`."""
     # Layouts of the same file, by the request's own word.
     own = (*settings, str(bool(getattr(request, "is_3d_lora_weight", False))))
     is_local = not getattr(request, "tensorizer_config_dict", None)
@@ -85,7 +84,6 @@ class AdapterReader:
         return hashlib.blake2b(text.encode(), digest_size=32, person=b"kvf-vllm-lora").hexdigest()
 
     def _digest(self, path: Path) -> tuple[int, str]:
-        """The size and the digest of a file."""
         started, before = time.time(), FileState.of(path)
         digest = self._digests.get(before)
         if digest is None:
@@ -119,7 +117,6 @@ def _files(adapter: AdapterFacts) -> Mapping[str, Path]:
 
 
 def _scaling(adapter: AdapterFacts, path: Path) -> tuple[float, int]:
-    """How much the adapter counts, and its rank."""
     with path.open("rb") as file:
         text = file.read(_MAX_CONFIG_BYTES + 1)
     try:
@@ -151,7 +148,6 @@ class AdapterNames:
         self._contents: dict[tuple[str, str], set[str]] = {}
 
     def heard(self, worker: int, news: Mapping[int, AdapterNews | None]) -> None:
-        """Apply the news of one worker."""
         for number, each in news.items():
             held = self._held.setdefault(number, {})
             if each is None:

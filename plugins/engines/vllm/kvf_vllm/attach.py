@@ -76,7 +76,6 @@ class AttachedInstance:
         self._adapter.close()
 
     def attach_again(self) -> None:
-        """Register the same tensors after `detach`, as `attach` does. Idempotent."""
         if self._attachment.stopped:
             self._attachment.begin(self._timeout_s)
 

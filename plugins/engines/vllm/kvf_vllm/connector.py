@@ -263,7 +263,6 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     @harmless()
     def _weights_changed(self, began: float | None) -> None:
-        """See `WeightUpdates`."""
         # Other connectors may go on loading what the old weights have computed: then this engine shares no more.
         if self._worker is None or self._instance is None or self._named is None or self._is_beside_others:
             return

@@ -50,13 +50,11 @@ class EngineNames:
 
     @property
     def why_none(self) -> str:
-        """The reason for which no name holds."""
         if not self.weights.are_alone:
             return "weights_changed"
         return "workers_differ" if self._differ else "no_server"
 
     def hide(self) -> None:
-        """Hide all KV so far from this engine."""
         self.generation = secrets.token_hex(8)
 
     def heard(self, report: WorkerNews) -> bool:

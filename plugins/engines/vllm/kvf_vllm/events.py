@@ -97,7 +97,6 @@ class Announcements:
             self._announced.clear()
 
     def take(self) -> list[BlocksStored | BlocksRemoved]:
-        """The events since the last call."""
         events, self._events = self._events, []
         return events
 

@@ -32,7 +32,6 @@ VLLM = EngineKind(
 
 
 def identify(facts: ModelFacts, *, model: str = "", weights: str = "") -> KvIdentity:
-    """See `model_identity`."""
     return model_identity(VLLM, facts, model=model, weights=weights)
 
 

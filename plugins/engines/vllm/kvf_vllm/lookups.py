@@ -24,7 +24,6 @@ class StagedResult(LookupResult):
     speed: EngineSpeed | None = None
 
     def take_grants(self) -> tuple[LoadGrant, ...]:
-        """Those of all stages."""
         return tuple(each for part in self.parts for each in part.take_grants())
 
 

@@ -30,7 +30,6 @@ class LoadPace:
 
     @property
     def has_planned(self) -> bool:
-        """Whether a load will be within the next step."""
         return bool(self._planned_s)
 
     def begin_step(self, *, computes: bool) -> None:
@@ -47,7 +46,6 @@ class LoadPace:
         self._ended = now
 
     def copied(self, size: float, seconds: float) -> None:
-        """Loads of so much have taken so long to copy."""
         self._copied.append((size, seconds))
 
     def is_short(self, size: float, *, idle: bool) -> bool:
@@ -60,7 +58,6 @@ class LoadPace:
         return self._planned_s + took_s <= (IDLE_S if idle else SHARE * min(self._steps))
 
     def plan(self, size: float) -> None:
-        """A load will be within the next step."""
         self._planned_s += self._took_s(size) or IDLE_S
 
     def _took_s(self, size: float) -> float | None:
@@ -83,7 +80,6 @@ class PiecePace:
         self._begun = 0.0
 
     def begin(self) -> None:
-        """A step's loads begin."""
         self._begun = self._clock()
 
     def room(self, *, computes: bool) -> int | None:
@@ -101,9 +97,7 @@ class PiecePace:
         return int(max(left_s, 0.0) * nbytes / max(seconds, 1e-9))
 
     def copied(self, nbytes: int, seconds: float) -> None:
-        """A piece was copied."""
         self._pieces.append((nbytes, seconds))
 
     def end(self, *, computes: bool) -> None:
-        """A step's loads have had their time."""
         self._since = self._clock() if computes else None

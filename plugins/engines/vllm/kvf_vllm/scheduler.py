@@ -260,7 +260,6 @@ class SchedulerSide:
         return StepPlan(loads, stores, fence, bool(scheduled), self._names.step, self._names.weights.updates)
 
     def step_ended(self) -> None:
-        """vLLM has taken in what the first step under way has computed."""
         self._prefill.end_step()
         self._pace.end_step()
 
@@ -276,7 +275,6 @@ class SchedulerSide:
         return StepPlan(loads, [], list(self._unfinished), step=self._names.step, updates=self._names.weights.updates)
 
     def heard(self, report: StepReport) -> None:
-        """Apply the report of the workers after a step."""
         if self._names.heard(report):
             self._leave_all_out("weights_changed")
         for worker, news in report.adapters.items():
@@ -330,7 +328,6 @@ class SchedulerSide:
             self._leave_all_out("weights_changed")
 
     def close(self) -> None:
-        """Release all tickets."""
         for tracked in self._tracked.values():
             tracked.search.release()
         self._tracked.clear()

@@ -29,7 +29,6 @@ class Waiting:
         self._squares += tokens * tokens
 
     def gone(self, request_id: str) -> None:
-        """It is asked for, or has ended."""
         tokens = self._tokens.pop(request_id, 0)
         self._sum -= tokens
         self._squares -= tokens * tokens
@@ -85,7 +84,6 @@ class Prefill:
         self._meter.begin_step([(begin, begin + n) for begin, n in computed], self._clock(), counts=counts)
 
     def end_step(self) -> None:
-        """vLLM has taken in what the first step under way has computed."""
         self._meter.end_step(self._clock())
 
     def speed(self) -> EngineSpeed | None:

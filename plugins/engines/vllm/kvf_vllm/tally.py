@@ -66,7 +66,6 @@ class Tally:
 
 
 def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Two results of `take` as one."""
     counts = Counter({name: value for name, value in one.items() if name != "seconds"})
     counts.update({name: value for name, value in other.items() if name != "seconds"})
     seconds = {

@@ -27,7 +27,6 @@ class WorkerWeights:
         self._naming: Future[bool] | None = None
 
     def change(self) -> None:
-        """An update begins."""
         self._now = Weights(self._now.updates + 1, self._step, None)
         self._naming = None
 
@@ -39,7 +38,6 @@ class WorkerWeights:
         self._step = max(self._step, plan.step)
 
     def fit(self, worker: int, plan: StepPlan) -> bool:
-        """True if the plan was made for just these weights."""
         return self.now.is_shared is not None and plan.updates.get(worker, 0) == self._now.updates
 
     @property

@@ -151,7 +151,6 @@ class WorkerSide:
         return failed
 
     def take_report(self) -> StepReport:
-        """The report for the scheduler since the last call."""
         self._settle_stores()
         # Before the names: those are new by then.
         weights = self._weights.now
@@ -177,7 +176,6 @@ class WorkerSide:
             self._end(storing)
 
     def _end_within(self, started: float) -> None:
-        """Wait for the loads within this step."""
         within = [(op, future) for op, future, _ in self._loading.values() if op.is_within]
         for _, future in within:
             self._wait(future)
@@ -212,7 +210,6 @@ class WorkerSide:
         submit: Callable[[Sequence[TransferOp]], list[Future[O]]],
         failed: Callable[[BaseException], O],
     ) -> list[Future[O]]:
-        """The futures of a step's transfers."""
         try:
             return submit(ops) if ops else []
         # After any failure the engine goes on without the cache.

@@ -143,7 +143,6 @@ class Counting:
             return self._counted
 
     def again(self) -> None:
-        """Requests another count. Does not wait for it."""
         with self._changed:
             self._wanted = True
             self._changed.notify_all()

@@ -210,7 +210,6 @@ def load(root: Root, key: PackedKey, parts: Sequence[memoryview], check: Callabl
 
 
 def _read(fd: int, parts: Sequence[memoryview], nbytes: int, direct: bool, check: Callable[[], None]) -> bool:
-    """False if the file is not as it was written."""
     head = bytearray(form.HEAD_BYTES)
     if nbytes < form.LARGE:
         whole = form.HEAD_BYTES + nbytes

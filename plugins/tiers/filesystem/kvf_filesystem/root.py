@@ -361,7 +361,6 @@ def _open_marker(fd: int, path: str, where: str) -> int:
 
 
 def _can_bypass_cache(fd: int) -> bool:
-    """Tests direct I/O with a file that has no name."""
     page = mmap.mmap(-1, PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
         file = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, 0o600, dir_fd=fd)

@@ -38,7 +38,6 @@ class SharedRoot:
             self._leave(root)
 
     def lost(self, root: Root) -> None:
-        """Marks the folder as lost: the next call opens it again."""
         with self._lock:
             if self._root is root:
                 self._root = None

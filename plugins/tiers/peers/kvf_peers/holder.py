@@ -71,7 +71,6 @@ class Connections:
         return len(self._served)
 
     def all(self) -> dict[Wire, Served]:
-        """Return those of now."""
         with self._lock:
             return dict(self._served)
 
@@ -101,7 +100,6 @@ class Connections:
             self._served[wire].is_stranger = False
 
     def end(self, wire: Wire) -> None:
-        """Close a connection."""
         with self._lock:
             self._served.pop(wire, None)
         wire.close()
@@ -119,7 +117,6 @@ class Connections:
             log.warning("refused the node %s at %s: %s", host, self._place, reason)
 
     def refused(self) -> list[dict[str, object]]:
-        """Return the hosts that were refused last, for the status."""
         now = time.monotonic()
         with self._lock:
             return [

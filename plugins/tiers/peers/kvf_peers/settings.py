@@ -104,7 +104,6 @@ class Tls:
         self._once = LogLimit.once()
 
     def contexts(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-        """Those of the reader and of the holder."""
         try:
             self._made = self._contexts()
         except ConfigFieldError as error:

@@ -129,7 +129,6 @@ class Wire:
 
 
 def explain(error: BaseException) -> str:
-    """What an error of a connection means, in words."""
     if isinstance(error, TimeoutError):
         return "the node did not answer in time"
     if isinstance(error, ssl.SSLCertVerificationError):

@@ -299,7 +299,6 @@ class Cluster(Router):
         self._forget(set(best.members))
 
     def _forget(self, members: set[Place]) -> None:
-        """Close nodes that have left the cluster and are not in use."""
         with self._lock:
             for place in [each for each in self._nodes if each not in members]:
                 if self._nodes[place].close_unused():

@@ -43,7 +43,6 @@ class Command(ABC):
         self.reset()
 
     def reset(self) -> None:
-        """Reset the results before the command is sent again."""
         self.outcome = Outcome.FAILED
         self.answered = False
         self.error = ""

@@ -264,7 +264,6 @@ class OneNode(Router):
 
 
 def answered_error(command: Command, where: str) -> TierError:
-    """The error for a key that the server cannot serve."""
     return TierError(
         f"the server answered an error: {command.error}", where=where, hint=_HINTS.get(error_code(command.error), "")
     )

@@ -19,8 +19,6 @@ _WRITTEN = re.compile(r"(?:\[([0-9a-fA-F:.%]+)\]|([^\[\]:@/\s]+)):(\d{1,5})")
 
 
 class Place(NamedTuple):
-    """Host and port."""
-
     host: str
     port: int
 
@@ -73,7 +71,6 @@ class Redirect(NamedTuple):
 
 
 def command(*words: bytes) -> bytes:
-    """A whole command."""
     return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
 
 
@@ -113,7 +110,6 @@ def holds(reply: Reply, kind: str) -> bool:
 
 
 def error_code(text: str) -> str:
-    """The first word of an error."""
     return text.partition(" ")[0]
 
 

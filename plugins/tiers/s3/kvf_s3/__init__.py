@@ -47,7 +47,6 @@ class Address:
         return cls(scheme or "az", account or "", bucket or container, "".join(f"{each}/" for each in segments))
 
     def shown(self, endpoint: str = "") -> str:
-        """The address for people."""
         account = f"{self.account}/" if self.account else ""
         behind = f" at {endpoint}" if endpoint else ""
         return f"{self.scheme}://{account}{self.bucket}/{self.prefix}{behind}"

@@ -55,8 +55,6 @@ _ANSWER_S = 60.0
 
 
 class Sweeper:
-    """One server's part in the sweep."""
-
     def __init__(self, store: Any, address: Address, capacity: int, *, every_s: float, where: str) -> None:
         self._store = store
         self._address = address

@@ -126,8 +126,6 @@ class S3Tier(Tier):
         return self._scan(deadline)
 
     def ping(self, *, deadline: float) -> None:
-        """Lists one name."""
-
         async def ping() -> list[Failure | None]:
             return await ask_each([b""], lambda _: self._shown(), at_once=1, deadline=deadline)
 

@@ -46,7 +46,6 @@ class ChosenModel(msgspec.Struct, frozen=True):
 
     @property
     def arguments(self) -> list[str]:
-        """The arguments of an engine process."""
         return ["--model", str(self.path)] if self.path else []
 
 

@@ -58,8 +58,6 @@ class DemoChild(Child):
 
 
 class ServerProcess(DemoChild):
-    """A real `kvframework serve`."""
-
     command: ClassVar[Sequence[str]] = ("serve",)
 
     def __init__(self, settings: Sequence[str], endpoint: str, directory: Path) -> None:
@@ -106,7 +104,6 @@ class HeldServerProcess(ServerProcess):
         return pid, killed
 
     def recovered(self) -> Recovered:
-        """Return what L1 of the server began with."""
         found = _status(self._endpoint).l1.recovered
         return Recovered(found.objects, found.bytes, found.seconds, found.why_cold)
 
@@ -164,7 +161,6 @@ class EngineProcess(DemoChild):
 
 
 def _status(endpoint: str) -> Status:
-    """Wait for a server that starts, and return its status."""
     with KVClient(endpoint, name="demo") as client:
         client.wait_up(START_TIMEOUT_S)
     with contextlib.closing(StatusSource(endpoint, _STATUS_S, name="demo")) as source:

@@ -79,7 +79,6 @@ class DemoStage:
         return killed
 
     def recovered(self) -> Recovered:
-        """Return what L1 of the new held server began with."""
         assert isinstance(self._server, HeldServerProcess)
         return self._server.recovered()
 
@@ -99,7 +98,6 @@ class DemoStage:
         self._server.await_ready()
 
     def _tier(self) -> dict[str, object]:
-        """Return the `[[l2]]` table, {} for none."""
         if self._options.l2 == "disk":
             return {"use": "filesystem", "path": str(self.directory / "l2")}
         return {"use": self._options.l2} if self._options.l2 else {}

@@ -95,7 +95,6 @@ class DemoView:
 
 
 def moved(run: EngineRun) -> str:
-    """Return what an engine restored, for the line of its step."""
     return f"{run.hit_tokens} of {run.prompt_tokens} tokens, {_moved(run.restored_bytes, run.restored_s)}"
 
 

@@ -51,8 +51,6 @@ PROBES = ("/livez", "/readyz")
 
 
 def _each(read: Callable[[Any], Any]) -> Reader:
-    """A number for each publisher."""
-
     def rows(document: Document) -> Iterator[tuple[Labels, Any]]:
         for publisher in document["publishers"]:
             yield (_name(publisher),), read(publisher)
@@ -61,8 +59,6 @@ def _each(read: Callable[[Any], Any]) -> Reader:
 
 
 def _by(field: str) -> Reader:
-    """The numbers of a map for each publisher."""
-
     def rows(document: Document) -> Iterator[tuple[Labels, Any]]:
         for publisher in document["publishers"]:
             for name, number in publisher[field].items():
@@ -138,7 +134,6 @@ class App:
         }
 
     def answer(self, request: Request) -> Answer:
-        """The answer to the head of any request."""
         path = request.target.partition("?")[0]
         if not self._rights.is_here(request):
             return refused(HTTPStatus.MISDIRECTED_REQUEST)

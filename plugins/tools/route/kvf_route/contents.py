@@ -61,7 +61,6 @@ class Contents:
         return sum(self._index.size(place.number) for place in self._places.values())
 
     def apply(self, topic: bytes, payload: bytes) -> None:
-        """Take a batch in, at once."""
         for _ in self.steps(topic, payload):
             pass
 
@@ -110,7 +109,6 @@ class Contents:
         self.last_mistake = why[:_LONGEST_MISTAKE]
 
     def clear(self) -> None:
-        """Forget everything."""
         self._close(self.places)
         self._groups.clear()
 

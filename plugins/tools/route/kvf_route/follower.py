@@ -23,8 +23,6 @@ class Sink(Protocol):
 
 
 class _Batch(NamedTuple):
-    """A batch that was taken in."""
-
     number: int
     digest: bytes
 

@@ -47,7 +47,6 @@ class Index:
 
     @property
     def bytes(self) -> int:
-        """The memory of a full index."""
         own = self._owns.nbytes + self._places.nbytes + self._counts.nbytes
         return self._externals.bytes + self._held.bytes + own
 

@@ -24,8 +24,6 @@ _SWEEP_S = 0.2
 
 @dataclass(eq=False)
 class _Followed:
-    """A publisher, and what is known of it."""
-
     contents: Contents
     follower: Follower
     subscription: Subscription
@@ -89,7 +87,6 @@ class Router:
         return scoring.by_digests(self.index, nodes, digests, chunk_tokens, model=model, salt=salt, adapter=adapter)
 
     def document(self) -> dict[str, Any]:
-        """What is known of each publisher and of the index; names, numbers and texts."""
         return {
             "blocks": sum(each.contents.blocks for each in self._followed.values()),
             "most_blocks": self.index.blocks,

@@ -178,7 +178,6 @@ class Subscription:
             events.close(linger=0)
 
     def _drain(self, source: zmq.Socket[bytes], changes: zmq.Socket[bytes]) -> None:
-        """Take in what has arrived, for one slice."""
         end = self._clock() + SLICE_S
         while self._intake.advance(end) and self._follower.question is None and self._clock() < end:
             frames, self._held = self._held, None

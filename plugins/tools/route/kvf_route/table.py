@@ -73,12 +73,10 @@ class Table:
         return slots, new & (slots != ABSENT)
 
     def occupied(self, slots: Slots) -> Flags:
-        """Whether each slot has a key."""
         occupied: Flags = self._keys.reshape(-1)[slots] != 0
         return occupied
 
     def discard(self, slots: Slots) -> None:
-        """Free these slots."""
         self._keys.reshape(-1)[slots] = 0
 
     def _candidates(self, keys: Keys) -> Slots:

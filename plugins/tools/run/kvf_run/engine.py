@@ -243,5 +243,4 @@ def _value_of(command: Sequence[str], name: str) -> str | None:
 
 
 def environment(endpoint: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the engine's environment, in which each integration finds the endpoint."""
     return {**environ, "KVFRAMEWORK_ENDPOINT": endpoint}

@@ -21,7 +21,6 @@ _READ_BYTES = 64 << 10
 
 
 def log_path(endpoint: str) -> Path:
-    """Return the log's file, beside the socket of an `ipc://` endpoint."""
     return Path(f"{parse_endpoint(endpoint).path}.log")
 
 
@@ -56,7 +55,6 @@ def followed(path: Path, pause_s: float = 0.2) -> Generator[str, None, None]:
 
 
 def _has_turned(path: Path, file: IO[str]) -> bool:
-    """Whether the path is another file than the open one by now."""
     with contextlib.suppress(FileNotFoundError):
         return os.stat(path).st_ino != os.fstat(file.fileno()).st_ino
     return False

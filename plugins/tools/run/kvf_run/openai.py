@@ -46,7 +46,6 @@ class OpenAI:
         self._tls = ssl.create_default_context(cafile=cafile) if self.url.startswith("https") else None
 
     def model(self) -> str:
-        """Return the name of the first model."""
         document = self._json(self._open("/v1/models", None))
         try:
             return str(document["data"][0]["id"])
@@ -56,7 +55,6 @@ class OpenAI:
             ) from None
 
     def complete(self, model: str, prompt: str) -> Reply:
-        """Ask for one token behind the prompt, greedily."""
         body = {
             "model": model,
             "prompt": prompt,

@@ -145,7 +145,6 @@ def _source(endpoint: str | None, config: Path | None) -> StatusSource | None:
 
 
 def _said(source: StatusSource, before: int) -> str:
-    """Return what the server says of the lookups since a record."""
     try:
         records = [each for each in source.finished(before).records if each.request in ("LOOKUP", "LOOKUP_KEYS")]
     except KVFrameworkError as error:

@@ -73,7 +73,6 @@ def _cut(pair: LayerPair, before: int, tokens: int) -> LayerPair:
 
 
 def _joined(layer: Sequence[LayerPair]) -> LayerPair:
-    """One layer of all segments, one behind the other."""
     return torch.cat([keys for keys, _ in layer], dim=2), torch.cat([values for _, values in layer], dim=2)
 
 

@@ -107,7 +107,6 @@ class BlendClient:
         return self._ask(m.CB_RETRIEVE_PRE_COMPUTED, payload, m.LoadPlan(), timeout=self._client.deadlines.load_s)
 
     def end(self, request_id: str) -> None:
-        """Release the pins of `look_up` and `plan`."""
         self._scheduler.end_request(request_id)
 
     def name_final(self, tokens: Sequence[int]) -> bytes:
@@ -120,7 +119,6 @@ class BlendClient:
         return self._worker.instance_id
 
     def _ask(self, spec: RequestSpec, payload: Message, miss: M, *, timeout: float) -> M:
-        """The answer, or `miss`."""
         failed: KVFrameworkError
         for again in (False, True):
             try:

@@ -38,7 +38,6 @@ class Held:
 
     @property
     def loaded(self) -> int:
-        """Tokens in segments."""
         return sum(end - start for start, end in self.segments)
 
     def loaded_positions(self) -> torch.Tensor:

@@ -62,7 +62,6 @@ class Question:
         self.digests = list(asked)
 
     def choose(self, have: Set[bytes]) -> Choice:
-        """The best choice from the chunks in `have`."""
         exact, final = (_length(chain, have) for chain in (self._exact, self._final))
         prefix = self._exact[:exact] if exact >= final else self._final[:final]
         return Choice(prefix, exact >= final, _apart(self._available(have), len(prefix) * self._chunk_tokens))

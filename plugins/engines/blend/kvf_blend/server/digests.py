@@ -48,5 +48,4 @@ def final_digests(hasher: KeyHasher, tokens: bytes, chunk_tokens: int, fingerpri
 
 
 def unpack(digests: bytes) -> list[bytes]:
-    """Packed digests, one by one."""
     return [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]

@@ -84,7 +84,6 @@ class Lookup:
         self._cancelled = False
 
     def start(self, desc: MemoryLayoutDesc) -> HandlerResult:
-        """The answer, or a future of it."""
         digests = self._question.digests
         keys = self._objects.keys(digests)
         here = self._objects.whole(digests, self._services.present(keys))

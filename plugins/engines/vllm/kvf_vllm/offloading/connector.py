@@ -348,7 +348,6 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
 
     @harmless()
     def _weights_changed(self, began: float | None) -> None:
-        """See `WeightUpdates`."""
         # Other connectors may go on loading what the old weights have computed: then this engine shares no more.
         if self._named is None or self._is_beside_others:
             return
@@ -424,7 +423,6 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
 
 
 def _group(group: Any) -> Group:
-    """Return the facts of one of vLLM's groups."""
     window = group.sliding_window_size_in_chunks
     return Group(
         group.group_idx,

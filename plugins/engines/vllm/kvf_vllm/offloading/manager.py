@@ -127,7 +127,6 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
         return max(min(tokens, most), 0)
 
     def is_within_step(self, request_id: str) -> bool:
-        """Whether what was found for the request is loaded within the step."""
         tracked = self._tracked.get(request_id)
         return tracked is not None and tracked.is_within
 
@@ -174,7 +173,6 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
 
     @harmless()
     def heard(self, report: StepReport) -> None:
-        """Apply the report of the workers after a step."""
         if self.names.heard(report):
             self._leave_all_out("weights_changed")
         for worker, each in report.adapters.items():

@@ -132,7 +132,6 @@ class Stores:
         self._held.clear()
 
     def announce(self) -> None:
-        """Make events of the stores that the server has committed."""
         committing, self._committing = self._committing, []
         for ended, event in committing:
             if not ended.query():
