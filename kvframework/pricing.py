@@ -1,4 +1,5 @@
-"""Load or recompute: how fast engines compute and tiers load, and where a hit is cut. Pure, without clock and lock."""
+"""Load or recompute: how fast engines compute and tiers load, where a hit is cut, and how much a tenant may load. Pure,
+without clock and lock."""
 
 from __future__ import annotations
 
@@ -182,3 +183,28 @@ def cut(chunks: Sequence[int], load_s: Sequence[float], compute_s: Sequence[floa
     begin = best if best < len(totals) - 1 else 0
     load, compute = load_s[-1] - load_s[begin], compute_s[begin] - compute_s[-1]
     return Priced(chunks[best], chunks[-1], load, compute, totals[-1] - least)
+
+
+# Seconds of its rate that a tenant may load at once, and for which a load may wait.
+BURST_S, WAIT_S = 1.0, 2.0
+
+
+class LoadRate:
+    """The token bucket of the loads of one tenant. What is granted is charged at once, also beyond what the bucket
+    holds: then later grants wait for it, `WAIT_S` at most."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self.bytes_per_s = bytes_per_s
+        self._left, self._at = 0.0, -math.inf
+
+    def room(self, now: float) -> float:
+        """Return the bytes that may still be granted; 0 or less: none."""
+        self._left = min(self._left + max(now - self._at, 0.0) * self.bytes_per_s, self.bytes_per_s * BURST_S)
+        self._at = max(now, self._at)
+        return self._left + self.bytes_per_s * WAIT_S
+
+    def take(self, nbytes: float, now: float) -> float:
+        """Grant so many bytes; return when their first may be loaded. The others follow at the rate."""
+        begin = now + WAIT_S - self.room(now) / self.bytes_per_s
+        self._left -= nbytes
+        return begin

@@ -28,6 +28,7 @@ REASONS = {
     "other_namespace": "another engine stored the tokens under another model, weights or layout",
     "other_salt": "the tokens are stored under another salt",
     "priced": "engines compute the tokens sooner than a tier loads them",
+    "bandwidth": "the tenant was above its load_bandwidth",
     "tier_down": "a tier did not answer: see `kvframework status`",
     "timed_out": "a tier answered after the lookup's deadline",
     "damaged": "the stored value in a tier was damaged",
@@ -193,6 +194,7 @@ class Account(Part, frozen=True):
     hit_tokens: int = 0
     stored_objects: int = 0
     evicted_objects: int = 0
+    prefill_saved_s: float = 0.0
 
 
 class HotPrefix(Part, frozen=True):

@@ -118,11 +118,13 @@ FLEET: tuple[tuple[str, str, str, Mapping[str, str]], ...] = (
     ("table", "Server versions in use", "short", {"nodes": f"count by (version) (kvframework_build_info{{{_FLEET}}})"}),
     (
         "table",
-        "Models and tenants with the most tokens found per second",
+        "Models and tenants by prefill saved and tokens found",
         "short",
         {
-            "model": f"topk({_TOP}, {_rate('model_hit_tokens_total', _MODEL, 'model')})",
-            "tenant": f"topk({_TOP}, {_rate('tenant_hit_tokens_total', by='tenant')})",
+            "model, s per hour": f"topk({_TOP}, 3600 * {_rate('model_prefill_saved_seconds_total', _MODEL, 'model')})",
+            "tenant, s per hour": f"topk({_TOP}, 3600 * {_rate('tenant_prefill_saved_seconds_total', by='tenant')})",
+            "model, tokens per second": f"topk({_TOP}, {_rate('model_hit_tokens_total', _MODEL, 'model')})",
+            "tenant, tokens per second": f"topk({_TOP}, {_rate('tenant_hit_tokens_total', by='tenant')})",
         },
     ),
     (

@@ -128,9 +128,11 @@ class Finished(Message, frozen=True):
 
 class RequestRecord(Finished, frozen=True, gc=False):
     """A LOOKUP, STORE or RETRIEVE has ended. Of a LOOKUP `prefix` is the namespace with the digest of the first chunk,
-    b"" if the namespace is not known; it is not for others than listeners."""
+    b"" if the namespace is not known, and `saved_s` the time in which its engine would have computed the hit. These are
+    not for others than listeners."""
 
     prefix: bytes = b""
+    saved_s: float = 0.0
 
 
 Record = Added | Removed | Accessed | Registered | RequestRecord

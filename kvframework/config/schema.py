@@ -184,6 +184,9 @@ class TenantKeys(Struct, frozen=True, forbid_unknown_fields=True):
     ]
     min: Annotated[str, Meta(description="share (`20%`) or size (`4GiB`) of L1 that other tenants never evict")] = "0%"
     max: Annotated[str, Meta(description="most of L1 that the tenant gets: a share or a size")] = "100%"
+    load_bandwidth: Annotated[
+        str, Meta(description="most that lookups of the tenant load from L1 and L2, such as `2GB/s`; empty: no limit")
+    ] = ""
 
 
 class TenantConfig(Struct, frozen=True):

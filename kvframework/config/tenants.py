@@ -1,4 +1,4 @@
-"""Tenants by name: the digests of their salts, and their shares of L1. Pure.
+"""Tenants by name: the digests of their salts, their shares of L1, and what they may load. Pure.
 
 A salt is a secret, so the file has digests only, and no error shows what stands in their place.
 """
@@ -50,6 +50,7 @@ def check_tenants(tenants: Sequence[TenantConfig]) -> None:
     # What holds for every capacity: shares among themselves, and sizes among themselves.
     guaranteed = Fraction(0)
     for tenant in tenants:
+        bandwidth_of(tenant)
         least, most = _share(tenant, "min", None), _share(tenant, "max", None)
         in_percent = bool(_PERCENT.fullmatch(tenant.keys.min))
         guaranteed += least if in_percent else 0
@@ -71,6 +72,20 @@ def bytes_of_tenants(tenants: Sequence[TenantConfig], capacity: int) -> list[tup
     if guaranteed > capacity:
         raise _too_much(tenants, str(ByteSize(guaranteed)), str(ByteSize(capacity)))
     return found
+
+
+def bandwidth_of(tenant: TenantConfig) -> int:
+    """Return the bytes per second that a tenant may load, 0 without a limit. Raises `ConfigFieldError`."""
+    text = tenant.keys.load_bandwidth
+    try:
+        rate = ByteSize.parse(text.removesuffix("/s")) if text.endswith("/s") else 0
+    except ValueError:
+        rate = 0
+    if text and not rate:
+        fact = f"{text[:64]!r} is not a rate"
+        available = 'bytes per second, such as "2GB/s" or "500MiB/s"'
+        raise ConfigFieldError(fact, where=f"{tenant.where} load_bandwidth", available=available)
+    return rate
 
 
 def shares_of_tenants(tenants: Sequence[TenantConfig]) -> tuple[list[float], list[float]]:

@@ -81,6 +81,11 @@ class KeySet(KeyGrid):
     def nbytes_of(self, index: int) -> int:
         return self._sizes[self.place(index)[1]]
 
+    def nbytes(self, chunks: int) -> int:
+        return sum(
+            [size * (part.stop - part.start) for size, part in zip(self._sizes, self._spans(chunks), strict=True)]
+        )
+
     def find(self, row_of: RowOf[T]) -> tuple[int, list[T]]:
         rows = [row_of(prefix, row) for prefix, row in zip(self.prefixes, self.rows, strict=True)]
         hit = self._hit(rows, None)

@@ -129,6 +129,11 @@ class KeyGrid:
         """Return the bytes of an object of `flat`."""
         return self.desc.groups[index % len(self.desc.groups)].nbytes
 
+    def nbytes(self, chunks: int) -> int:
+        """Return the bytes that a hit of `chunks` uses."""
+        rows = zip(self.row_groups, self._windows, strict=True)
+        return sum([group.nbytes * len(needed_chunks(chunks, window)) for group, window in rows])
+
     def by_row(self) -> dict[tuple[int, int], list[PackedKey]]:
         """Return the keys by (rank, layer group), each in the order of chunks."""
         rows = product(self.ranks, range(len(self.desc.groups)))

@@ -169,7 +169,7 @@ class Lookups:
         return {**totals, **found, "last_hour": self._hour.status(totals)}
 
     def _totals(self) -> dict[str, float]:
-        return {**self._counters, "hit_tokens": self.use.hit_tokens, "prefill_saved_s": self.pricing.prefill_saved_s}
+        return {**self._counters, "hit_tokens": self.use.hit_tokens, "prefill_saved_s": self.use.saved_s}
 
     def end_session(self, session_id: int) -> None:
         """Forget a session that has ended, once its tickets have."""
@@ -223,14 +223,20 @@ class Lookups:
         if payload.speed is not None:
             self.pricing.asked(client, key.model_name, payload.speed)
         owner, request_id = client.session_id, key.request_id
+        rate = self._requests.tenants.rate(key.cache_salt)
         with self._storage.table.lock:  # whatever changes the ticket afterwards finds its wait
-            if record is None:
+            if not self.pricing.may_load(asked, rate):
+                if record is not None:
+                    self._wanted(asked, record)
+                answer = Answer(0, "", False)
+            elif record is None:
                 answer = self.tickets.look_up_record(
                     owner, request_id, key.namespace, lambda found: self._wanted(asked, found)
                 )
             else:
                 answer = self.tickets.look_up(owner, request_id, self._wanted(asked, record))
             held = self._hold(answer, owner, payload.wait_s, opens=True)
+            self.pricing.granted(asked, answer.hit_tokens)
         asked.l1_tokens = answer.hit_tokens
         self.recording.count += 1
         if self.recording.on:
@@ -327,10 +333,12 @@ class Lookups:
             asked.task = self._storage.tiers.submit_prefetch_task(
                 grid.flat,
                 grid.desc,
-                select=lambda available: grid.needed(grid.hit(available, asked.priced and asked.priced.chunks)),
+                select=lambda available: grid.needed(
+                    grid.hit(available, asked.most if asked.priced is None else asked.priced.chunks)
+                ),
                 on_done=on_done,
                 on_change=on_change,
-                located=None if asked.speed is None else partial(self.pricing.located, asked),
+                located=None if asked.speed is None and asked.rate is None else partial(self.pricing.located, asked),
                 prompt=prompt_part(key, grid, range(len(grid.flat))),
                 client=asked.client.session_id,
             )
@@ -353,7 +361,6 @@ class Lookups:
         chunk_tokens = 0 if grid is None else grid.desc.chunk_tokens
         if priced is not None:
             self.pricing.ended(priced, chunk_tokens)
-        self.pricing.found(asked, hit_tokens)
         if asked.traced:
             self.recording.decided(asked.traced, hit_tokens)
         why, missing = None, -1
@@ -372,5 +379,6 @@ class Lookups:
             tier_calls=tuple(asked.task.calls) if asked.task is not None and sampled_parent(key.trace) else (),
             load_s=0.0 if priced is None else priced.load_s,
             compute_s=0.0 if priced is None else priced.compute_s,
+            saved_s=self.pricing.saved_s(asked, hit_tokens) if hit_tokens else 0.0,
             prefix=b"" if grid is None else key.namespace + (key.digests[:DIGEST_BYTES] or grid.digests[0]),
         )

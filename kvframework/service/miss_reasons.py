@@ -7,6 +7,7 @@ from math import inf
 
 from kvframework.api.keys import DIGEST_BYTES, NAMESPACE_BYTES, PACKED_KEY_BYTES, SALT_BYTES, CacheKey
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
+from kvframework.api.plugin import ByteSize
 from kvframework.service.records import MissReason, PendingLookup
 from kvframework.storage.l1.eviction_statistics import CAUSES, LAST_EVICTION, Cause, Ghost
 from kvframework.storage.manager import StorageManager
@@ -154,10 +155,12 @@ class MissFacts:
     def of_lookup(self, asked: PendingLookup, *, unanswered: bool) -> MissReason:
         if unanswered:
             return MissReason("timed_out", "the client did not wait for the end of the load")
-        cut = asked.priced
+        cut, most, rate = asked.priced, asked.most, asked.rate
         if cut and asked.missing and asked.missing[0] == cut.chunks < cut.found:
             times = f"loading would take {short_number(cut.load_s)} s, computing {short_number(cut.compute_s)} s"
             return MissReason("priced", times)
+        if rate is not None and most is not None and (asked.missing is None or asked.missing[0] >= most):
+            return MissReason("bandwidth", f"the tenant loads at most {ByteSize(rate.bytes_per_s)}/s")
         refused = asked.grid is not None and asked.task is None and bool(self._storage.tiers.stores)
         missing = asked.missing[1] if asked.missing else _first_key(asked)
         return self._why(asked.key, missing, asked.client.session_id, asked.began, refused=refused)

@@ -1,6 +1,7 @@
 """Load or recompute: a LOOKUP's hit in the tiers is cut where computing the rest is quicker. Engines say how fast they
 are, tiers are measured (`kvframework.pricing`); the decision falls in a storage thread, once the tiers have said what
-they have: what L1 answers alone pays nothing for it."""
+they have: what L1 answers alone pays nothing for it. And the limits of tenants: a hit of L1 is charged and given whole,
+or not at all; one in the tiers is cut to what is left, and loaded at the tenant's pace."""
 
 from __future__ import annotations
 
@@ -10,10 +11,10 @@ from statistics import median
 import msgspec
 
 from kvframework.api.requests import ClientInfo
-from kvframework.pricing import EngineSpeed, Priced, cut
+from kvframework.pricing import EngineSpeed, LoadRate, Priced, cut
 from kvframework.service.keys import KeyGrid
 from kvframework.service.records import PendingLookup
-from kvframework.storage.l2.loading import BATCH_BYTES, BATCH_OBJECTS
+from kvframework.storage.l2.loading import BATCH_BYTES, BATCH_OBJECTS, Pace
 from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.manager import StorageManager
 
@@ -31,8 +32,6 @@ class Pricing:
         self._engines: dict[int, tuple[ClientInfo, EngineSpeed]] = {}  # by session
         # What engines last said by model, for the first hits of one that has computed nothing yet.
         self._by_model: dict[str, EngineSpeed] = {}
-        # The seconds in which the engines would have computed what lookups found.
-        self.prefill_saved_s = 0.0
         self._counts = {"lookups": 0, "cut": 0, "cut_tokens": 0, "saved_s": 0.0}
 
     def asked(self, client: ClientInfo, model: str, speed: EngineSpeed) -> None:
@@ -40,24 +39,47 @@ class Pricing:
         if model in self._by_model or len(self._by_model) < MOST_MODELS:
             self._by_model[model] = speed
 
-    def found(self, asked: PendingLookup, hit_tokens: int) -> None:
-        """Count what a hit saves at the speed of its engine, or of the last engine of its model."""
+    def saved_s(self, asked: PendingLookup, hit_tokens: int) -> float:
+        """Return what a hit saves at the speed of its engine, or of the last engine of its model."""
         speed = asked.speed or self._by_model.get(asked.key.model_name)
-        if hit_tokens and speed is not None:
-            self.prefill_saved_s += speed.prefill_s(asked.key.start, asked.key.start + hit_tokens)
+        return 0.0 if speed is None else speed.prefill_s(asked.key.start, asked.key.start + hit_tokens)
+
+    def may_load(self, asked: PendingLookup, rate: LoadRate | None) -> bool:
+        """Whether the tenant of a LOOKUP, which `rate` limits, may load now. Under the storage lock, like `granted`."""
+        asked.rate = rate
+        asked.most = 0 if rate is not None and rate.room(asked.began) <= 0 else None
+        return asked.most is None
+
+    def granted(self, asked: PendingLookup, hit_tokens: int) -> None:
+        """Charge the tenant of a LOOKUP for a hit of L1."""
+        if asked.rate is not None and asked.grid is not None and hit_tokens:
+            asked.rate.take(asked.grid.nbytes(hit_tokens // asked.grid.desc.chunk_tokens), asked.began)
+
+    def _limited(self, asked: PendingLookup, rate: LoadRate, l1: int, found: int) -> tuple[int, Pace]:
+        """Return the chunks of a hit that the tenant may load, of `l1` to `found`, and their pace."""
+        grid, now = asked.grid, self._storage.clock()
+        assert grid is not None
+        with self._storage.table.lock:
+            each = (grid.nbytes(found) - grid.nbytes(l1)) / (found - l1)
+            most = l1 + int(max(rate.room(now), 0.0) // max(each, 1.0))
+            if most < found:
+                asked.most = found = most
+            return found, (rate.take((found - l1) * each, now), rate.bytes_per_s)
 
     def end_session(self, session_id: int) -> None:
         self._engines.pop(session_id, None)
 
-    def located(self, asked: PendingLookup, here: Sequence[bool], source: Mapping[int, L2Store]) -> None:
+    def located(self, asked: PendingLookup, here: Sequence[bool], source: Mapping[int, L2Store]) -> Pace | None:
         """Decide what of a hit is loaded: L1 has the objects `here` of `asked.grid.flat`, tiers those of `source`."""
-        grid, speed = asked.grid, asked.speed
-        if not self.on or speed is None or grid is None or not source:
-            return
+        grid, speed, pace = asked.grid, asked.speed, None
+        if (asked.rate is None and (not self.on or speed is None)) or grid is None or not source:
+            return None
         l1 = grid.hit(here)
         found = grid.hit([there or index in source for index, there in enumerate(here)])
-        if found <= l1:
-            return
+        if asked.rate is not None and found > l1:
+            found, pace = self._limited(asked, asked.rate, l1, found)
+        if not self.on or speed is None or found <= l1:
+            return pace
         # For the eviction policy; one engine that is mistaken has little weight among others.
         known = [each.tokens_per_s for _, each in list(self._engines.values())]
         self._storage.table.compute_s = 1 / median(known or [speed.tokens_per_s])
@@ -71,6 +93,7 @@ class Pricing:
         if priced.chunks < found and [store for store in set(source.values()) if _probes(store, now)]:
             priced = priced._replace(chunks=min(priced.chunks + max(PROBE_CHUNKS, stride), found))
         asked.priced = priced
+        return pace
 
     def ended(self, priced: Priced, chunk_tokens: int) -> None:
         self._counts["lookups"] += 1

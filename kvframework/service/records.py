@@ -20,8 +20,9 @@ from kvframework.api.listener import RequestRecord
 from kvframework.api.requests import ClientInfo
 from kvframework.api.transport import ArenaRange, StoreOutcome
 from kvframework.config.schema import TenantConfig
+from kvframework.config.tenants import bandwidth_of
 from kvframework.errors import BadRange, TransportMismatch
-from kvframework.pricing import EngineSpeed, Priced
+from kvframework.pricing import EngineSpeed, LoadRate, Priced
 from kvframework.record_ring import RecordRing
 from kvframework.service.contexts import Contexts, RegisteredContext, own_context
 from kvframework.service.key_sets import key_set
@@ -48,6 +49,7 @@ class TenantNames:
     def __init__(self, tenants: Sequence[TenantConfig] = ()) -> None:
         self.names = ("", *(tenant.name for tenant in tenants))
         digests = {digest: number for number, tenant in enumerate(tenants, 1) for digest in tenant.keys.salts}
+        self._rates = {number: LoadRate(rate) for number, of in enumerate(tenants, 1) if (rate := bandwidth_of(of))}
         self._by_salt = lru_cache(_MOST_SALTS)(lambda cache_salt: digests.get(tenant_digest(cache_salt), 0))
 
     def number(self, cache_salt: str) -> int:
@@ -55,6 +57,10 @@ class TenantNames:
 
     def name(self, cache_salt: str) -> str:
         return self.names[self.number(cache_salt)]
+
+    def rate(self, cache_salt: str) -> LoadRate | None:
+        """Return what limits the loads of a request's tenant. Whoever uses it holds the storage lock."""
+        return self._rates.get(self.number(cache_salt)) if self._rates else None
 
 
 # Records are counted this often without being asked for, so many at a time, with a pause for the serving thread.
@@ -203,6 +209,9 @@ class PendingLookup:
     task: LoadTask | None = None
     # What its load was decided by, once it was.
     priced: Priced | None = None
+    # What limits the loads of its tenant, None for nothing; and the chunks at which this has cut the hit.
+    rate: LoadRate | None = None
+    most: int | None = None
     # Its number in the trace that somebody records.
     traced: int = 0
 

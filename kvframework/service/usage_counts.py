@@ -105,6 +105,7 @@ _USE = {
     "hit_tokens": "hit_tokens",
     "stored_objects": "stored",
     "evicted_objects": "evicted",
+    "prefill_saved_s": "saved_s",
 }
 _LOOKUPS = {name: name for name in ("lookups", "asked_tokens", "l1_tokens", "l2_tokens")}
 
@@ -123,6 +124,7 @@ class Use:
         self._hot = HotPrefixes(self._model_of)
         self._engines: dict[int, str] = {}
         self.hit_tokens = self._unknown = 0
+        self.saved_s = 0.0
         self._misses = Counter(dict.fromkeys(REASONS, 0))
 
     def begin_session(self, client: ClientInfo) -> None:
@@ -136,13 +138,14 @@ class Use:
             return
         hit, namespace = record.l1_tokens + record.l2_tokens, record.prefix[:NAMESPACE_BYTES]
         self.hit_tokens += hit
+        self.saved_s += record.saved_s
         if record.reason:
             self._misses[record.reason] += 1
             self._unknown += not namespace
         if namespace:
             self._hot.looked_up(record.prefix, hit)
         account = self._storage.table.account(record.session_id, namespace, self._tenant_numbers[record.tenant])
-        account.looked_up(record.asked_tokens, record.l1_tokens, record.l2_tokens)
+        account.looked_up(record.asked_tokens, record.l1_tokens, record.l2_tokens, record.saved_s)
 
     def lookups(self) -> dict[str, object]:
         """Return what the lookups that have ended found, for the status document."""
@@ -172,9 +175,9 @@ class Use:
 
 def _rows(
     accounts: Iterable[tuple[str, Account]], fields: Mapping[str, str] = _USE, first: Sequence[str] = ()
-) -> dict[str, dict[str, int]]:
+) -> dict[str, dict[str, float]]:
     """Return the sums by name: `MAX_ROWS` names, and all that is left as `OTHER`."""
-    rows = {name: dict.fromkeys(fields, 0) for name in first}
+    rows: dict[str, dict[str, float]] = {name: dict.fromkeys(fields, 0) for name in first}
     for name, account in accounts:
         if name not in rows and len(rows) - (OTHER in rows) >= MAX_ROWS:
             name = OTHER

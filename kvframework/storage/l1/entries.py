@@ -30,23 +30,25 @@ class Account:
     """Sums since the start, except `nbytes` and `objects`, which are in L1 now. The sums of lookups are changed by the
     thread that handles records, the others under the storage lock. `into` is the account that this one passed into."""
 
-    SUMS = ("asked_tokens", "evicted", "l1_tokens", "l2_tokens", "lookups", "nbytes", "objects", "stored")
+    SUMS = ("asked_tokens", "evicted", "l1_tokens", "l2_tokens", "lookups", "nbytes", "objects", "saved_s", "stored")
     __slots__ = (*SUMS, "into")
 
     def __init__(self) -> None:
         self.nbytes = self.objects = self.stored = self.evicted = 0
         self.lookups = self.asked_tokens = self.l1_tokens = self.l2_tokens = 0
+        self.saved_s = 0.0
         self.into: Account | None = None
 
     @property
     def hit_tokens(self) -> int:
         return self.l1_tokens + self.l2_tokens
 
-    def looked_up(self, asked_tokens: int, l1_tokens: int, l2_tokens: int) -> None:
+    def looked_up(self, asked_tokens: int, l1_tokens: int, l2_tokens: int, saved_s: float = 0.0) -> None:
         self.lookups += 1
         self.asked_tokens += asked_tokens
         self.l1_tokens += l1_tokens
         self.l2_tokens += l2_tokens
+        self.saved_s += saved_s
 
 
 class Accounts:

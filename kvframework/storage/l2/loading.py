@@ -8,6 +8,7 @@ and `Apart`, the batches of a load, which several threads fetch at once. Reserva
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +37,7 @@ MAX_CALLS = 64
 
 @dataclass(frozen=True)
 class WaitForWriters:
-    """The load continues once other writers of `keys` have ended, or after `timeout_s`."""
+    """The load continues once other writers of `keys` have ended, or after `timeout_s`; without keys only then."""
 
     keys: Sequence[PackedKey]
     timeout_s: float
@@ -50,8 +51,11 @@ class Apart:
     parts: Sequence[LoadSteps[None]]
 
 
-# Learns, once the tiers have said what they have, which objects L1 has and where each of the others is.
-Located = Callable[[Sequence[bool], Mapping[int, L2Store]], object]
+# When a load may begin, of the clock, and its bytes per second.
+Pace = tuple[float, float]
+# Learns, once the tiers have said what they have, which objects L1 has and where each of the others is. Returns the
+# pace of the load, None for any.
+Located = Callable[[Sequence[bool], Mapping[int, L2Store]], Pace | None]
 LoadSteps = Generator[L2Store | WaitForWriters | Apart, None, R]
 
 
@@ -163,8 +167,7 @@ class Loader:
         available = self.l1.which_present(task.keys)
         missing = [index for index, here in enumerate(available) if not here]
         source = yield from self._locate(task, missing, self.stores)
-        if task.located is not None:
-            task.located(tuple(available), source)
+        pace = None if task.located is None else task.located(tuple(available), source)
         for index in source:
             available[index] = True
         chosen = task.select(available)
@@ -180,19 +183,31 @@ class Loader:
         for store, indices in wanted.items():
             nbytes = store.scale * sum(task.sizes[index] for index in indices)
             most[store] = _batch_bytes(nbytes, self.at_once[store])
-            with store.pricing:
-                task.waiting_bytes[store] = nbytes
-                store.speed.queued_bytes += nbytes
+            if pace is None:  # others do not wait for bytes that wait for their time
+                with store.pricing:
+                    task.waiting_bytes[store] = nbytes
+                    store.speed.queued_bytes += nbytes
         batches = _batches([index for index in chosen if index in source], source, task.sizes, most)
-        if batches:
-            yield Apart([self._load_batch(task, source[batch[0]], batch) for batch in batches])
+        at, rate = pace or (-math.inf, math.inf)
+        parts = []
+        for batch in batches:
+            nbytes = source[batch[0]].scale * sum(task.sizes[index] for index in batch)
+            parts.append(self._load_batch(task, source[batch[0]], batch, nbytes, at))
+            at += nbytes / rate
+        if parts:
+            yield Apart(parts)
 
-    def _load_batch(self, task: LoadTask, store: L2Store, batch: Sequence[int]) -> LoadSteps[None]:
+    def _load_batch(
+        self, task: LoadTask, store: L2Store, batch: Sequence[int], nbytes: int, begin_at: float
+    ) -> LoadSteps[None]:
         try:
+            if begin_at > self.clock() and not (task.lost or task.cancelled):
+                yield store
+                yield WaitForWriters((), begin_at - self.clock())
             if not (task.lost or task.cancelled):
                 yield from self._load_from(task, store, batch)
         finally:
-            task.no_longer(store, store.scale * sum(task.sizes[index] for index in batch))
+            task.no_longer(store, nbytes)
 
     def _locate(
         self, task: LoadTask, missing: Sequence[int], stores: Sequence[L2Store]

@@ -29,7 +29,7 @@ MAX_TASKS = 256
 @dataclass(eq=False)
 class _Load:
     """One accepted load, or one batch of its `whole`. `task` is None for a namespace's record, and for a batch. `keys`
-    are being written by others, and the load waits for them until `waits_until` at the latest; () if it does not wait.
+    are being written by others, and the load waits for them until `waits_until` at the latest; () if it waits for none.
     `parts` wait for their turn, and `under_way` of them have begun. `error` is thrown into the steps."""
 
     task: LoadTask | None
@@ -154,7 +154,7 @@ class Prefetcher:
         if any(queue.waiting for queue in self.queues):
             with self.lock:
                 for queue in self.queues:
-                    queue.wake(lambda load: not any_writing(load.keys))
+                    queue.wake(lambda load: bool(load.keys) and not any_writing(load.keys))
 
     def stop(self) -> None:
         """Refuse new tasks and cancel the accepted ones, which end after their calls in flight. Does not wait."""
@@ -227,7 +227,7 @@ class Prefetcher:
             queue.waiting.append(load)
             # The threads may be asleep until a later time than this one.
             queue.changed.notify_all()
-        if not self._l1.any_writing(step.keys):
+        if step.keys and not self._l1.any_writing(step.keys):
             # The writers ended before it waited.
             with self.lock:
                 if load in queue.waiting:

@@ -105,6 +105,14 @@ def node(server: tuple[ServerProcess, Path]) -> Iterator[Node]:
         node.slow(0)
 
 
+def test_the_prefill_saved_is_counted_by_model_and_tenant(node: Node) -> None:
+    status = node.wire.status()
+    saved_s = status["lookups"]["prefill_saved_s"]
+    assert saved_s >= SEEDS * ENGINE.prefill_s(0, TOKENS)
+    rows = status["use"]["models"]["tiny"], status["use"]["tenants"]["other"]
+    assert [row["prefill_saved_s"] for row in rows] == pytest.approx([saved_s] * 2)
+
+
 def test_what_a_slow_tier_has_is_computed_and_a_quick_one_is_used_again(node: Node) -> None:
     node.slow(SLOW_S)
     wait_until(lambda: node.found() < TOKENS, 60, "a hit that is cut")

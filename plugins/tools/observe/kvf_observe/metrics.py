@@ -37,6 +37,7 @@ USE: dict[str, tuple[str, Type, str]] = {
     "hit_tokens_total": ("hit_tokens", "counter", "tokens found by lookups"),
     "stored_objects_total": ("stored_objects", "counter", "objects stored in L1"),
     "evicted_objects_total": ("evicted_objects", "counter", "objects evicted from L1"),
+    "prefill_saved_seconds_total": ("prefill_saved_s", "counter", "prefill time saved, estimated"),
 }
 
 

@@ -1,0 +1,90 @@
+"""`[tenants.NAME] load_bandwidth`: the bucket never gives more than its rate, and a server limits that tenant alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvframework.api.keys import CacheKey, tenant_digest
+from kvframework.pricing import BURST_S, WAIT_S, LoadRate
+from kvframework.wire import messages as m
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
+from tests.support.wire_client import WireClient, key_for
+
+CHUNK, CHUNKS = 256, 40
+CHUNK_BYTES = CHUNK * 128
+SALTS = ("of the slow", "of the quick", "")
+
+
+@given(st.floats(1, 1e12), st.lists(st.tuples(st.floats(0, 10), st.floats(0, 5)), max_size=30))
+def test_no_span_of_time_gets_more_than_its_rate_and_a_burst(rate: float, asked: list[tuple[float, float]]) -> None:
+    """Each of `asked` comes so long after the one before it and wants so many seconds of the rate."""
+    bucket, now, loads = LoadRate(rate), 0.0, list[tuple[float, float]]()
+    for pause, wanted in asked:
+        now += pause
+        room = bucket.room(now)
+        assert room <= rate * (BURST_S + WAIT_S) * (1 + 1e-9)
+        nbytes = min(wanted * rate, room)
+        if nbytes > 0:
+            begin = bucket.take(nbytes, now)
+            assert begin - now <= WAIT_S - nbytes / rate + 1e-6, "its last byte waits for no longer than that"
+            loads.append((begin, nbytes))
+    for begin, _ in loads:
+        since = max(begin, 0.0)
+        later = [(max(at, 0.0), nbytes) for at, nbytes in loads if at >= begin]
+        for end, _ in later:
+            given = sum(min(nbytes, max(end - at, 0.0) * rate) for at, nbytes in later)
+            assert given <= (end - since + BURST_S) * rate * (1 + 1e-6) + 1e-6
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ServerProcess]:
+    tenants = [f"tenants.{salt[7:]}.salts=['{tenant_digest(salt)}']" for salt in SALTS[:2]]
+    disk = ("l2.0.use=filesystem", f"l2.0.path={tmp_path / 'l2'}", "server.chunk_size=256")
+    with ServerProcess(*tenants, *disk, f"tenants.slow.load_bandwidth={request.param}") as process:
+        yield process
+
+
+def filled(client: WireClient) -> dict[str, CacheKey]:
+    registered, tokens = client.register(), list(range(CHUNK * CHUNKS))
+    keys = {salt: key_for(registered, tokens, cache_salt=salt) for salt in SALTS}
+    for key in keys.values():
+        client.store(key, b"k")
+    wait_until(lambda: not any(tier["write_pending"] for tier in client.status()["l2"]), what="the writes to L2")
+    return keys
+
+
+@pytest.mark.parametrize("server", ["16KiB/s"], indirect=True)
+def test_what_a_tenant_may_not_load_is_a_miss_for_it_alone(server: ServerProcess) -> None:
+    with server.client() as client:
+        slow, quick, plain = filled(client).values()
+        client.call("CLEAR", m.Clear())
+        assert client.hit(slow) == CHUNK, "a hit in a tier is cut at what can be loaded in time"
+        client.store(slow, b"k")
+        assert client.hit(slow) == CHUNK * CHUNKS, "what is there is given whole, and then paid for: more than a minute"
+        assert [client.hit(key) for key in (slow, slow, quick, quick, plain)] == [0, 0, *[CHUNK * CHUNKS] * 3]
+        assert client.status()["lookups"]["misses"]["bandwidth"] == 3
+        record = next(each for each in client.call("RECENT", m.Recent()).records if each.reason)
+        assert (record.tenant, record.detail) == ("slow", "the tenant loads at most 16.0 KiB/s")
+
+
+@pytest.mark.parametrize("server", ["512KiB/s"], indirect=True)
+def test_loads_from_l2_wait_for_their_time(server: ServerProcess) -> None:
+    with server.client() as client, server.client() as other:
+        slow, quick, _ = filled(client).values()
+        client.call("CLEAR", m.Clear())
+        began = time.monotonic()
+        reply = client.lookup(slow)
+        assert other.hit(quick) == CHUNK * CHUNKS
+        quick_s = time.monotonic() - began
+        assert client.settled(reply).hit_tokens == CHUNK * CHUNKS
+        slow_s = time.monotonic() - began
+        least_s = CHUNKS // 16 * 16 * CHUNK_BYTES / (512 << 10) - BURST_S
+        assert slow_s >= least_s > 0.9
+        assert quick_s < slow_s, "no one waits for the tenant's bucket but the tenant"
