@@ -12,7 +12,10 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from kvf_run.node_server import keeper_of
+from kvf_run.node_server import end_keeper, keeper_of
+from tests.core.server.test_drain import CHUNKS, ended, filled
+from tests.support.held_server import HeldServer
+from tests.support.redis_server import RedisServer
 from tests.support.terminal import Terminal
 from tests.support.user_node import SLOW_S, Node, user_node
 from tests.support.waiting import wait_until
@@ -256,3 +259,13 @@ def _has(module: str) -> bool:
     import importlib.util
 
     return importlib.util.find_spec(module) is not None
+
+
+@pytest.mark.redis
+def test_who_stops_a_server_waits_for_its_drain(redis: RedisServer) -> None:
+    with filled(HeldServer, redis.url, "server.drain_s=4") as server:
+        redis.sigstop()
+        assert server.process is not None
+        assert end_keeper(server.process.pid, server.endpoint, 1.0)
+        assert ended(server) == 0
+        assert f"drained: 0 objects are written, {CHUNKS} (" in server.log

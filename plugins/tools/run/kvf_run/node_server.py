@@ -90,15 +90,22 @@ def started_keeper(endpoint: str) -> int | None:
     return noted if keeper is not None and keeper.get("pid") == noted else None
 
 
-def end_keeper(pid: int, timeout_s: float = _STOP_S) -> bool:
-    """End a keeper and its server in order, and wait for that; return whether it has ended. Blocks."""
+def end_keeper(pid: int, endpoint: str, timeout_s: float = _STOP_S) -> bool:
+    """End a keeper and its server in order, and wait for that; return whether it has ended. Blocks for `timeout_s`, and
+    for as long as the server drains."""
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:
         return True
     try:
         signal.pidfd_send_signal(process, signal.SIGTERM)
-        return _ended_within(process, timeout_s)
+        if _ended_within(process, timeout_s):
+            return True
+        status = _status_of(endpoint)
+        # A further signal would end the drain.
+        if status is None or status.drain.done is not False:
+            return _ended_within(process, 0.0)
+        return _ended_within(process, status.drain.left_s + _STOP_S)
     finally:
         os.close(process)
 
@@ -154,7 +161,7 @@ def _start(wanted: Wanted) -> Found:
     except BaseException:
         # An interrupt may come at any moment of its start.
         if keeper := _noted(note):
-            end_keeper(keeper)
+            end_keeper(keeper, wanted.endpoint)
         raise
     stops = f"stops after {short_duration(IDLE_STOP_S)} without an engine"
     l1 = f"L1 {ByteSize(status.l1.capacity_bytes)}{why}"

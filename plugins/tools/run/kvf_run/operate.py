@@ -24,7 +24,7 @@ def stop(endpoint: Endpoint = None, config: EndpointConfig = None) -> None:
     """End the server that `kvframework run` has started, and free its L1. Engines go on, and compute."""
     chosen = server_endpoint(endpoint, config)
     keeper = _keeper(chosen)
-    if not end_keeper(keeper):
+    if not end_keeper(keeper, chosen):
         raise EndpointError(f"process {keeper} does not end", where=chosen, hint=f"kill -9 {keeper}")
     print_text(f"stopped the server at {chosen}")
 
