@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from kvf_run.node_server import end_keeper, keeper_of
-from tests.core.server.test_drain import CHUNKS, ended, filled
 from tests.support.held_server import HeldServer
 from tests.support.redis_server import RedisServer
 from tests.support.terminal import Terminal
@@ -263,6 +262,9 @@ def _has(module: str) -> bool:
 
 @pytest.mark.redis
 def test_who_stops_a_server_waits_for_its_drain(redis: RedisServer) -> None:
+    # Skips where the tiers are not installed.
+    from tests.core.server.test_drain import CHUNKS, ended, filled
+
     with filled(HeldServer, redis.url, "server.drain_s=4") as server:
         redis.sigstop()
         assert server.process is not None
