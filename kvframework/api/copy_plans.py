@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from kvframework.api.layout import NO_BLOCK, LayerGroup, MemoryLayoutDesc
+from kvframework.api.layout import NO_BLOCK, BlockViews, GroupDesc, LayerGroup, MemoryLayoutDesc, TensorLike
 from kvframework.api.plugin import dtype_bytes
 from kvframework.api.transport import ArenaRange, GroupBlocks
 
-__all__ = ["CopyBatch", "CopyPlanner", "PlacedView", "Step"]
+__all__ = ["CopyBatch", "CopyPlanner", "PlacedView", "Step", "one_block", "placed"]
 
 
 class Step(NamedTuple):
@@ -96,6 +96,24 @@ class PlacedView(NamedTuple):
     strides: tuple[int, int, int, int]
 
 
+def placed(views: BlockViews) -> list[list[list[PlacedView]]]:
+    """Return the places of `Layout.block_views`, for a `CopyPlanner`."""
+
+    def place(view: TensorLike) -> PlacedView:
+        block, slot, head, element = (step * view.element_size() for step in view.stride())
+        return PlacedView(view.data_ptr(), (block, slot, head, element))
+
+    return [[[place(view) for view in plane] for plane in planes] for planes in views]
+
+
+def one_block(group: LayerGroup, block: int) -> tuple[MemoryLayoutDesc, ArenaRange, GroupBlocks]:
+    """Return the object of one block in canonical form, its range in `group.block_bytes` of memory, and its blocks: for
+    `gather_block`, by `CopyPlanner([group], desc, [views[group]]).plan([place], [blocks])`."""
+    one = GroupDesc((group.planes, group.num_layers, group.slots, group.hidden), group.dtype)
+    place, blocks = ArenaRange(0, 0, 0, one.nbytes), GroupBlocks([block], 1, 0, block)
+    return MemoryLayoutDesc(group.block_size, (one,)), place, blocks
+
+
 @dataclass(frozen=True)
 class _Lanes:
     """Planes and layers of one group with equal strides: their first blocks' addresses and their rows in an object."""
@@ -121,7 +139,8 @@ class _Places(NamedTuple):
 
 
 class CopyPlanner:
-    """Plans copies between memory seen as `views`, `[group][plane][layer]`, and objects of `desc`.
+    """Plans copies between memory seen as `views`, `[group][plane][layer]` (see `placed`), and objects of `desc`: those
+    of a `Registration`. Valid as long as the tensors keep their addresses.
 
     `merged`: neighbouring blocks make one long fragment, for copy engines; a kernel has fewer batches without.
     """
@@ -145,9 +164,10 @@ class CopyPlanner:
     def plan(
         self, ranges: Sequence[ArenaRange], blocks: Sequence[GroupBlocks], skip_tokens: int = 0, *, joined: bool = False
     ) -> list[CopyBatch]:
-        """Return the copies of a `CopyJob`. `NO_BLOCK` and the first `skip_tokens` tokens are left out. Ranges and
-        blocks fit the registration: the core has checked them. `joined`: shards that lie side by side in both memories
-        are one batch, by which a kernel reads the engine's memory once, from its beginning to its end."""
+        """Return the copies of a `CopyJob`, or of a plan's `ranges` and a transfer's `blocks`. `NO_BLOCK` and the first
+        `skip_tokens` tokens are left out. Ranges and blocks fit the registration: the core has checked them. `joined`:
+        shards that lie side by side in both memories are one batch, by which a kernel reads the engine's memory once,
+        from its beginning to its end."""
         places: defaultdict[_Alike, _Places] = defaultdict(lambda: _Places([], []))
         columned = self._columns(ranges, blocks) if joined and any(self._beside) else ((each, 1, 0) for each in ranges)
         for place, columns, distance in columned:

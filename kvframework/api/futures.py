@@ -53,7 +53,7 @@ class Future(Generic[T]):
         self._waited_for: threading.Event | None = None
         self._value: T | None = None
         self._error: BaseException | None = None
-        self._callbacks: list[Callable[[Future[T]], None]] = []
+        self._callbacks: list[Callable[[Future[T]], object]] = []
         # None once no new hold is accepted: the future is resolved, or its holds have expired.
         self._held: list[Callable[[], None]] | None = []
         self._cancel_hook = cancel_hook
@@ -104,7 +104,7 @@ class Future(Generic[T]):
         """Return the error of a failed future, None while pending and on success. Never blocks."""
         return self._error
 
-    def add_done_callback(self, callback: Callable[[Future[T]], None]) -> None:
+    def add_done_callback(self, callback: Callable[[Future[T]], object]) -> None:
         """Call `callback(future)` once the future is resolved, at once if it already is."""
         with self._lock:
             if not self._done:
@@ -230,7 +230,7 @@ class DeviceFuture(Generic[T]):
         future._add_release(release)
 
 
-def _call_all(calls: Sequence[Callable[[], None]]) -> None:
+def _call_all(calls: Sequence[Callable[[], object]]) -> None:
     """Make every call, then raise the first error: a stream may wait for one of the later calls."""
     failed: BaseException | None = None
     for call in calls:

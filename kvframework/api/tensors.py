@@ -61,15 +61,19 @@ class MemoryTensor:
         self.nbytes = math.prod(self.shape) * dtype_bytes(dtype)
 
     def data_ptr(self) -> int:
+        """Return the address of the first element."""
         return self.address
 
     def stride(self) -> tuple[int, ...]:
+        """Return the strides in elements."""
         return self.strides
 
     def element_size(self) -> int:
+        """Return the bytes of one element."""
         return dtype_bytes(self.dtype)
 
     def as_strided(self: T, shape: Sequence[int], strides: Sequence[int], /) -> T:
+        """Return the view of this shape, from the same first element on."""
         return self._made(0, shape, strides, self.dtype)
 
     def select(self: T, axis: int, index: int, /) -> T:

@@ -11,7 +11,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 from kvframework.api.futures import Future, StreamHook
 from kvframework.api.keys import CacheKey, ChunkContent
@@ -20,10 +20,8 @@ from kvframework.api.plugin import BlockIds, Buffer, Diagnose, Message, O, Provi
 from kvframework.api.requests import ClientInfo
 from kvframework.errors import KVFrameworkError, TransportMismatch
 
-if TYPE_CHECKING:
-    import torch
-
 __all__ = [
+    "Arena",
     "ArenaRange",
     "BlockIds",
     "CopyJob",
@@ -45,6 +43,13 @@ __all__ = [
     "error_code",
     "hookimpl",
 ]
+
+
+class Arena(NamedTuple):
+    """The whole L1 arena as it is mapped in this process: `view` shows it, `address` is where it begins."""
+
+    view: memoryview
+    address: int
 
 
 class ArenaRange(Message, frozen=True, array_like=True):
@@ -157,12 +162,14 @@ class GroupBlocks(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """One STORE or load of whole chunks, checked by the core: nothing of it needs another check.
+    """One STORE or load of whole chunks, checked by the core. The transport holds `kv_caches` against the declaration
+    (`BadLayout`), and `GroupBlocks.highest` against them if that leaves the number of blocks open (`BadBlockIds`).
 
     `key` names the tokens `[key.start, key.end)`, `blocks` the engine's blocks that hold them, a `GroupBlocks` per
     layer group; `block_ids` are the ids as passed by the engine, one list per layer group for all tokens. `kv_caches`
     are the engine's tensors, borrowed until the transfer's future is resolved. `event` is the engine's own event behind
-    the work that the copy has to wait for, None for the work in the calling thread's current stream. `content` goes to
+    the work that the copy has to wait for, None for the work in the calling thread's current stream, where a transport
+    that copies later records an event. Any other object is a miss, never taken for None. `content` goes to
     the server beside the bytes, if it has asked for it. `grant` is for the link, which need not ask for ranges then.
     `in_pieces`: a transport that copies a load in the engine's own thread does so in `Future.advance` only, piece by
     piece; others take no notice.
@@ -173,7 +180,7 @@ class Transfer:
     kv_caches: Mapping[str, LayerTensors]
     block_ids: BlockIds
     blocks: Sequence[GroupBlocks]
-    event: torch.Event | None = None
+    event: object | None = None
     content: ChunkContent | None = None
     grant: LoadGrant | None = None
     in_pieces: bool = False
@@ -214,7 +221,7 @@ class Transfer:
         return blocks.ids[place.chunk * blocks.per_object : (place.chunk + 1) * blocks.per_object]
 
     def failed(self, error: BaseException) -> StoreOutcome:
-        """Return the outcome of a store that stored nothing."""
+        """Return the outcome of a store that stored nothing, as `LoadOutcome.failed` is that of a load."""
         return StoreOutcome(dropped=self.objects, error=error_code(error))
 
 
@@ -320,11 +327,13 @@ LostKind = Literal["lookups", "loads", "stores"]
 
 
 class EngineDrivenLink(ABC):
-    """The server as an engine-driven transport sees it. Thread-safe.
+    """The server as an engine-driven transport sees it. Thread-safe: `commit` and `abort` of a plan, too.
 
     A call that returns a future waits for the answer only briefly (50 ms, and not again while the server is slow), so
     most often the future is resolved. Else it resolves by the deadline of its kind, seconds later, for which a
-    transport should not hold up the engine's thread. Futures fail with `KVFrameworkError` (`DeadlineExceeded`,
+    transport must not hold up the engine's thread, nor throw the answer away: it goes on in a callback of the future.
+    Callbacks run in the calling thread if the answer is there, else in the connection's, which must not be held up:
+    there a transport starts a copy, or hands it to a thread. Futures fail with `KVFrameworkError` (`DeadlineExceeded`,
     `ServerGone`, a typed refusal) unless documented otherwise. `cancel` on the future of a `prepare` gives back what
     the answer may still reserve.
     """
@@ -392,8 +401,11 @@ class EngineLink(EngineDrivenLink, ServerDrivenLink):
 
 class TransferContext(ABC):
     """The engine half of a transport, one per registered instance. Called from the engine's own thread. Returns futures
-    and never polls or keeps them. An error of `store`, `load` or a future is a miss that the core logs and counts; only
-    `BadLayout` and `BadBlockIds`, for tensors and blocks that differ from the registered ones, reach the engine."""
+    and never polls or keeps them. An error of `store` or `load` is a miss that the core logs and counts; only
+    `BadLayout` and `BadBlockIds`, for tensors and blocks that differ from the registered ones, reach the engine. The
+    future of a transfer never fails: its outcome is then `Transfer.failed(error)` or `LoadOutcome.failed(error)`. Its
+    `cancel` makes a miss at once while the transfer waits for server or event, else when the copy is over, since what
+    that touches is not the engine's yet. The same if the server dies: the arena stays mapped as long as the plan."""
 
     def on_layout(self, layout: Layout, declared: KVLayout) -> None:
         """Receive the declaration of the tensors before each `memory_handles`: for transports that export them."""
@@ -403,6 +415,13 @@ class TransferContext(ABC):
         """Return handles of the engine's memory for the server half, at most 4096 bytes each; () if engine-driven."""
         del kv_caches
         return ()
+
+    def on_arena(self, arena: Arena | None) -> None:
+        """Receive the mapped arena, at each registration at which it is another one, for devices that must know host
+        memory (`cudaHostRegister`, `clEnqueueSVMMap`, Level Zero's import). None, with the end of the session or before
+        `close`: forget it once no copy is under way, and drop all references: until then it stays mapped, and the
+        server takes this process for alive. Long work belongs into a thread. Raises `DeviceError`."""
+        return
 
     def on_registered(self, registration: Registration, layout: Layout) -> None:
         """Called after every registration, a reconnect's too. Raises `BadLayout` or `TransportMismatch` for what it
@@ -422,7 +441,7 @@ class TransferContext(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Free the context's resources. Idempotent."""
+        """Cancel what waits, wait for copies that have begun, and free the context's resources. Idempotent."""
 
     def gather_block(self, kv_caches: Mapping[str, LayerTensors], blocks: Sequence[int]) -> list[bytes]:
         """Return one block per layer group (`blocks`), through the path that stores take, as the bytes of its
@@ -436,8 +455,9 @@ class TransferContext(ABC):
 @dataclass(frozen=True, kw_only=True)
 class TransportProvider(Provider[O]):
     """A transport. `create` makes the engine half. `create_server(options, arena_fd)` makes the server half, None for
-    an engine-driven transport; `arena_fd` is the arena's descriptor, borrowed until the half is closed. `is_gpu` says
-    whether it moves the memory of an accelerator. `diagnose` as for `TierProvider`, of devices and their driver."""
+    an engine-driven transport; `arena_fd` is the arena's descriptor, borrowed until the half is closed. `is_gpu`: it
+    moves the memory of an accelerator, as the status says of its instances; the doctor looks at the limit of locked
+    memory. `diagnose` as for `TierProvider`, of devices and their driver."""
 
     kind = "transport"
 

@@ -15,10 +15,12 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from kvframework import errors
+from kvframework.api.copying import address_of
+from kvframework.api.futures import Future, Promise
 from kvframework.api.installing import warn_of_missing_kernels
 from kvframework.api.keys import CacheKey, compute_namespace
 from kvframework.api.layout import EngineView, KVLayout, LayerTensors, Layout, MemoryLayoutDesc, with_chunk
-from kvframework.api.transport import Registration, Transfer, TransferContext
+from kvframework.api.transport import Arena, Registration, Transfer, TransferContext
 from kvframework.client.kv_client import KVClient, bare_transfer
 from kvframework.client.shards import ModelPart, ShardedLayout, Shards, shards_of
 from kvframework.logs.limit import LogLimit
@@ -87,6 +89,7 @@ class Instance:
         self._lock = threading.Lock()
         self._registering = threading.Lock()
         self._exports = False
+        self._arena_ends: Future[None] = Future.resolved(None)
         self._refused = False
         self._choose_transport(f"transport of instance {identity.instance_id}")
         client.when_up(self._register_again)
@@ -117,6 +120,7 @@ class Instance:
                 self._unregister(urgent=self._exports)
             finally:
                 # Only now: until the server has closed its mappings it may refer to the transport's resources.
+                self._arena_ends.cancel()
                 self.transfer.close()
 
     def _choose_transport(self, where: str) -> None:
@@ -144,7 +148,8 @@ class Instance:
                 self._asked = client.boot_id
                 self.registered = self._register(urgent=False)
             except BaseException as error:
-                transfer.close()
+                self._arena_ends.cancel()
+                self.transfer.close()
                 if wanted != AUTO or not isinstance(
                     error, (errors.DeviceError, errors.BadLayout, errors.TransportMismatch)
                 ):
@@ -206,6 +211,24 @@ class Instance:
             self._refused = False
         log.info("instance %d registered again", self.identity.instance_id)
 
+    def _offer_arena(self) -> None:
+        """Show the transport the arena that is mapped now, once, and its end: with the session or the instance."""
+        arena, transfer = self.client.arena, self.transfer
+        if arena is None or not self._arena_ends.query():
+            return
+
+        def ended(_: object) -> None:
+            try:
+                transfer.on_arena(None)
+            except Exception:
+                log.exception("transport %s could not forget the arena", self._transport)
+
+        with address_of(arena.view) as (address, _):
+            transfer.on_arena(Arena(arena.view, address))
+        self._arena_ends = Promise()
+        self._arena_ends.add_done_callback(ended)
+        self.client.cancel_when_down(self._arena_ends)
+
     def _gathered(self, blocks: Sequence[int]) -> list[bytes]:
         """One block of each layer group, through the path that stores take."""
         shards = self.registered.shards
@@ -231,6 +254,7 @@ class Instance:
             layout, declared = ShardedLayout(layout, own, shards), shards.layout(own)
             desc = layout.object_desc(declared, hello.chunk_size)
             one_rank = replace(desc, groups=desc.groups[: len(whole.groups)])
+        self._offer_arena()
         self.transfer.on_layout(layout, declared)
         handles = self.transfer.memory_handles(self.kv_caches)
         self._exports = bool(handles)

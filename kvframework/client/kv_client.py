@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from operator import attrgetter, index
-from typing import TYPE_CHECKING, SupportsIndex, TypeVar
+from typing import SupportsIndex, TypeVar
 
 from kvframework.api.futures import Future, Promise, StreamHook
 from kvframework.api.hasher import Buffer
@@ -38,9 +38,6 @@ from kvframework.messaging.client.link import Answer
 from kvframework.wire import messages as m
 from kvframework.wire.protocol import SINCE_0_3
 from kvframework.wire.transfer_blocks import checked_blocks, pack_block_ids, pack_indices, unpack_indices
-
-if TYPE_CHECKING:
-    import torch
 
 log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
@@ -91,7 +88,7 @@ def checked_transfer(
     key: CacheKey,
     kv_caches: Mapping[str, LayerTensors],
     block_ids: BlockIds,
-    event: torch.Event | None,
+    event: object | None,
     content: ChunkContent | None = None,
     *,
     storing: bool,

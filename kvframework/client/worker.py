@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from kvframework import errors
 from kvframework.api.futures import Future
@@ -33,9 +33,6 @@ from kvframework.client.instance import Instance, InstanceIdentity
 from kvframework.client.kv_client import KVClient, checked_skip, checked_tokens, checked_transfer
 from kvframework.client.scheduler import SchedulerAdapter
 from kvframework.logs.limit import LogLimit
-
-if TYPE_CHECKING:
-    import torch
 
 log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
@@ -113,7 +110,7 @@ class WorkerAdapter(InstanceIdentity):
         end: int,
         block_ids: BlockIds,
         kv_caches: Mapping[str, LayerTensors] | None = None,
-        event: torch.Event | None = None,
+        event: object | None = None,
     ) -> Future[StoreOutcome]:
         """Store tokens `[start, end)` held in `block_ids` (a list per layer group). `kv_caches` replaces the registered
         tensors for engines without stable memory. Dropped at once while the server is away, or silent for longer than a
@@ -136,7 +133,7 @@ class WorkerAdapter(InstanceIdentity):
         end: int,
         block_ids: BlockIds,
         kv_caches: Mapping[str, LayerTensors] | None = None,
-        event: torch.Event | None = None,
+        event: object | None = None,
         skip_first_n_tokens: int = 0,
         *,
         in_pieces: bool = False,
@@ -176,7 +173,7 @@ class WorkerAdapter(InstanceIdentity):
         requests: Sequence[RequestHashes],
         ranges: Sequence[tuple[int, int]],
         block_ids: Sequence[BlockIds],
-        event: torch.Event | None = None,
+        event: object | None = None,
     ) -> list[Future[StoreOutcome]]:
         """Submit a store for each request, in order, as `submit_store` does. Raises `RequestError` for lists of unequal
         length, and what `submit_store` raises for the first item; a later one that is bad has a future that says so."""
@@ -199,7 +196,7 @@ class WorkerAdapter(InstanceIdentity):
         requests: Sequence[RequestHashes],
         ranges: Sequence[tuple[int, int]],
         block_ids: Sequence[BlockIds],
-        event: torch.Event | None = None,
+        event: object | None = None,
         skip_first_n_tokens: Sequence[int] | None = None,
         *,
         in_pieces: bool = False,
@@ -270,7 +267,7 @@ class WorkerAdapter(InstanceIdentity):
         end: int,
         block_ids: BlockIds,
         kv_caches: Mapping[str, LayerTensors] | None,
-        event: torch.Event | None,
+        event: object | None,
         grant: LoadGrant | None = None,
         *,
         storing: bool,

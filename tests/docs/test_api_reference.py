@@ -39,6 +39,8 @@ def _bare(node: ast.ClassDef) -> Iterator[str]:
     for each in node.body:
         is_public = isinstance(each, Defined) and not each.name.startswith(("_", "test_"))
         if isinstance(each, Defined) and is_public and ast.get_docstring(each) is None:
+            if ast.unparse(each.body) == "...":  # of a protocol, whose docstring describes them all
+                continue
             decorators = {ast.unparse(decorator) for decorator in each.decorator_list}
             if not any(name.endswith((".setter", "overload", "fixture")) for name in decorators):
                 yield each.name

@@ -35,10 +35,6 @@ def _in(block: str, source: str) -> bool:
     return all(piece.strip() in source for piece in re.split(r"\n{3,}(?=[@a-zA-Z])", block))
 
 
-def test_the_metadata_is_the_examples() -> None:
-    assert (EXAMPLE / "pyproject.toml").read_text().strip() in [block.strip() for block in blocks(GUIDE, "toml")]
-
-
 def test_every_fault_can_be_injected(tmp_path: Path) -> None:
     with accelerator.SimulatedNode(tmp_path / "made" / "for" / "it") as made:
         for fault in get_args(node.Fault):

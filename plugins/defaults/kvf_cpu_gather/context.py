@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 
@@ -109,7 +109,7 @@ class CpuGather(TransferContext):
         moves = Moves(transfer, self._registered.of(transfer.kv_caches))
         try:
             mapped = self._uses_arena()
-            ready = transfer.event or moves.memory.mark()
+            ready = cast("torch.Event | None", transfer.event) or moves.memory.mark()
             return self._tasks.start(steps(moves, ready, mapped), ended, transfer.kv_caches, here=mapped)
         except Exception as error:  # noqa: BLE001 - see above
             return Future.resolved(ended(None, error))

@@ -15,8 +15,8 @@ import torch
 
 from kvf_cpu_gather.kernel import CopyKernel
 from kvf_cpu_gather.torch_copies import Copies, Piece, TorchCopies, mark_device, on_host, wait_for_devices
-from kvframework.api.copy_plans import CopyPlanner, PlacedView
-from kvframework.api.layout import GroupDesc, LayerGroup, LayerTensors, Layout, MemoryLayoutDesc
+from kvframework.api.copy_plans import CopyPlanner, one_block, placed
+from kvframework.api.layout import LayerGroup, LayerTensors, Layout, MemoryLayoutDesc
 from kvframework.api.plugin import Buffer
 from kvframework.api.transport import ArenaRange, GroupBlocks, Registration, Transfer
 from kvframework.errors import BadBlockIds
@@ -151,8 +151,7 @@ class PlannedMemory(EngineMemory):
     ) -> None:
         super().__init__(views)
         self._kernel = kernel
-        placed = [[[_placed(view) for view in plane] for plane in planes] for planes in views]
-        self._planner = CopyPlanner(groups, desc, placed, merged=False)
+        self._planner = CopyPlanner(groups, desc, placed(views), merged=False)
 
     def copies(self, blocks: Sequence[GroupBlocks]) -> Copies:
         return KernelCopies(self._kernel, self._planner, blocks)
@@ -216,12 +215,6 @@ def memory_of(
     return ViewedMemory(groups, desc, views)
 
 
-def _placed(view: torch.Tensor) -> PlacedView:
-    size = view.element_size()
-    block, slot, head, element = view.stride()
-    return PlacedView(view.data_ptr(), (block * size, slot * size, head * size, element * size))
-
-
 class Moves:
     """The moves of one transfer. Borrows the engine's tensors. Raises `BadBlockIds` for blocks that these tensors do
     not have, which a registration without a number of blocks cannot check."""
@@ -267,14 +260,9 @@ def gather_blocks(
     """Return one block of each layer group as the bytes of its canonical form `[planes, layers, slots per block,
     hidden]`, by the copies that stores make."""
     gathered = []
-    for group, view, desc, block in zip(
-        registration.layout.groups, views, registration.desc.groups, blocks, strict=True
-    ):
-        planes, layers, _, hidden = desc.shape
-        one = GroupDesc((planes, layers, group.slots, hidden), desc.dtype)
-        memory = torch.empty(one.nbytes, dtype=torch.uint8)
-        seen = memory_of(kernel, [group], MemoryLayoutDesc(group.block_size, (one,)), [view])
-        copies = seen.copies([GroupBlocks([block], 1, 0, block)])
-        copies.gather(memory, [ArenaRange(0, 0, 0, one.nbytes)])
+    for group, view, block in zip(registration.layout.groups, views, blocks, strict=True):
+        desc, place, held = one_block(group, block)
+        memory = torch.empty(place.length, dtype=torch.uint8)
+        memory_of(kernel, [group], desc, [view]).copies([held]).gather(memory, [place])
         gathered.append(bytes(memory.tolist()))
     return gathered

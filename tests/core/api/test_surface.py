@@ -106,7 +106,7 @@ CHANGES = {
     "a bound": ("kvf_devices.driver", "Meta(ge=1, desc", "Meta(ge=2, desc"),
     "a method that must be there": ("kvframework.api.eviction", "def on_access", "def on_use"),
     "the order of fields": (
-        "kvf_devices.driver",
+        "kvframework.api.transport",
         "view: memoryview\n    address: int",
         "address: int\n    view: memoryview",
     ),

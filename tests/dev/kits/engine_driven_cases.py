@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvf_cpu_gather import context
+from kvf_cpu_gather import context, transfer_steps
 from kvf_cpu_gather.engine_memory import Moves, RegisteredMemory
 from kvf_cpu_gather.transfer_steps import TaskRunner, planned
 from kvf_cpu_gather.wire_path import Staging, WirePath
@@ -48,6 +48,16 @@ def answers_a_hit(link: Any, transfer: Any, moves: Any, ready: Any, skip: int) -
         return (yield plan.commit())
 
 
+def throws_late_answers_away(sent: Any) -> Any:
+    if not sent.query():
+        sent.cancel()
+    return (yield sent)
+
+
+def keeps_late_answers(sent: Any) -> Any:
+    return (yield sent)
+
+
 def first_memory(self: Any, caches: Any, right: Any = RegisteredMemory.of) -> Any:
     self.first = getattr(self, "first", None) or right(self, caches)
     return self.first
@@ -68,6 +78,8 @@ BUGS: dict[str, list[tuple[Any, str, Any]]] = {
     "CommitsFirst": [(context, "store_in_arena", commits_first)],
     "PublishesWhatFailed": [(context, "store_in_arena", publishes_what_failed)],
     "KeepsItsRanges": [(context, "store_in_arena", keeps_its_ranges)],
+    "ThrowsLateAnswersAway": [(transfer_steps, "planned", throws_late_answers_away)],
+    "KeepsLateAnswers": [(transfer_steps, "planned", keeps_late_answers)],
     "AnswersAHit": [(context, "load_from_arena", answers_a_hit)],
     "RemembersTheTensors": [(RegisteredMemory, "of", first_memory)],
     "LoadsHalfOfTheWire": [(WirePath, "load", half_of_the_wire)],

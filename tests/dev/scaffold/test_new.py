@@ -248,20 +248,22 @@ def test_a_tier_in_a_helper_process_differs_in_what_it_must(tmp_path: Path) -> N
 
 
 def test_a_transport_is_driven_by_the_engine_or_by_the_server(tmp_path: Path) -> None:
-    assert new(tmp_path, "transport", "mine").returncode == 0
-    assert new(tmp_path, "transport", "mine", "--driver", "--path", "driver").returncode == 0
-    plain, driver = (
-        {str(each.relative_to(folder)) for each in folder.rglob("*") if each.is_file()}
-        for folder in (tmp_path / "kvf-mine", tmp_path / "driver")
-    )
+    found = {}
+    for variant in ("", "--driver", "--async"):
+        folder = tmp_path / f"mine{variant}"
+        assert new(tmp_path, "transport", "mine", *[variant] * bool(variant), "--path", folder.name).returncode == 0
+        found[variant] = {str(each.relative_to(folder)) for each in folder.rglob("*") if each.is_file()}
+    plain, driver, asynchronous = found.values()
+    accelerator = {"kvf_mine/runtime.py", "kvf_mine/options.py", "tests/mine_rig.py"}
     assert plain - driver == {"kvf_mine/context.py", "kvf_mine/blocks.py"}
-    assert driver - plain == {
-        "kvf_mine/engine.py",
-        "kvf_mine/copier.py",
-        "kvf_mine/runtime.py",
-        "kvf_mine/options.py",
-        "tests/mine_rig.py",
-    }
+    assert driver - plain == accelerator | {"kvf_mine/engine.py", "kvf_mine/copier.py"}
+    assert asynchronous - plain == accelerator | {"kvf_mine/device.py", "kvf_mine/copies.py"}
+    assert plain - asynchronous == {"kvf_mine/blocks.py"}
+
+
+def test_one_plugin_is_of_one_variant() -> None:
+    with pytest.raises(NameRefused, match="--driver and --async exclude each other"):
+        choose_names("transport", "mine", "driver", "async")
 
 
 @pytest.mark.parametrize(
@@ -271,6 +273,6 @@ def test_a_variant_that_the_kind_lacks_is_refused(tmp_path: Path, kind: str, opt
     done = new(tmp_path, kind, "mine", option)
     assert done.returncode == 2
     assert f"{option}: the kind {kind} has no {option}" in done.stderr
-    assert "expected: tier --helper, transport --driver" in done.stderr
+    assert "expected: tier --helper, transport --driver, transport --async" in done.stderr
     assert f"hint: leave {option} out" in done.stderr
     assert os.listdir(tmp_path) == []

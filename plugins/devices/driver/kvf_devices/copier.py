@@ -22,10 +22,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvf_devices import messages as m
-from kvf_devices.driver import Arena, CopierDriver, DeviceOptions
+from kvf_devices.driver import CopierDriver, DeviceOptions
 from kvf_devices.handles import read_handles
 from kvframework.api.copy_plans import CopyBatch, CopyPlanner
 from kvframework.api.process import LogForm, configure_logging, end_logging, end_with_parent
+from kvframework.api.transport import Arena
 from kvframework.errors import DeviceError, DeviceLost, KVFrameworkError
 
 log = logging.getLogger(__name__)

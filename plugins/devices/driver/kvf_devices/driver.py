@@ -40,13 +40,6 @@ class Exported(NamedTuple):
     offset: int
 
 
-class Arena(NamedTuple):
-    """The whole L1 arena as it is mapped in this process: `view` shows it, `address` is where it begins."""
-
-    view: memoryview
-    address: int
-
-
 class DeviceOptions(Options, frozen=True):
     """Base of the options of a device transport, with those of every device's part. Vendors add their own."""
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from kvf_devices.driver import Arena, CopierDriver, DeviceOptions, EngineDriver
-from kvframework.api.transport import EngineLink, ServerTransport, TransferContext, TransportProvider
+from kvf_devices.driver import CopierDriver, DeviceOptions, EngineDriver
+from kvframework.api.transport import Arena, EngineLink, ServerTransport, TransferContext, TransportProvider
 from kvframework.errors import DeviceError
 
 D = TypeVar("D", bound=DeviceOptions)

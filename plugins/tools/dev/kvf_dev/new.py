@@ -17,6 +17,7 @@ _EPILOG = examples(
     "kvframework new eviction slru --path ~/slru",
     "kvframework new tier mystore --helper         in a separate process",
     "kvframework new transport mydev --driver      of an accelerator",
+    "kvframework new transport mydev --async       of one whose memory stays in the engine",
 )
 
 
@@ -37,6 +38,9 @@ def new(
     driver: Annotated[
         bool, typer.Option("--driver", help="A transport of an accelerator, whose memory the server copies.")
     ] = False,
+    asynchronous: Annotated[
+        bool, typer.Option("--async", help="A transport of an accelerator that copies while the engine goes on.")
+    ] = False,
     path: Annotated[Path | None, typer.Option("--path", help="The folder to make. Default: ./kvf-NAME.")] = None,
 ) -> None:
     """Write a new plugin: a distribution that works as it is, with its tests, as a start for your own."""
@@ -45,7 +49,7 @@ def new(
     from kvf_dev.scaffold import choose_names, kits_requirement, render, write_distribution
     from kvframework.api.console import stdout
 
-    names = choose_names(kind, name, *["helper"] * helper, *["driver"] * driver)
+    names = choose_names(kind, name, *["helper"] * helper, *["driver"] * driver, *["async"] * asynchronous)
     folder = path if path is not None else Path(names.distribution)
     files = render(names)
     write_distribution(folder, files)

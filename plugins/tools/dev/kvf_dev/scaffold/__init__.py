@@ -25,9 +25,13 @@ from kvframework.registry.discovery import KINDS, discover
 _SUFFIX = "-tpl"
 # Kind and option of each variant of the plain plugin, and the folders of its templates: a later one's file stands in
 # the place of an earlier one's.
-VARIANTS = {("tier", "helper"): ("tier", "tier-helper"), ("transport", "driver"): ("transport-driver",)}
+VARIANTS = {
+    ("tier", "helper"): ("tier", "tier-helper"),
+    ("transport", "driver"): ("accelerator", "transport-driver"),
+    ("transport", "async"): ("accelerator", "transport-async"),
+}
 # The plain plugins that have more than the folder of their kind.
-_PLAIN = {"layout": ("torch", "layout"), "transport": ("torch", "transport")}
+_PLAIN = {"layout": ("torch", "layout")}
 
 
 class ScaffoldError(KVFrameworkError, RuntimeError, code="scaffold.failed"):
@@ -92,8 +96,9 @@ class PluginNames:
 
     @property
     def test_requirements(self) -> dict[str, tuple[str, ...]]:
-        """The distributions that its tests need, with their extras: the kits, and torch where KV is made of tensors."""
-        torch = {"kvframework": ("torch",)} if self.kind in ("layout", "transport") else {}
+        """The distributions that its tests need, with their extras: the kits, and torch where views are compared with
+        its own."""
+        torch = {"kvframework": ("torch",)} if self.kind == "layout" else {}
         return {"kvframework-dev": (), **torch}
 
 
@@ -109,6 +114,9 @@ def choose_names(kind: str, name: str, *variants: str) -> PluginNames:
             fact, available = f"the kind {kind} has no --{variant}", [f"{each} --{option}" for each, option in VARIANTS]
             hint = f"leave --{variant} out"
             raise NameRefused(fact, where=f"--{variant}", available=", ".join(available), hint=hint)
+    if len(variants) > 1:
+        fact = f"--{variants[0]} and --{variants[1]} exclude each other"
+        raise NameRefused(fact, where="KIND", available="one of them", hint="write a plugin for each")
     names = PluginNames(kind, name, *variants)
     for fact in _taken(names):
         raise NameRefused(fact, where="NAME", hint="choose another name: two plugins cannot share one name")

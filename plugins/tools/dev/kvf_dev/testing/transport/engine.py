@@ -108,7 +108,7 @@ class KitEngine:
         self, request: RequestHashes, blocks: BlockIds, start: int = 0, end: int | None = None, event: object = None
     ) -> Future[StoreOutcome]:
         event = self.rig.event() if event is None else event
-        return self.worker.submit_store(request, start, self._end(end), blocks, self._passed, event)  # type: ignore[arg-type]
+        return self.worker.submit_store(request, start, self._end(end), blocks, self._passed, event)
 
     def load(
         self,
@@ -127,7 +127,7 @@ class KitEngine:
             self._end(end),
             blocks,
             self._passed,
-            event=self.rig.event() if event is None else event,  # type: ignore[arg-type]
+            event=self.rig.event() if event is None else event,
             skip_first_n_tokens=skip,
             in_pieces=in_pieces,
         )

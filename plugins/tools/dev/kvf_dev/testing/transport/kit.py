@@ -123,6 +123,9 @@ class TransportKit(Kit):
         what = f"{of} to give its ranges and pins back"
         wait_until(lambda: held_by(status_of(client)) == (0, 0), what, SOON_S)
 
+    def copies_in_engine(self, rig: TransportRig) -> bool:
+        return getattr(registry_for(rig).resolve("transport", rig.transport), "create_server", None) is None
+
     def provider(self, rig: TransportRig) -> tuple[DeviceTransportProvider[Any], Options]:
         """Return the provider of a device driver, and the server's options; skip the test for any other transport."""
         registry = registry_for(rig)

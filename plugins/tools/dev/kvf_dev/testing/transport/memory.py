@@ -187,8 +187,7 @@ class Faults(TransportKit):
             "the copier whose context is poisoned goes on: raise DeviceLost once nothing works any more"
         )
 
-    def test_what_is_no_event_is_not_taken_for_none(self, rig: TransportRig, engine: KitEngine) -> None:
-        self.provider(rig)
+    def test_what_is_no_event_is_not_taken_for_none(self, engine: KitEngine) -> None:
         request = engine.request()
         stored = engine.store(request, engine.source(), event=object()).result(PATIENCE_S)
         assert not stored.ok, "the copy came too early: raise DeviceError for what is no event of the device"

@@ -146,6 +146,18 @@ class Order(TransportKit):
         assert answered, "the copier did not answer while a copy was under way"
         must_succeed(standing)
 
+    def test_close_waits_for_a_copy_under_way(self, rig: TransportRig, engine: KitEngine) -> None:
+        with self.in_mid_copy(rig, lambda: engine.store(engine.request(), engine.source())) as (future, go_on):
+            closing = threading.Thread(target=engine.close)
+            closing.start()
+            closing.join(_A_WHILE_S)
+            early = not closing.is_alive() or future.query()
+            go_on()
+            closing.join(PATIENCE_S)
+        assert not early, "close returned, or the transfer ended, while its copy stood still: blocks are still touched"
+        assert not closing.is_alive(), "close did not return after the copy under way was over"
+        assert future.wait(self.patience_s), "the transfer under way did not end with close"
+
 
 class Streams(TransportKit):
     """Work on the engine's own streams behind a transfer."""
@@ -301,7 +313,10 @@ class Life(TransportKit):
             loading.start()
             wait_until(rig.held, "a copy that is held")
             server.kill()
-            if rig.synchronous:
+            if self.copies_in_engine(rig):
+                # The copy goes on in the engine, into blocks that are not the engine's until it is over.
+                loading.join(_A_WHILE_S)
+                assert not answered, "the load was answered while its copy stood still"
                 held.close()
             loading.join(PATIENCE_S)
         assert answered != [True], (
