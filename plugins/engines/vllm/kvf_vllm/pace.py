@@ -11,20 +11,38 @@ from collections.abc import Callable
 SHARE = 0.25
 # How long a load may take within a step that would compute nothing else: no request waits for it but new ones.
 IDLE_S = 0.05
-_STEPS, _LOADS, _PIECES = 32, 16, 16
+_STEPS, _COPIES = 32, 16
 
 
-class LoadPace:
-    """Whether a load is short beside the next step, as the scheduler sees it. A step begins, computes, and ends; of
-    several under way the first one ends first. Sizes are bytes or tokens, all of one unit. For one thread."""
+class _Pace:
+    """What both sides learn: how long steps take, and how fast loads are copied. Sizes are bytes or tokens, all of one
+    unit. For one thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self._steps: deque[float] = deque(maxlen=_STEPS)
+        self._copied: deque[tuple[float, float]] = deque(maxlen=_COPIES)
+
+    def copied(self, size: float, seconds: float) -> None:
+        self._copied.append((size, seconds))
+
+    def _took_s(self, size: float) -> float | None:
+        """Return how long a load of this size will take to copy, None as long as nothing is known."""
+        if not self._copied:
+            return None
+        copied = sum(each for each, _ in self._copied)
+        return size * sum(seconds for _, seconds in self._copied) / max(copied, 1.0)
+
+
+class LoadPace(_Pace):
+    """Whether a load is short beside the next step, as the scheduler sees it. A step begins, computes, and ends; of
+    several under way the first one ends first."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(clock)
         # When each step under way began, None for one that says nothing of how long steps take.
         self._begun: deque[float | None] = deque(maxlen=16)
         self._ended = 0.0
-        self._steps: deque[float] = deque(maxlen=_STEPS)
-        self._copied: deque[tuple[float, float]] = deque(maxlen=_LOADS)
         # What the loads within the step that is planned now will take.
         self._planned_s = 0.0
 
@@ -45,9 +63,6 @@ class LoadPace:
             self._steps.append(now - max(began, self._ended))
         self._ended = now
 
-    def copied(self, size: float, seconds: float) -> None:
-        self._copied.append((size, seconds))
-
     def is_short(self, size: float, *, idle: bool) -> bool:
         """Whether such a load, and those that are planned already, fit within the next step; `idle`: that computes
         nothing else. False as long as nothing is known."""
@@ -60,21 +75,13 @@ class LoadPace:
     def plan(self, size: float) -> None:
         self._planned_s += self._took_s(size) or IDLE_S
 
-    def _took_s(self, size: float) -> float | None:
-        if not self._copied:
-            return None
-        copied, seconds = sum(each[0] for each in self._copied), sum(each[1] for each in self._copied)
-        return size * seconds / max(copied, 1.0)
 
-
-class PiecePace:
-    """How much of the loads between steps a worker copies in one step, so that the requests that it computes hardly
-    wait. For one thread."""
+class PiecePace(_Pace):
+    """How much of the loads between steps, in bytes, a worker copies in one step, so that the requests that it computes
+    hardly wait."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._steps: deque[float] = deque(maxlen=_STEPS)
-        self._pieces: deque[tuple[int, float]] = deque(maxlen=_PIECES)
+        super().__init__(clock)
         # The end of the last step's loads, None if it computed nothing.
         self._since: float | None = None
         self._begun = 0.0
@@ -89,15 +96,12 @@ class PiecePace:
             return None
         if self._since is not None:
             self._steps.append(self._begun - self._since)
-        if not self._steps or not self._pieces:
+        byte_s = self._took_s(1.0)
+        if not self._steps or byte_s is None:
             return 0
-        nbytes, seconds = (sum(each) for each in zip(*self._pieces, strict=True))
         # The shortest: the others were those of a prefill, or an idle engine's.
         left_s = self._begun + SHARE * min(self._steps) - self._clock()
-        return int(max(left_s, 0.0) * nbytes / max(seconds, 1e-9))
-
-    def copied(self, nbytes: int, seconds: float) -> None:
-        self._pieces.append((nbytes, seconds))
+        return int(max(left_s, 0.0) / max(byte_s, 1e-15))
 
     def end(self, *, computes: bool) -> None:
         self._since = self._clock() if computes else None

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
@@ -54,7 +53,9 @@ def logs(
             for text in followed(path):
                 typer.echo(text, nl=False)
     except FileNotFoundError:
-        _no_log(path)
+        raise EndpointError(
+            "the server has no log", where=str(path), hint="only a server of `kvframework run` writes a log file"
+        ) from None
 
 
 def _keeper(endpoint: str) -> int:
@@ -73,10 +74,4 @@ def _keeper(endpoint: str) -> int:
         "no server of `kvframework run` runs at the endpoint",
         where=endpoint,
         hint="start one with: kvframework run -- vllm serve MODEL; stop a server of `kvframework serve` with Ctrl-C",
-    )
-
-
-def _no_log(path: Path) -> NoReturn:
-    raise EndpointError(
-        "the server has no log", where=str(path), hint="only a server of `kvframework run` writes a log file"
     )
