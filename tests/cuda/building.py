@@ -76,7 +76,6 @@ def preload() -> None:
 
 
 def is_simulated() -> bool:
-    """Whether the driver of this process is the simulated one."""
     return driver_library.cache_info().currsize > 0 and str(driver_library()) in _loaded()
 
 

@@ -62,7 +62,6 @@ class Definition(NamedTuple):
 
 
 def surface() -> str:
-    """The whole file."""
     names = {module: public(module) for module in MODULES}
     known = {definition for each in names.values() for definition in each.values()}
     lines = [f"# The public surface of plugin API {'.'.join(map(str, API_VERSION))}. Renew with {RENEW}"]
@@ -130,7 +129,6 @@ def find(module: str, name: str) -> Definition:
 
 
 def described(name: str, definition: Definition, known: set[Definition]) -> Iterator[str]:
-    """The lines of one name."""
     node = definition.node
     if isinstance(node, ast.ClassDef):
         bases = [ast.unparse(each) for each in node.bases if hidden_base(definition, each, known) is None]

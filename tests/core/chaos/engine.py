@@ -77,7 +77,6 @@ class Engine:
         self._told_at = 0.0
 
     def run(self) -> None:
-        """Work until the harness asks for the end."""
         ways: list[tuple[Callable[[Prompt, RequestHashes], None], int]] = [
             (self._turn, 16),
             (self._abandon_lookup, 1),
@@ -243,7 +242,6 @@ class Engine:
         return Claim(self._model, self._namespace, digests, 0, evictions, boot_id, began)
 
     def _blocks(self, chunks: int) -> list[int]:
-        """Draw blocks, either scattered or adjacent."""
         if self._chance.random() < 0.5:
             first = self._chance.randrange(BLOCKS - chunks * PER_CHUNK + 1)
             return list(range(first, first + chunks * PER_CHUNK))

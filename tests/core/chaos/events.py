@@ -7,8 +7,6 @@ import msgspec
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """Settings of an engine process. `incarnation` counts its starts."""
-
     endpoint: str
     seed: int
     number: int
@@ -23,8 +21,6 @@ class Event(msgspec.Struct, frozen=True, tag=True):
 
 
 class Tally(Event, frozen=True):
-    """Counts since the last tally."""
-
     turns: int = 0
     loads: int = 0
     failed_loads: int = 0

@@ -45,7 +45,6 @@ class Ledger:
         self._lock = threading.Lock()
 
     def violate(self, text: str) -> None:
-        """Record a violation; only the first is kept."""
         with self._lock:
             self.violation = self.violation or text
         self.failed.set()

@@ -76,7 +76,6 @@ class EngineProcess:
             self._reap()
 
     def ask_to_stop(self) -> None:
-        """Ask the engine to end after its current turn."""
         if self._line is not None:
             self._ending = True
             self._line.send_bytes(b"stop")
@@ -119,7 +118,6 @@ class EngineProcess:
 
 
 def _become_engine(settings: Settings, log: str, line: Connection) -> None:
-    """The main function of the new process."""
     with open(log, "ab") as file:
         os.dup2(file.fileno(), 2)
     from tests.core.chaos.engine import live

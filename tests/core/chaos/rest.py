@@ -33,7 +33,6 @@ def check_rest(world: World) -> None:
 
 
 def check_end(world: World) -> None:
-    """End the server by SIGTERM."""
     status = world.server.stop()
     assert status == 0, f"the server ended with status {status}"
     folder, stays = world.server.log_file.parent, (world.server.log_file.name, "s.sock.hold.lock")

@@ -90,7 +90,6 @@ def die_with_pins(endpoint: str, chance: random.Random) -> None:
 
 
 def die_with_leases(endpoint: str, chance: random.Random) -> None:
-    """Clients that end while they store."""
     for _ in range(10):
         with WireClient(endpoint, timeout=_ANSWER_S) as client:
             instance = _instance(chance)

@@ -89,7 +89,6 @@ class Watch:
             self._tell(Complaint(text, began, now, excuses=STOPS))
 
     def _look(self) -> None:
-        """Report futures that never resolve."""
         told = set()
         while not self._over.wait(_LOOK_EVERY_S):
             now = time.monotonic()

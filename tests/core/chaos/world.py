@@ -117,7 +117,6 @@ class World:
             return client.status()
 
     def set_slowness(self, seconds: float) -> None:
-        """Set the delay of every later call to the folder."""
         if seconds:
             self._slowness.write_text(str(seconds))
         else:
@@ -161,6 +160,5 @@ class World:
         return EngineProcess(settings, self.folder / f"engine-{number}.log", report, died)
 
     def _environment(self, name: str, value: str) -> None:
-        """Set a variable that all processes of the run inherit."""
         os.environ[name] = value
         self._stack.callback(os.environ.pop, name, None)

@@ -52,7 +52,6 @@ def test_every_command_and_option_has_a_help_text() -> None:
 
 
 def broken(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A command in which something unforeseen happens."""
     (site / "broken.py").write_text(
         "import kvframework.registry.registry as registry\n"
         "def fail(*_): raise ValueError('two\\nlines [red]')\n"

@@ -16,8 +16,6 @@ from tests.support.waiting import wait_until
 
 
 class FileServer(ServerProcess):
-    """A server whose settings stand in a file."""
-
     def __init__(self, program: Sequence[str] = ("-m", "kvframework.cli.main")) -> None:
         super().__init__(program=program)
         self.file = Path(self._directory.name) / "kvf.toml"

@@ -35,7 +35,6 @@ def with_redis(redis: RedisServer) -> ServerProcess:
 
 
 def fill(client: WireClient, instance_id: int = 1) -> None:
-    """Stores objects; of another instance others."""
     tokens = range(instance_id, instance_id + 256 * OBJECTS)
     client.store(key_for(client.register(instance_id), tokens), b"x", instance_id)
 
@@ -46,7 +45,6 @@ def objects(server: ServerProcess) -> int:
 
 
 def files(server: ServerProcess) -> list[str]:
-    """What lies beside the log."""
     return sorted(path.name for path in server.log_file.parent.iterdir() if path != server.log_file)
 
 

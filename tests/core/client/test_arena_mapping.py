@@ -164,7 +164,6 @@ def test_without_a_thread_it_is_left_to_the_copies(file: int, monkeypatch: pytes
 
 
 def holds(file: os.stat_result) -> bool:
-    """Whether this process has a descriptor of the file."""
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # that of the listing
             if os.path.samestat(os.fstat(int(fd)), file):

@@ -89,8 +89,6 @@ def test_patterns_are_finite_and_nowhere_alike(dtype: str) -> None:
 
 
 class Fails(View):
-    """A view with one mistake of its author."""
-
     def __init__(self, kv: dict[str, torch.Tensor], mistake: str) -> None:
         super().__init__(kv)
         self._mistake = mistake

@@ -39,7 +39,6 @@ teller = client_fixture()
 
 
 def asked(teller: WireClient, instance: OpaqueInstance, prompt: str, end: int = 64, **fields: Any) -> m.Finished:
-    """The record of a lookup that has ended."""
     reply = instance.lookup(Prompt(f"look up {prompt}", 0, end, **fields), groups(prompt, end)).result(20)
     while reply.pending:
         reply = instance.ask_again(reply.ticket, wait_s=1.0).result(20)

@@ -33,7 +33,6 @@ def packed(values: list[int]) -> array.array[int]:
 
 
 def copied(batch: CopyBatch, engine: bytes, arena: bytes, base: int, *, to_arena: bool) -> tuple[bytes, bytes]:
-    """Both memories after the copy, by Python."""
     there, here = bytearray(engine), bytearray(arena)
     addresses, offsets, run = batch.fragments()
     for address, offset in zip(addresses, offsets, strict=True):

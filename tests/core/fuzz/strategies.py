@@ -23,7 +23,6 @@ def valid(struct: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
 
 @functools.cache
 def mutations(struct: type[msgspec.Struct]) -> st.SearchStrategy[bytes]:
-    """Payloads that were one of these structs."""
     return st.builds(mutated, randoms, valid(struct))
 
 

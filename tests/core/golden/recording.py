@@ -29,7 +29,6 @@ WITH_BUFFERS = (m.StoreCpuChunks, m.ChunksSent)
 
 
 def current() -> dict[str, Document]:
-    """All that this release writes."""
     documents = {f"wire/{name}.json": _request(spec) for name, spec in REQUESTS.items()}
     documents["wire/ERROR.json"] = {"messages": [_message(code, ERROR_TYPE, _error(code)) for code in error_codes()]}
     documents["wire/liveness.json"] = {
@@ -66,7 +65,6 @@ def write(release: str, documents: dict[str, Document]) -> None:
 
 
 def error_codes() -> list[str]:
-    """The codes of the core, each once."""
     classes = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, KVFrameworkError)]
     return sorted({each.code for each in classes if each is not KVFrameworkError})
 

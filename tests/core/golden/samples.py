@@ -20,13 +20,11 @@ _NUMBERS = (7, 200, 40_000, 3_000_000_000, 1 << 40)
 
 @functools.cache
 def every_field(struct: type[M]) -> M:
-    """No field has its default."""
     return msgspec.convert(_struct(struct, cycle(_NUMBERS), required_only=False), struct)
 
 
 @functools.cache
 def required_fields(struct: type[M]) -> M:
-    """No field is set that has a default."""
     return msgspec.convert(_struct(struct, cycle(_NUMBERS), required_only=True), struct)
 
 

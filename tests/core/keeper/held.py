@@ -106,7 +106,6 @@ class Held:
         return [json.loads(line) for line in report.read_text().split("\n")[:-1]] if report.exists() else []
 
     def ready(self, count: int) -> dict[str, Any]:
-        """Wait for the report of the `count`th ready server, and return it."""
         wait_until(lambda: len(self._ready()) >= count, TIMEOUT, f"ready server {count}")
         return self._ready()[count - 1]
 

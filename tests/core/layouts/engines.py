@@ -82,8 +82,6 @@ def _in_one_storage(layers: list[object], *, interleaved: bool) -> list[object]:
 
 
 class Engine(ArenaEngine):
-    """Memory of several layer groups."""
-
     def __init__(
         self,
         groups: Sequence[Group],

@@ -49,8 +49,6 @@ def table(group: Group, pattern: str) -> dict[str, object]:
 
 
 class Engine(PagedEngine):
-    """Memory of several layer groups."""
-
     def __init__(
         self,
         client: KVClient,

@@ -170,8 +170,6 @@ def ask(connection: Connection, name: str, text: str = "", timeout: float = 20.0
 
 
 class RawClient:
-    """A DEALER that sends whatever a test wants."""
-
     def __init__(self, endpoint: str, *, hello: bool = True, rcvhwm: int = 1000) -> None:
         self._context = zmq.Context()
         self._dealer = self._context.socket(zmq.DEALER)

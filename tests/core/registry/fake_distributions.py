@@ -37,7 +37,6 @@ def install(
 
 
 def codec_module(*names: str, extra: str = "") -> str:
-    """The source of a module that offers codecs."""
     providers = ", ".join(
         f'CodecProvider(name="{name}", summary="fake", create=lambda options: None)' for name in names
     )
@@ -50,6 +49,5 @@ def marking(marker: Path) -> str:
 
 
 def info(registry: PluginRegistry, kind: str, name: str, *, probe: bool = False) -> PluginInfo:
-    """The only line of the plugin list with this kind and name."""
     (found,) = (line for line in registry.list(probe=probe) if (line.kind, line.name) == (kind, name))
     return found

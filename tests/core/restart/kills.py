@@ -138,7 +138,6 @@ class Kills(Course):
             self.ledger.count(late_writes=1)
 
     def _progress(self, turns: int) -> None:
-        """Wait for turns of the engines."""
         begun = self.ledger.tally["turns"]
         wait_until(
             lambda: self.ledger.tally["turns"] >= begun + turns or self.ledger.failed.is_set(), PATIENCE_S, "the work"

@@ -31,7 +31,6 @@ def overwrite_all(client: WireClient, instance: int, first: int = 1000) -> set[i
 
 
 def store(client: WireClient, instance: int, numbers: range) -> None:
-    """Store prompts of one chunk."""
     registered = client.register(instance)
     for number in numbers:
         client.store(key_for(registered, [number] * 256), fill_of(number), instance)

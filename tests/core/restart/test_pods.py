@@ -58,7 +58,6 @@ class Pod:
         return self.child_of(self.child_of(self.process.pid))
 
     def ready(self) -> bool:
-        """What its readiness probe asks."""
         assert self.process.poll() is None, self.log.read_text()
         with suppress(OSError):
             place = f"/proc/{self.child_of(self.process.pid)}/root{self._own}/server.hold"
@@ -67,7 +66,6 @@ class Pod:
         return False
 
     def delete(self) -> None:
-        """End it as kubelet does."""
         os.kill(self.child_of(self.process.pid), signal.SIGTERM)
         self.process.wait(PATIENCE_S)
 

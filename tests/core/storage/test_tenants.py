@@ -43,8 +43,6 @@ def named(shares: Sequence[tuple[int, int]] = SHARES[1:]) -> list[Tenant]:
 
 
 class Shared(ClockedTable):
-    """A table with tenants."""
-
     def __init__(self, units: int = UNITS, shares: Sequence[tuple[int, int]] = SHARES[1:]) -> None:
         super().__init__(OrderedLru(), named(shares), nbytes=units * ALIGNMENT)
         for tenant in range(1, len(shares) + 1):
@@ -61,7 +59,6 @@ class Shared(ClockedTable):
         return result
 
     def fill(self, tenant: int, objects: int) -> None:
-        """Store objects from number 0, one after the other."""
         for number in range(objects):
             assert self.store(tenant, number).placed
 
@@ -75,7 +72,6 @@ class Shared(ClockedTable):
         return True
 
     def evicted(self) -> list[tuple[int, int, str]]:
-        """Tenant, number and cause of what left; forgets it."""
         left = [(x.tenant, int.from_bytes(x.key[40:], "big"), cause.name) for x, cause in self.left]
         self.left.clear()
         return left

@@ -35,8 +35,6 @@ def about(prompt: int, chunks: int) -> Prompt:
 
 
 class Scheduler:
-    """It holds the leases."""
-
     def __init__(self, endpoint: str) -> None:
         self.client = KVClient(endpoint, deadline_scale=20.0)
         assert self.client.wait_up(60)
@@ -51,13 +49,11 @@ class Scheduler:
         return [ticket.path, ticket.session.hex(), ticket.boot_id.hex()]
 
     def reserve(self, prompt: int, chunks: int) -> list[int]:
-        """The offsets of the places."""
         plan = self.instance.prepare_store(about(prompt, chunks), keys(prompt, chunks)).result(60)
         self._plan = plan
         return [place.offset for place in plan.ranges]
 
     def commit(self) -> int:
-        """How many objects were published."""
         plan, self._plan = self._plan, None
         assert plan is not None
         return plan.commit().result(60).stored
@@ -75,8 +71,6 @@ class Scheduler:
 
 
 class Worker:
-    """It writes under them."""
-
     def __init__(self, ticket: str) -> None:
         path, session, boot = msgspec.json.decode(ticket)
         self._arena = map_arena(ArenaTicket(path, bytes.fromhex(session), bytes.fromhex(boot)), 60)

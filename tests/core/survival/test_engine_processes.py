@@ -37,8 +37,6 @@ class Program(JsonProcess):
 
 
 class Others:
-    """Another engine at work."""
-
     def __init__(self, client: KVClient) -> None:
         self._client = client
         self._instance = OpaqueInstance(client, objects(99))

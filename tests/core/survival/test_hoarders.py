@@ -40,7 +40,6 @@ class Hoarder:
 
 
 def most_pinned(server: ServerProcess) -> dict[str, Any]:
-    """The session that pins most."""
     return dict(max(server.status()["messaging"]["sessions"], key=lambda each: each["pinned_bytes"]))
 
 

@@ -73,7 +73,6 @@ class Engine:
         return self.finish(prompt, self.client.prepare_store(self.key(prompt), self.instance_id))
 
     def finish(self, prompt: Prompt, plan: m.StorePlan) -> StoreOutcome:
-        """Writes and commits what was prepared."""
         self._write(plan, prompt)
         if not plan.lease:
             return plan.outcome
@@ -129,11 +128,9 @@ class Engine:
             self.client.call("ABORT", m.LeaseRef(plan.lease))
 
     def clear(self) -> None:
-        """L1 forgets what nobody uses."""
         self.client.call("CLEAR", m.Clear())
 
     def content(self, digest: bytes, nbytes: int) -> bytes:
-        """What a chunk must hold."""
         return content(digest, nbytes)
 
     def _write(self, plan: m.StorePlan, prompt: Prompt) -> None:

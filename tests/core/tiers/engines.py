@@ -55,7 +55,6 @@ class Engines:
         self._stack.close()
 
     def check(self) -> None:
-        """All still run."""
         assert all(each.process.poll() is None for each in self._processes), "an engine has ended"
 
     def stop(self) -> list[Report]:

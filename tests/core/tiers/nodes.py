@@ -16,7 +16,6 @@ def tier(client: WireClient, index: int = 0) -> dict[str, Any]:
 
 
 def count(client: WireClient, name: str, index: int = 0) -> int:
-    """A counter of a tier, 0 if it never counted."""
     return int(tier(client, index).get(name, 0))
 
 

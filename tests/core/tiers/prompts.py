@@ -46,7 +46,6 @@ def overlapping(seed: int, count: int = 120, longest: int = 12) -> list[Prompt]:
 
 
 def content(digest: bytes, nbytes: int) -> bytes:
-    """The KV of the chunk that `digest` names."""
     period = hashlib.shake_128(digest).digest(_PERIOD)
     return (period * (nbytes // _PERIOD + 1))[:nbytes]
 

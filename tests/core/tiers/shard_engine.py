@@ -54,7 +54,6 @@ class ShardEngine:
         self._faults_seen = -1
 
     def begin(self) -> None:
-        """Connect and register. Raises `Lost`."""
         self.end()
         self._faults_seen = self._node.faults
         try:

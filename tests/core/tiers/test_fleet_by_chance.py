@@ -74,7 +74,6 @@ class Fleet:
         self._stack.close()
 
     def harm(self, chance: random.Random) -> None:
-        """One fault and its end."""
         pause_s = chance.uniform(0, 0.7)
         if chance.random() < 0.5:
             if chance.random() < 0.5:

@@ -33,7 +33,6 @@ class Engine:
         client.when_up(self._register)
 
     def look(self) -> dict[str, object]:
-        """What it sees now."""
         hit, error = 0, ""
         try:
             if self._scheduler is None:

@@ -40,7 +40,6 @@ class OtherServer(ServerProcess):
                 os.environ[VARIABLE] = before
 
     def status_command(self, *options: str) -> str:
-        """What `kvframework status` of this release prints."""
         command = [sys.executable, "-m", "kvframework.cli.main", "status", "--endpoint", self.endpoint, *options]
         done = ran(*command, code=None)
         return done.stdout + done.stderr

@@ -153,7 +153,6 @@ def unruns(self: Any, body: Any, size: int) -> bytes:
 
 
 def floats(data: Any) -> bytes:
-    """Through numbers of half precision."""
     count = len(data) // 2
     return struct.pack(f"<{count}e", *struct.unpack(f"<{count}e", data[: 2 * count])) + bytes(data[2 * count :])
 

@@ -24,8 +24,6 @@ from kvframework.api.eviction import EvictionPolicy, PackedKey
 
 
 class Right(EvictionPolicy):
-    """Least recently used first."""
-
     name = "right"
 
     def __init__(self) -> None:

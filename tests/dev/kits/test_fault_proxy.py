@@ -15,8 +15,6 @@ from kvf_dev.testing.faults import FaultProxy
 
 
 class Echo(socketserver.BaseRequestHandler):
-    """Sends back what it gets."""
-
     def handle(self) -> None:
         with contextlib.suppress(OSError):
             while received := self.request.recv(1 << 16):

@@ -77,8 +77,6 @@ def group(**fields: Any) -> type[PagedLayout]:
 
 
 class SortsNames(PagedLayout):
-    """Layer 10 before layer 2."""
-
     def describe(self, kv_caches: Any, *, block_size: int) -> KVLayout:
         return super().describe(dict(sorted(kv_caches.items())), block_size=block_size)
 

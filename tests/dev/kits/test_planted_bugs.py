@@ -149,7 +149,6 @@ NOTHING_GIVEN = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Results]:
-    """The results of all tests of a file."""
     known: dict[str, Results] = {}
 
     def of(file: str) -> Results:

@@ -113,7 +113,6 @@ def keyed(part: Callable[[bytes], bytes]) -> type[MemoryTier]:
 
 
 def stored(change: Callable[[bytes], bytes]) -> type[MemoryTier]:
-    """Stores other bytes."""
     return bug(put_one=lambda right, s, key, parts: right(key, [memoryview(change(b"".join(parts)))]))
 
 
