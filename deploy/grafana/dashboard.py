@@ -1,4 +1,4 @@
-"""The dashboards for Grafana: ten panels for a fleet, and for single nodes an overview with a panel for each metric of
+"""The dashboards for Grafana: one for a fleet, and for single nodes an overview with a panel for each metric of
 the table. `python -m tests.docs.generate` writes them. Pure."""
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ OVERVIEW: tuple[tuple[str, str, Mapping[str, str]], ...] = (
 
 
 # Of the fleet: one value, a table with a row for each series, or lines over time; all of the chosen nodes and clusters.
-_FLEET = 'instance=~"$instance", cluster=~"$cluster"'
+# The rules of `deploy/prometheus` record its rates; those of histograms are of all nodes of a cluster.
+_CLUSTER = 'cluster=~"$cluster"'
+_FLEET = f'instance=~"$instance", {_CLUSTER}'
 _MODEL = f'{_FLEET}, model=~"$model"'
 
 
@@ -48,13 +50,18 @@ def _rate(metric: str, matchers: str = _FLEET, by: str = "") -> str:
     return f"sum{f' by ({by}) ' if by else ''}(rate(kvframework_{metric}{{{matchers}}}[$__rate_interval]))"
 
 
-def _quantile(quantile: float, histogram: str, matchers: str = _FLEET, by: str = "le") -> str:
-    return f"histogram_quantile({quantile}, {_rate(f'{histogram}_bucket', matchers, by)})"
+def _recorded(name: str, matchers: str = _FLEET, by: str = "") -> str:
+    level, _, metric = name.partition(":")
+    return f"sum{f' by ({by}) ' if by else ''}({level}:kvframework_{metric}:rate5m{{{matchers}}})"
+
+
+def _quantile(quantile: float, histogram: str, matchers: str = _CLUSTER, by: str = "le") -> str:
+    return f"histogram_quantile({quantile}, {_recorded(f'{histogram}_seconds_bucket', matchers, by)})"
 
 
 def _hit_rate(by: str = "") -> str:
     found = f'{_MODEL}, found=~"l1|l2"'
-    return f"{_rate('lookup_tokens_total', found, by)} / {_rate('lookup_tokens_total', _MODEL, by)}"
+    return f"{_recorded('instance:lookup_tokens', found, by)} / {_recorded('instance:lookup_tokens', _MODEL, by)}"
 
 
 _WORST, _TOP = 10, 10
@@ -68,7 +75,7 @@ FLEET: tuple[tuple[str, str, str, Mapping[str, str]], ...] = (
             "nodes up": f"sum(kvframework_up{{{_FLEET}}})",
             "nodes": f"count(kvframework_up{{{_FLEET}}})",
             "hit rate": _hit_rate(),
-            "prefill saved, s per hour": f"3600 * {_rate('prefill_saved_seconds_total')}",
+            "prefill saved, s per hour": f"3600 * {_recorded('instance:prefill_saved_seconds')}",
         },
     ),
     ("timeseries", "Hit rate by model", "percentunit", {"{{model}}": _hit_rate("model")}),
@@ -78,7 +85,7 @@ FLEET: tuple[tuple[str, str, str, Mapping[str, str]], ...] = (
         "Latency of lookups and loads",
         "s",
         {
-            f"{request} {name}": _quantile(quantile, "request_seconds", f'{_FLEET}, type="{request}"')
+            f"{request} {name}": _quantile(quantile, "type:request", f'{_CLUSTER}, type="{request}"')
             for request in ("LOOKUP", "PREPARE_RETRIEVE", "RETRIEVE")
             for name, quantile in _QUANTILES.items()
         },
@@ -90,17 +97,18 @@ FLEET: tuple[tuple[str, str, str, Mapping[str, str]], ...] = (
         {
             "L1 in use": f'sum(kvframework_l1_bytes{{{_FLEET}, state="used"}}) '
             f"/ sum(kvframework_l1_capacity_bytes{{{_FLEET}}})",
-            "objects evicted per second": f"{_rate('l1_evictions_total')} / sum(kvframework_l1_objects{{{_FLEET}}})",
+            "objects evicted per second": f"{_recorded('instance:l1_evictions')} "
+            f"/ sum(kvframework_l1_objects{{{_FLEET}}})",
         },
     ),
-    ("timeseries", "Idle time of evicted objects", "s", {"median": _quantile(0.5, "l1_evicted_idle_seconds")}),
+    ("timeseries", "Idle time of evicted objects", "s", {"median": _quantile(0.5, "cluster:l1_evicted_idle")}),
     (
         "table",
         "Tiers that are down, slow or failing",
         "short",
         {
             "nodes where the tier is down": f"count by (tier) (kvframework_tier_up{{{_FLEET}}} == 0)",
-            "load time 99 %, s": _quantile(0.99, "tier_seconds", f'{_FLEET}, op="get"', "le, tier"),
+            "load time 99 %, s": _quantile(0.99, "tier:tier_load", by="le, tier"),
             "failed calls per second": _rate("tier_calls_failed_total", by="tier"),
             "objects never written per second": _rate("tier_never_written_total", by="tier"),
         },
@@ -110,7 +118,7 @@ FLEET: tuple[tuple[str, str, str, Mapping[str, str]], ...] = (
         "Error replies, failed client calls and dropped stores per second",
         "short",
         {
-            "error replies: {{code}}": _rate("refused_total", by="code"),
+            "error replies: {{code}}": f"topk(5, {_rate('refused_total', by='code')})",
             "client calls failed: {{what}}": _rate("client_lost_total", by="what"),
             "stores dropped, L1 full": _rate("l1_object_events_total", f'{_FLEET}, what="dropped"'),
         },
@@ -121,10 +129,12 @@ FLEET: tuple[tuple[str, str, str, Mapping[str, str]], ...] = (
         "Models and tenants by prefill saved and tokens found",
         "short",
         {
-            "model, s per hour": f"topk({_TOP}, 3600 * {_rate('model_prefill_saved_seconds_total', _MODEL, 'model')})",
-            "tenant, s per hour": f"topk({_TOP}, 3600 * {_rate('tenant_prefill_saved_seconds_total', by='tenant')})",
-            "model, tokens per second": f"topk({_TOP}, {_rate('model_hit_tokens_total', _MODEL, 'model')})",
-            "tenant, tokens per second": f"topk({_TOP}, {_rate('tenant_hit_tokens_total', by='tenant')})",
+            f"{by}, {unit}": f"topk({_TOP}, {scale}{_recorded(f'instance_{by}:{metric}', matchers, by)})"
+            for unit, scale, metric in (
+                ("s per hour", "3600 * ", "prefill_saved_seconds"),
+                ("tokens per second", "", "hit_tokens"),
+            )
+            for by, matchers in (("model", _MODEL), ("tenant", _FLEET))
         },
     ),
     (

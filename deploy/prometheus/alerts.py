@@ -1,5 +1,6 @@
-"""The alerts, each with the row of docs/operations.md that says what to do, and the files of rules for Prometheus and
-for its operator. `python -m tests.docs.generate` writes them. Pure."""
+"""The alerts, each with the row of docs/operations.md that says what to do; the series that the dashboard of a fleet
+reads, recorded in advance; and the file of rules for Prometheus and for its operator. `python -m tests.docs.generate`
+writes it. Pure."""
 
 from __future__ import annotations
 
@@ -235,6 +236,27 @@ ALERTS = (
 )
 
 
+# The name of each recorded series, the labels that it keeps beside `cluster`, and the counter whose rate it is. Those
+# of histograms are sums over the nodes: 300 nodes would have some hundred thousand.
+RECORDS = {
+    "instance:kvframework_lookup_tokens:rate5m": ("instance, model, found", "lookup_tokens_total"),
+    "instance:kvframework_prefill_saved_seconds:rate5m": ("instance", "prefill_saved_seconds_total"),
+    "instance:kvframework_l1_evictions:rate5m": ("instance", "l1_evictions_total"),
+    "instance_model:kvframework_prefill_saved_seconds:rate5m": ("instance, model", "model_prefill_saved_seconds_total"),
+    "instance_tenant:kvframework_prefill_saved_seconds:rate5m": (
+        "instance, tenant",
+        "tenant_prefill_saved_seconds_total",
+    ),
+    "instance_model:kvframework_hit_tokens:rate5m": ("instance, model", "model_hit_tokens_total"),
+    "instance_tenant:kvframework_hit_tokens:rate5m": ("instance, tenant", "tenant_hit_tokens_total"),
+    "type:kvframework_request_seconds_bucket:rate5m": (
+        "type, le",
+        'request_seconds_bucket{type=~"LOOKUP|PREPARE_RETRIEVE|RETRIEVE"}',
+    ),
+    "cluster:kvframework_l1_evicted_idle_seconds_bucket:rate5m": ("le", "l1_evicted_idle_seconds_bucket"),
+    "tier:kvframework_tier_load_seconds_bucket:rate5m": ("tier, le", 'tier_seconds_bucket{op="get_into"}'),
+}
+
 _NOTE = "# Made from deploy/prometheus/alerts.py; renew with python -m tests.docs.generate\n"
 
 
@@ -257,4 +279,8 @@ def _rules(documentation: str) -> list[str]:
             f"          summary: {json.dumps(alert.summary)}",
             f"          runbook_url: {documentation}/operations.md#{alert.row}",
         ]
+    lines += ["  - name: kvframework-records", "    rules:"]
+    for name, (labels, counter) in RECORDS.items():
+        expr = f"sum by (cluster, {labels}) (rate(kvframework_{counter}[5m]))"
+        lines += [f"      - record: {name}", f"        expr: {json.dumps(expr)}"]
     return [f"{line}\n" for line in lines]

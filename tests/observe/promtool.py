@@ -31,6 +31,8 @@ class Alert(NamedTuple):
 
 _ALERT = re.compile(r"- alert: (\w+)\n +expr: (.+)\n(?: .+\n)+? +runbook_url: .+/docs/operations.md#(\S+)\n")
 ALERTS = [Alert(name, json.loads(expr), row) for name, expr, row in _ALERT.findall(RULES.read_text())]
+# The recorded series, by name.
+RECORDS = {name: json.loads(expr) for name, expr in re.findall(r"- record: (\S+)\n +expr: (.+)\n", RULES.read_text())}
 _NAMES = {name for alert in ALERTS for name in re.findall(r"kvframework_\w+", alert.expr)}
 
 

@@ -16,6 +16,7 @@ from urllib.parse import quote
 
 import pytest
 
+from kvframework.wire import messages as m
 from tests.observe.promtool import ALERTS, RULES
 from tests.support.certificates import make_certificate
 from tests.support.observe_process import SLOW_S, ObserveProcess, get
@@ -99,9 +100,9 @@ def test_it_scrapes_what_a_server_counts(tmp_path: Path) -> None:
             wait_until(lambda: running.value(hit) == 512, SLOW_S, "its tokens")
             (active,) = running.ask("targets")["activeTargets"]
             assert (active["health"], active["lastError"]) == ("up", "")
-            (group,) = running.ask("rules")["groups"]
-            assert {rule["name"] for rule in group["rules"]} == {alert.name for alert in ALERTS}
-            assert {rule["health"] for rule in group["rules"]} <= {"ok", "unknown"}
+            rules = [rule for group in running.ask("rules")["groups"] for rule in group["rules"]]
+            assert {rule["name"] for rule in rules if rule["type"] == "alerting"} == {alert.name for alert in ALERTS}
+            assert {rule["health"] for rule in rules} <= {"ok", "unknown"}
             server.kill9()
             wait_until(lambda: running.value("kvframework_up") == 0, SLOW_S, "the absence")
             wait_until(lambda: running.value("kvframework_lookups_total") is None, SLOW_S, "the end of the series")
@@ -111,24 +112,37 @@ def test_it_scrapes_what_a_server_counts(tmp_path: Path) -> None:
 
 FLEET = """
 global: {{scrape_interval: 1s, scrape_timeout: 1s, evaluation_interval: 1s}}
+rule_files: [{rules}]
 scrape_configs:
   - job_name: kvframework
     static_configs: [{{targets: {targets}, labels: {{cluster: east}}}}]
 """
-# A fleet without tiers and without trouble has no series of these.
-EMPTY = ("ALERTS", "kvframework_tier_")
+# A fleet without trouble has no series of these.
+EMPTY = ("ALERTS", "kvframework_tier_up")
+
+
+@pytest.mark.parametrize("bad", ["", "sum by (", "rate(kvframework_lookups_total)"])
+def test_promtool_takes_the_rules_and_refuses_bad_ones(tmp_path: Path, bad: str) -> None:
+    file = tmp_path / "rules.yml"
+    first = "- record: instance:kvframework_lookup_tokens:rate5m\n        expr: "
+    head, found, rest = RULES.read_text().partition(first)
+    assert found, "the file has recording rules"
+    file.write_text(head + found + (f"{json.dumps(bad)}\n" + rest.partition("\n")[2] if bad else rest))
+    done = subprocess.run(["promtool", "check", "rules", "--lint=all", "--lint-fatal", file], capture_output=True)
+    assert (done.returncode == 0) == (not bad), done.stderr
 
 
 def test_the_fleets_dashboard_shows_three_servers_under_load(tmp_path: Path) -> None:
     dashboard = json.loads((RULES.parents[1] / "grafana" / "kvframework-fleet.json").read_text())
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     with ExitStack() as stack:
-        servers = [stack.enter_context(ServerProcess(capacity="4MiB")) for _ in range(3)]
+        disks = [("l2.0.use=filesystem", f"l2.0.path={tmp_path / str(number)}") for number in range(3)]
+        servers = [stack.enter_context(ServerProcess(*disk, capacity="4MiB")) for disk in disks]
         observed = [stack.enter_context(ObserveProcess(server.endpoint)) for server in servers]
         clients = [stack.enter_context(server.client()) for server in servers]
         records = [client.register() for client in clients]
         targets = json.dumps([each.url.removeprefix("http://") for each in observed])
-        running = stack.enter_context(prometheus(FLEET.format(targets=targets), tmp_path))
+        running = stack.enter_context(prometheus(FLEET.format(rules=RULES, targets=targets), tmp_path))
         missing = list(queries)
         numbers = itertools.count(1)
 
@@ -137,19 +151,21 @@ def test_the_fleets_dashboard_shows_three_servers_under_load(tmp_path: Path) -> 
             for client, record in zip(clients, records, strict=True):
                 key = key_for(record, [next(numbers)] * 256)
                 client.store(key, b"x")
-                client.lookup(key)
+                client.hit(key)
                 client.retrieve(key)
-            missing[:] = [query for query in missing if running.value(_filled(query)) is None]
+                client.call("CLEAR", m.Clear())
+                client.hit(key)  # in the tier, sooner or later
+            missing[:] = [query for query in missing if running.value(filled(query)) is None]
             return all(any(part in query for part in EMPTY) for query in missing)
 
         wait_until(seen, SLOW_S, f"series for {missing}")
-        assert running.value(_filled(queries[0])) == 3
-        lowest = _filled(next(each for each in queries if "bottomk" in each))
+        assert running.value(filled(queries[0])) == 3
+        lowest = filled(next(each for each in queries if "bottomk" in each))
         rows = partial(running.ask, f"query?query={quote(lowest)}")
         wait_until(lambda: seen() and len(rows()["result"]) == 3, SLOW_S, "a row for each server")
 
 
-def _filled(query: str) -> str:
+def filled(query: str) -> str:
     for variable in ("instance", "cluster", "model"):
         query = query.replace(f"${variable}", ".*")
     return query.replace("$__rate_interval", "1m")

@@ -18,7 +18,7 @@ from kvframework.status import COUNTERS, REASONS
 from kvframework.status import places as fields
 from tests.docs.prose import anchors
 from tests.observe.documents import NOW, answered, document
-from tests.observe.promtool import ALERTS, RULES
+from tests.observe.promtool import ALERTS, RECORDS, RULES
 from tests.support import doc_tables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +26,8 @@ STATUS = (ROOT / "docs" / "status.md").read_text()
 OPERATIONS = ROOT / "docs" / "operations.md"
 GRAFANA = ROOT / "deploy" / "grafana"
 DASHBOARDS = {name: json.loads((GRAFANA / f"{name}.json").read_text()) for name in ("kvframework", "kvframework-fleet")}
-NAME = re.compile(r"\bkvframework_[a-z0-9_]+")
+NAME = re.compile(r"(?<!:)\bkvframework_[a-z0-9_]+")
+RECORDED = re.compile(r"\w+:kvframework_[a-z0-9_]+:rate5m")
 SUFFIXES = ("", "_bucket", "_sum", "_count")
 
 
@@ -40,7 +41,7 @@ def queries() -> list[str]:
     targets = [target["expr"] for name in DASHBOARDS for panel in panels(name) for target in panel.get("targets", ())]
     chosen = [each for dashboard in DASHBOARDS.values() for each in dashboard["templating"]["list"]]
     variables = [each["query"]["query"] for each in chosen if each["type"] == "query"]
-    return [*targets, *variables, *(alert.expr for alert in ALERTS)]
+    return [*targets, *variables, *RECORDS.values(), *(alert.expr for alert in ALERTS)]
 
 
 def panels(name: str) -> list[dict[str, Any]]:
@@ -88,8 +89,9 @@ def test_every_problem_of_a_server_belongs_to_a_check() -> None:
 def test_every_query_names_series_that_exist() -> None:
     there = series()
     for query in queries():
-        names = NAME.findall(query)
-        assert names or query.startswith(("up{", "count by (alertname")), query  # Prometheus's own
+        names, recorded = NAME.findall(query), set(RECORDED.findall(query))
+        assert recorded <= RECORDS.keys(), query
+        assert names or recorded or query.startswith(("up{", "count by (alertname")), query  # Prometheus's own
         assert [name for name in names if name not in there] == [], query
 
 
@@ -97,17 +99,18 @@ def test_every_label_in_a_query_is_one_of_its_metric() -> None:
     labels = {
         metric.full + suffix: {*metric.labels, "instance", "cluster"} for metric in METRICS for suffix in SUFFIXES
     }
+    labels |= {name: set(re.findall(r"\w+", expr.split(")")[0].partition("(")[2])) for name, expr in RECORDS.items()}
     for query in queries():
-        for name, matchers in re.findall(r"\b(kvframework_[a-z0-9_]+)\{([^}]*)\}", query):
+        for name, matchers in re.findall(r"\b((?:\w+:)?kvframework_[a-z0-9_:]+)\{([^}]*)\}", query):
             assert {each[0] for each in re.findall(r"(\w+)\s*(=~|!~|!=|=)", matchers)} <= labels[name], query
 
 
-def test_every_value_of_a_label_in_an_alert_is_one() -> None:
+def test_every_value_of_a_label_in_a_rule_is_one() -> None:
     text = exposition(answered(), NOW, open_metrics=False).decode()
-    for alert in ALERTS:
-        for label, values in re.findall(r'(\w+)=~?"([^"]*)"', alert.expr):
+    for name, expr in [*RECORDS.items(), *((alert.name, alert.expr) for alert in ALERTS)]:
+        for label, values in re.findall(r'(\w+)=~?"([^"]*)"', expr):
             for value in values.split("|") if label != "job" else ():
-                assert f'{label}="{value}"' in text, alert.name
+                assert f'{label}="{value}"' in text, name
 
 
 def test_every_metric_has_a_panel() -> None:
