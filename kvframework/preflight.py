@@ -19,12 +19,13 @@ import msgspec
 
 from kvframework.api.endpoint import parse_endpoint, try_bind
 from kvframework.api.installing import install_command
-from kvframework.api.memory import MemoryProvider
+from kvframework.api.memory import MemoryProvider, available_memory
+from kvframework.api.plugin import ByteSize
 from kvframework.api.tier import TierProvider
 from kvframework.config.endpoint import default_endpoint, keeper_path
 from kvframework.config.schema import Config
 from kvframework.config.tenants import bytes_of_tenants
-from kvframework.errors import ConfigFieldError, EndpointError, KVFrameworkError, PluginUnavailable
+from kvframework.errors import ArenaError, ConfigFieldError, EndpointError, KVFrameworkError, PluginUnavailable
 from kvframework.messaging.curve import ServerKeys
 from kvframework.messaging.server.sockets import EndpointFiles
 from kvframework.registry.registry import PluginRegistry
@@ -121,6 +122,19 @@ def _answering(endpoint: str) -> RunningServer | None:
         return RunningServer(status["server"]["pid"], status["server"]["config"], status["l1"]["capacity_bytes"])
     except (KVFrameworkError, OSError, KeyError):
         return None
+
+
+def check_room(config: Config, registry: PluginRegistry, running: RunningServer) -> None:
+    """Refuse an L1 that is larger than that of the running server by more than the available memory. Raises
+    `ArenaError`."""
+    _, options = resolve_table(registry, config.l1.memory, MemoryProvider)
+    capacity, available = getattr(options, "capacity", 0), available_memory()
+    if capacity - running.capacity > available:
+        raise ArenaError(
+            f"L1 would grow from {ByteSize(running.capacity)} to {ByteSize(capacity)}",
+            where=config.l1.memory.where,
+            available=f"{ByteSize(available)} of memory beside the running server's",
+        )
 
 
 def keeper_status(endpoint: str) -> dict[str, Any] | None:

@@ -12,7 +12,6 @@ import secrets
 import select
 import socket
 import sys
-import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -162,7 +161,7 @@ def _started(settings: Config, signals: ServerSignals, keeper: Keeper | None, ta
     # Imported only after signals can be handled: the import is most of the start.
     from kvframework.cli.signals import DEADLINE_S
     from kvframework.config.endpoint import default_endpoint
-    from kvframework.preflight import refusals, running_server
+    from kvframework.preflight import check_room, refusals, running_server
     from kvframework.registry.registry import PluginRegistry
     from kvframework.server import Server
     from kvframework.storage.recovery import ARENA, free_recoverable
@@ -175,6 +174,8 @@ def _started(settings: Config, signals: ServerSignals, keeper: Keeper | None, ta
     running = running_server(settings, 0.0 if kept else RESTART_S) if takeover else None
     for refusal in refusals(settings, registry, replaces=running.pid if running else None, kept=kept):
         raise refusal
+    if running is not None:
+        check_room(settings, registry, running)
     holding: L1Keeper | None = keeper
     if keeper is not None and settings.l1.keys.keep == "off":
         free_recoverable(keeper)  # what an earlier configuration gave it
@@ -222,8 +223,8 @@ def _keep_freed_memory() -> None:
             mallopt(_M_TRIM_THRESHOLD, 64 << 20)
 
 
-# Longer than a server takes to stop; and than a keeper takes to start a killed one again.
-END_S, RESTART_S = 10.0, 10.0
+# Longer than a keeper takes to start a killed server again.
+RESTART_S = 10.0
 _HANDED = 2
 _ANSWER_S = 10.0
 _STEP_S = 0.005
@@ -261,22 +262,18 @@ class HandedOver:
         if self._keeper is not None:
             self._keeper.remove(name)
 
-    def wait_free(self) -> bool:
-        """Wait until the earlier server has ended: the kernel then releases its lock on the arena, in any container."""
-        from kvframework.storage.l1.journal import lock_for_server, own_description
-        from kvframework.storage.recovery import ARENA
+    def wait(self) -> None:
+        """Wait until the earlier server has ended: the kernel then releases its lock on the arena, in any container.
+        Raises `ArenaError`."""
+        from kvframework.storage.recovery import ARENA, own_arena
 
-        until = time.monotonic() + END_S
-        with os.fdopen(own_description(self._found[ARENA]), "rb", buffering=0) as arena:
-            while not (free := lock_for_server(arena.fileno())) and time.monotonic() < until:
-                time.sleep(_STEP_S)
-            return free
+        os.close(own_arena(self._found[ARENA]))
 
 
 def take_over(endpoint: str, keeper: L1Keeper | None) -> HandedOver:
     """Have this user's server at `endpoint` hand over L1 and end: it may run in another container, of which this one
-    sees the directory of the endpoint alone. Blocks for some seconds. Raises `EndpointError` if it does not end, or
-    with its refusal: nothing has changed then."""
+    sees the directory of the endpoint alone. Blocks for some seconds. Raises `ArenaError` if it does not end, and its
+    refusal: nothing has changed then."""
     from kvframework.client import KVClient
 
     # Its own, beside another that takes over: no longer than the name of any endpoint's socket with its suffix.
@@ -295,8 +292,7 @@ def take_over(endpoint: str, keeper: L1Keeper | None) -> HandedOver:
             handed = _handed_over(client, path, listener, keeper)
         finally:
             os.unlink(path)
-    if not handed.wait_free():
-        raise EndpointError("the old server does not end", where=endpoint, hint="see its log, and kill it")
+    handed.wait()
     log.info("took over from the server at %s", endpoint)
     return handed
 

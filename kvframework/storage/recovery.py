@@ -77,7 +77,7 @@ def recover(
     arena = -1
     try:
         if ARENA in held:
-            arena = _own_arena(held[ARENA])
+            arena = own_arena(held[ARENA])
         if held.keys() != {ARENA, JOURNAL}:
             raise Cold("incomplete" if held else "nothing_kept", ", ".join(held))
         journal, found = _open(held[JOURNAL], arena, identity, tenants)
@@ -136,7 +136,7 @@ def _new(
     return memory, Recovery(journal, why_cold=why_cold)
 
 
-def _own_arena(fd: int) -> int:
+def own_arena(fd: int) -> int:
     """Return the kept arena with this server's lock on it. Raises `Cold` for what is no file, and `ArenaError`."""
     try:
         own = journals.own_description(fd)

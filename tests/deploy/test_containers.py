@@ -69,7 +69,7 @@ def directory(podman: Podman) -> Path:
     """Made as on a node: by kubelet, for root, and given to the server by the init container of the DaemonSet."""
     place = podman.folder / "socket"
     place.mkdir(mode=0o755)
-    (daemonset,) = documents("daemonset", "DaemonSet")
+    daemonset, _ = documents("daemonset", "DaemonSet")
     made = containers(daemonset)["directory"]
     security = made["securityContext"]
     assert security["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN"]}

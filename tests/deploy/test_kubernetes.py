@@ -48,8 +48,8 @@ def violations(spec: dict[str, Any]) -> list[str]:
 
 
 def workload(case: str) -> dict[str, Any]:
-    (found,) = [*documents(case, "DaemonSet"), *documents(case, "Deployment")]
-    return found
+    """The one with the server; a DaemonSet that asks for the memory of L1 may follow."""
+    return [*documents(case, "DaemonSet"), *documents(case, "Deployment")][0]
 
 
 @needs_helm
@@ -92,7 +92,10 @@ def test_limits_and_mounts_follow_from_the_configuration(case: str, tmp_path: Pa
     toml, found = manifests.toml(case, tmp_path), containers(workload(case))
     server, config = found["kvframework" if "engine" in found else "server"], load_config(toml)
     served = [f"{each['mountPath']}/" for each in server["volumeMounts"]]
-    assert {in_bytes(each["memory"]) for each in server["resources"].values()} == {manifests.memory_limit(toml)}
+    _, *rooms = documents(case, "DaemonSet") or [None]
+    asked = [server["resources"], *(containers(each)["room"]["resources"] for each in rooms)]
+    assert sum(in_bytes(each["requests"]["memory"]) for each in asked) == manifests.memory_limit(toml)
+    assert in_bytes(server["resources"]["limits"]["memory"]) == manifests.memory_limit(toml)
     endpoints = {each.get("value") for each in found.get("engine", {}).get("env", [])}
     assert config.server.endpoint in (endpoints or {"ipc:///run/kvframework/server.sock"})
     for container in found.values():
@@ -121,9 +124,19 @@ def test_prometheus_reaches_the_pods_and_the_pods_their_tiers() -> None:
         assert (len(policy["ingress"]), len(policy["egress"])) == (ways_in, ways_out)
 
 
+@pytest.mark.parametrize("case", [each for each in PODS if documents(each, "DaemonSet")])
+def test_a_pod_takes_over_where_two_can_run_on_a_node(case: str) -> None:
+    server, takes = containers(workload(case))["server"], case not in ("peers", "disk")
+    strategy = {"maxSurge": 1, "maxUnavailable": 0} if takes else {"maxUnavailable": 1}
+    assert workload(case)["spec"]["updateStrategy"] == {"rollingUpdate": strategy}
+    found = ("--takeover" in server["args"], "readinessProbe" in server, len(documents(case, "DaemonSet")) == 2)
+    assert found == (takes, takes, takes)
+
+
 def test_two_releases_share_nothing_of_a_node() -> None:
     assert workload("two")["spec"]["selector"] != workload("daemonset")["spec"]["selector"]
-    first, second = ({str(each) for each in pod(workload(case))["volumes"]} for case in ("daemonset", "two"))
+    volumes = (pod(workload(case))["volumes"] for case in ("daemonset", "two"))
+    first, second = ({str(each) for each in some if "emptyDir" not in each} for some in volumes)
     assert first.isdisjoint(second)
 
 
@@ -133,7 +146,7 @@ def test_engines_of_other_charts_mount_what_the_daemonset_serves() -> None:
         assert all(shared in text for text in texts), shared
 
 
-@pytest.mark.parametrize("index", range(13))
+@pytest.mark.parametrize("index", range(14))
 def test_bad_values_are_refused(index: int) -> None:
     yaml, jsonschema = pytest.importorskip("yaml"), pytest.importorskip("jsonschema")
     schema = jsonschema.Draft7Validator(json.loads((CHART / "values.schema.json").read_text()))

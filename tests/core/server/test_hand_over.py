@@ -198,6 +198,15 @@ takeover.take_over(sys.argv[1], None)
 """
 
 
+def test_a_node_without_memory_for_a_larger_l1_keeps_its_server() -> None:
+    with ServerProcess() as server:
+        server.set("l1.capacity=64TiB")
+        assert server._begun("--takeover").wait(TIMEOUT) == 2
+        assert "L1 would grow from 64.0 MiB to 64.0 TiB" in server.log
+        with server.client() as client:
+            serves_on(client)
+
+
 def test_a_server_that_has_ended_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     with ServerProcess() as server:
         server.stop()

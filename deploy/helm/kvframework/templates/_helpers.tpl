@@ -118,10 +118,22 @@ readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end -}}
 
-{{/* The server's memory is L1 and the headroom; what it asks is its limit, since all of L1 is resident. */}}
+{{/* "true" if the next pod of a node takes L1 over from the running one. Two pods share no port and no claim. */}}
+{{- define "kvframework.takesOver" -}}
+{{- $can := and (eq .Values.mode "daemonset") (eq .Values.rollout "takeover") -}}
+{{- range .Values.tiers -}}
+{{- if or .peers (and .volume (not (hasKey .volume "hostPath"))) }}{{ $can = false }}{{ end -}}
+{{- end -}}
+{{- $can -}}
+{{- end -}}
+
+{{/* The server's memory is L1 and the headroom. It asks for all of it, since L1 is resident, or where it takes over for
+     the headroom alone: room.yaml asks for L1. */}}
 {{- define "kvframework.resources" -}}
-{{- $memory := printf "%dMi" (add (include "kvframework.mebibytes" .Values.l1.size) (include "kvframework.mebibytes" .Values.l1.headroom)) -}}
-requests: {{- toYaml (merge (dict "memory" $memory) .Values.resources.requests) | nindent 2 }}
+{{- $headroom := include "kvframework.mebibytes" .Values.l1.headroom -}}
+{{- $memory := printf "%dMi" (add (include "kvframework.mebibytes" .Values.l1.size) $headroom) -}}
+{{- $asked := ternary (printf "%sMi" $headroom) $memory (eq (include "kvframework.takesOver" .) "true") -}}
+requests: {{- toYaml (merge (dict "memory" $asked) .Values.resources.requests) | nindent 2 }}
 limits: {{- toYaml (merge (dict "memory" $memory) .Values.resources.limits) | nindent 2 }}
 {{- end -}}
 
