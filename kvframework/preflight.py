@@ -130,11 +130,8 @@ def check_room(config: Config, registry: PluginRegistry, running: RunningServer)
     _, options = resolve_table(registry, config.l1.memory, MemoryProvider)
     capacity, available = getattr(options, "capacity", 0), available_memory()
     if capacity - running.capacity > available:
-        raise ArenaError(
-            f"L1 would grow from {ByteSize(running.capacity)} to {ByteSize(capacity)}",
-            where=config.l1.memory.where,
-            available=f"{ByteSize(available)} of memory beside the running server's",
-        )
+        fact = f"L1 would grow from {ByteSize(running.capacity)} to {ByteSize(capacity)}"
+        raise ArenaError(fact, where=config.l1.memory.where, available=f"{ByteSize(available)} more at most")
 
 
 def keeper_status(endpoint: str) -> dict[str, Any] | None:

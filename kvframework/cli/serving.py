@@ -12,7 +12,7 @@ import secrets
 import select
 import socket
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -238,36 +238,22 @@ class HandedOver:
         from kvframework.storage.l1.journal import own_description
         from kvframework.storage.recovery import ARENA, JOURNAL
 
-        self._keeper = keeper
         self.lasts = keeper is not None
-        self._found: dict[str, int] = {}
+        self.store: Callable[[str, int], None] = keeper.store if keeper else lambda _name, _fd: None
+        self.remove: Callable[[str], None] = keeper.remove if keeper else lambda _name: None
+        self.found: dict[str, int] = {}
         held = {} if keeper is None else keeper.kept((ARENA, JOURNAL))
         for fd in held.values():
             os.close(fd)
         for name, fd in zip((ARENA, JOURNAL), descriptors, strict=True):
             # The lock of the earlier server lasts as long as its own description.
-            self._found[name] = own_description(fd)
+            self.found[name] = own_description(fd)
             os.close(fd)
             if name not in held:
-                self.store(name, self._found[name])
+                self.store(name, self.found[name])
 
     def kept(self, names: Collection[str]) -> dict[str, int]:
-        return {name: self._found.pop(name) for name in names if name in self._found}
-
-    def store(self, name: str, fd: int) -> None:
-        if self._keeper is not None:
-            self._keeper.store(name, fd)
-
-    def remove(self, name: str) -> None:
-        if self._keeper is not None:
-            self._keeper.remove(name)
-
-    def wait(self) -> None:
-        """Wait until the earlier server has ended: the kernel then releases its lock on the arena, in any container.
-        Raises `ArenaError`."""
-        from kvframework.storage.recovery import ARENA, own_arena
-
-        os.close(own_arena(self._found[ARENA]))
+        return {name: self.found.pop(name) for name in names if name in self.found}
 
 
 def take_over(endpoint: str, keeper: L1Keeper | None) -> HandedOver:
@@ -275,6 +261,7 @@ def take_over(endpoint: str, keeper: L1Keeper | None) -> HandedOver:
     sees the directory of the endpoint alone. Blocks for some seconds. Raises `ArenaError` if it does not end, and its
     refusal: nothing has changed then."""
     from kvframework.client import KVClient
+    from kvframework.storage.recovery import ARENA, own_arena
 
     # Its own, beside another that takes over: no longer than the name of any endpoint's socket with its suffix.
     path = f"{os.path.dirname(endpoint.removeprefix('ipc://'))}/{secrets.token_hex(3)}"
@@ -292,7 +279,8 @@ def take_over(endpoint: str, keeper: L1Keeper | None) -> HandedOver:
             handed = _handed_over(client, path, listener, keeper)
         finally:
             os.unlink(path)
-    handed.wait()
+    # The kernel releases the lock of the old server at its end, in any container.
+    os.close(own_arena(handed.found[ARENA]))
     log.info("took over from the server at %s", endpoint)
     return handed
 

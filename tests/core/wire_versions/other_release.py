@@ -41,7 +41,7 @@ def become() -> None:
     journal.SCHEMA = release.journal
     protocol.MIN_VERSION, protocol.PROTOCOL_VERSION = release.versions
     frames._encoder = _Encoder(release)  # type: ignore[assignment]
-    for step in ("__init__", "wait") if release.takes_over_s else ():
+    for step in ("__init__", "kept") if release.takes_over_s else ():
         setattr(serving.HandedOver, step, _slow(getattr(serving.HandedOver, step), release.takes_over_s))
     if release.lacks:
         _forget(release.lacks)
