@@ -22,8 +22,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Overdue = Callable[[PluginBroken], None]
 
-# No healthy call takes so long: an import may read a cold disk, and `create` start a helper process, which has 30 s.
-# systemd's patience with a start is 90 s.
+# No healthy call takes so long: `create` may start a helper process, which has 30 s. systemd waits 90 s for a start.
 BOUND_S = 60.0
 
 

@@ -269,8 +269,7 @@ class ShuttingDown(KVFrameworkError, ConnectionError, code="run.shutting_down"):
 
 
 class ServerFull(KVFrameworkError, ConnectionError, code="run.server_full"):
-    """The server takes no further client: too many sessions are open, or too many of its
-    descriptors are in use.
+    """The server takes no further client: too many sessions are open, or too many of its descriptors are in use.
 
     What to do: nothing for a moment: the client tries again by itself, and misses until then. If it stays, see who
     holds so many connections, or raise the server's limit (`LimitNOFILE`)."""

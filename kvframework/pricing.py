@@ -1,5 +1,4 @@
-"""Load or recompute: how fast engines compute and tiers load, where a hit is cut, and how much a tenant may load. Pure,
-without clock and lock."""
+"""Load or recompute: how fast engines compute and tiers load; where a hit is cut; what a tenant may load. No locks."""
 
 from __future__ import annotations
 

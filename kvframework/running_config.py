@@ -108,8 +108,7 @@ class RunningConfig:
 
     def apply(self, config: Config, *, dry_run: bool = False) -> m.ConfigApplied:
         """Change to `config`, all of it or nothing: nothing with `dry_run`, or if any key needs a restart. Raises the
-        first error with which a server of this configuration would refuse to start. Blocking: imports plugins; one that
-        does not return is such an error."""
+        first error with which a server of this configuration would refuse to start. Blocking: imports plugins."""
 
         def completed() -> Config:
             for refusal in refusals(config, self._registry, replaces=os.getpid()):

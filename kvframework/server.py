@@ -57,8 +57,7 @@ from kvframework.supervise.state import HEALTHY_S
 
 log = logging.getLogger(__name__)
 
-# Seconds from the signal to the end. Requests in flight, transports and closing the storage come first; writes to L2
-# get the rest.
+# Seconds from the signal to the end: first requests in flight, transports and closing the storage, then writes to L2.
 STOP_S = 3.5
 GRACE_S = 1.0
 OBSERVE_STOP_S = 0.5

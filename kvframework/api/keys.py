@@ -48,8 +48,7 @@ class CacheKey(Message, frozen=True):
     `worker_id` is the rank, None for all ranks (the scheduler's LOOKUP). The content covers the request from its first
     token to `end`, as either `tokens` (packed u32 token ids) or `digests` (packed 32-byte chunk digests); `start`
     selects, in tokens. `start` and `end` are multiples of the namespace's chunk. `request_id` and `trace`, the W3C
-    traceparent of a sampled request ("" for none), say who asks, and `retain` for how long its content is of use: the
-    first that fits a chunk counts.
+    traceparent of a sampled request ("" for none), say who asks; of `retain` the first that fits a chunk counts.
     """
 
     model_name: str
@@ -125,8 +124,7 @@ def compute_namespace(
 ) -> bytes:
     """Return 16 bytes that name everything which must be equal before two engines may share bytes: BLAKE2b-16 over the
     JSON array of model, revision, quantisation, packing (instruction-set specific order inside a block, "" for none),
-    hasher fingerprint, world size, the desc, and of objects that are shards of the whole model how it is `split`, see
-    `kvframework.client.shards`."""
+    hasher fingerprint, world size, the desc, and of shards how the model is `split` (`kvframework.client.shards`)."""
     fields = [model, revision, quantization, packing, hasher_fingerprint, world_size, msgspec.to_builtins(desc)]
     if split:
         fields.append(list(split))

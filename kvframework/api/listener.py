@@ -88,8 +88,7 @@ class Finished(Message, frozen=True):
 
     `number` counts from 1 where a server answers with it, else it is 0. `at` and `cause_at` are of the wall clock,
     `monotonic` of the server's monotonic clock, in seconds. `missing` is the first token of the first chunk that was
-    missing, -1 for none; `added_tokens` is -1 where it is not known. `tier_calls` are the first ones of a sampled
-    LOOKUP.
+    missing, -1 for none; `added_tokens` is -1 where it is not known. `tier_calls`: a sampled LOOKUP's first.
     """
 
     number: int

@@ -147,8 +147,7 @@ Level = Literal["ok", "warn", "fail"]
 class Finding(Struct, frozen=True):
     """The result of one check. `id` is stable, of the form "subject.thing", such as "redis.policy". `level` "fail": it
     will not work; "warn": it works, but badly or not for long. `fact` is the observation, with its numbers and without
-    secrets; `advice` the one thing to do, "" for none; `where` the place in the TOML, which the doctor fills in for
-    plugins."""
+    secrets; `advice` the one thing to do, "" for none; `where` the place in the TOML, from the doctor for plugins."""
 
     id: Annotated[str, Meta(pattern=r"^[a-z0-9_-]+(\.[a-z0-9_-]+)+$")]
     level: Level

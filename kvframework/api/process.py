@@ -5,9 +5,8 @@ before a line. `one_line` and `visible` take line ends and control characters ou
 sends all logs and printed text of a process to standard error and never waits for its reader; `LogForm` is what a
 server passes to a process that it starts, and `chosen_log` that of this process.
 
-`SupervisedChild` runs code that can freeze or crash a process in one of its own, which can be killed;
-`NamedCall` tells it a function and its options;
-`kvframework.api.helper_tier.HelperTier` does all that for a tier. `Backoff` is for whatever is tried again.
+`SupervisedChild` runs code that can freeze or crash a process in one of its own; `NamedCall` tells it a function and
+its options; `kvframework.api.helper_tier.HelperTier` does all that for a tier. `Backoff`: whatever is tried again.
 """
 
 from __future__ import annotations

@@ -24,8 +24,7 @@ else:
 
 __all__ = ["convert", "read_toml"]
 
-# The largest file that is read: no configuration has this many bytes, a device has no end, and the parser takes 2 us
-# for a byte.
+# The largest file that is read: no configuration is as large, a device has no end, and the parser takes 2 us a byte.
 MOST_BYTES = 256 << 10
 # The deepest table or array that is read: no option is as deep, and Python's stack has an end.
 MOST_LEVELS = 32

@@ -2,8 +2,7 @@
 
 A model's name and revision do not name its weights: a checkpoint may be overwritten in place. So the revision always
 holds a digest over every byte of the weight files, or the name that the user gave them. Files are named by XXH3-128,
-which distinguishes contents that differ by accident, as checkpoints do, and does not protect from a crafted collision.
-Engine side; runs once a model.
+for contents that differ by accident, as checkpoints do, not for crafted collisions. Engine side; once a model.
 """
 
 from __future__ import annotations
@@ -90,8 +89,7 @@ def _kv_part(config: object) -> object:
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 # Training leaves these files beside the weights; engines do not read them.
 _NOT_WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"})
-# Further files of a model's directory that change KV and are not in its configuration: scales, and the preprocessing of
-# images.
+# Further files of a model's directory that change KV and are not in its configuration: scales, and preprocessing.
 _BESIDE_WEIGHTS = frozenset(
     {
         "adapter_config.json",
@@ -213,8 +211,7 @@ def _read(path: Path) -> tuple[FileState, str, float]:
 
 
 # The remembered digests are one private JSON file. It is only a cache: a problem with it costs a line in the log and
-# reading the files. It is replaced whole, so that no reader sees half of one; of two processes that write at once one
-# may lose what it has read.
+# reading the files. It is replaced whole; of two processes that write at once one may lose what it has read.
 
 
 class _Content(msgspec.Struct, frozen=True):
@@ -316,8 +313,7 @@ _NOT_IDENTITY = {"_name_or_path", "transformers_version", "_commit_hash", "use_c
 
 class EngineKind(NamedTuple):
     """A kind of engine. `person` (16 bytes at most) keeps its names apart from those of other kinds; `formats` are the
-    load formats that load the files of the model's directory, others load weights from elsewhere; `options` is what the
-    user calls the place of its options."""
+    load formats that load the files of the model's directory; `options`: where the user sets options."""
 
     person: bytes
     formats: frozenset[str]

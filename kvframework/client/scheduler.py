@@ -166,8 +166,7 @@ class SchedulerAdapter:
 
     def free(self, result: LookupResult) -> None:
         """Free the pins of a lookup, of which `result` is the last answer: after the workers have loaded, or when the
-        request is abandoned. The next lookup or store tells the server, or a PING some tenths of a second later. Loads
-        whose grants were taken go on."""
+        request is abandoned. The server learns it with the next lookup, store or PING. Loads of taken grants go on."""
         self.release_ticket(result.ticket)
         self._client.free_soon(*(each.lease for each in result.take_grants()))
 

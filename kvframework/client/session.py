@@ -70,8 +70,7 @@ def mapped(
             try:
                 result = result_of(reply.result(0))
             except Exception as failure:  # noqa: BLE001 - a future without a result would never end
-                # Its frames refer to the future, and so to themselves: the cycle would keep the engine's tensors, and
-                # the arena mapped, until it was collected.
+                # Its frames refer to the future, and so to themselves: a cycle that keeps tensors and the arena.
                 error = failure.with_traceback(None)
             else:
                 if not future.set_result(result) and release is not None:

@@ -31,8 +31,7 @@ class ModelPart:
     `kv_heads` are the KV heads of the whole model, equal in all layers; 1 for MLA. Rank `tp_rank` of `tp_size` holds
     the heads from `tp_rank * kv_heads // tp_size` on: `kv_heads / tp_size` of them, or one that other ranks hold, too.
     The registered layers are those from `first_layer` on, of all `layers` of the model that have KV, in their order; 0
-    layers: all are registered. `stage` is put behind the revision in names that are not of shards: it tells the layers
-    of a pipeline stage from those of others.
+    layers: all are registered. `stage` follows the revision in names that are not of shards: a pipeline stage's.
     """
 
     kv_heads: int

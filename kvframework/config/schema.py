@@ -245,8 +245,7 @@ class Config(Struct, frozen=True):
         return (self.events, *self.listener) if self.events else self.listener
 
 
-# With at least this limit, none of the tested crowds took the last descriptor between two checks; docs/security.md has
-# the figures.
+# With this limit, none of the tested crowds took the last descriptor between two checks; figures: docs/security.md.
 SAFE_LIMIT = 4096
 # The share of the limit from which no new session is accepted.
 SESSIONS_SHARE = 0.65

@@ -138,9 +138,8 @@ def reply(caller: int, document: dict[str, object]) -> None:
 
 def ask(path: str, request: dict[str, object], timeout: float) -> Any:
     """Send a request to the keeper at `path` and return its reply. Blocks for `timeout` seconds at most for each of
-    both. Raises `ValueError` for a reply that is no JSON, and `OSError`: `FileNotFoundError` and
-    `ConnectionRefusedError` where there is no keeper, `TimeoutError`, and `ConnectionResetError` when it ended
-    meanwhile."""
+    both. Raises `ValueError` for a reply that is no JSON, and `OSError`: `FileNotFoundError`,
+    `ConnectionRefusedError` without a keeper, `TimeoutError`, `ConnectionResetError` when it ended meanwhile."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sending:
         ours.settimeout(timeout)

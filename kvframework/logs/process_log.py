@@ -218,8 +218,7 @@ class QueuedHandler(logging.Handler):
         self._limit = limit
         # A line with the number of those refused before it, or an event to set.
         self._queue: SimpleQueue[tuple[bytes, int] | threading.Event] = SimpleQueue()
-        # Each field is written by one side only: the first three by logging threads, under the handler's lock, the
-        # others by the writer.
+        # Logging threads write the first three, under the handler's lock; the writer the others.
         self._given, self._refused, self._full = 0, 0, False
         self._taken, self._failed, self._torn, self._reported = 0, 0, False, 0
         self._error = ""

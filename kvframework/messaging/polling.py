@@ -107,8 +107,7 @@ class Wakeup:
             self.close()
 
 
-# The descriptors and threads that this process may still take from the kernel. libzmq ends the process when it gets
-# none, so they are counted beforehand.
+# The descriptors and threads that this process may still take: libzmq ends the process when it gets none.
 
 
 def descriptor_limit() -> int:

@@ -157,8 +157,7 @@ class KeySet(KeyGrid):
 
 
 def key_set(resolver: KeyResolver, key: CacheKey, desc: MemoryLayoutDesc, groups: Sequence[KeyGroup]) -> KeySet:
-    """Return the objects of `groups`. Raises `NamespaceMismatch`, `BadRange` or `MessageTooLarge` for keys that do not
-    fit what was registered."""
+    """The objects of `groups`. Raises `NamespaceMismatch`, `BadRange` or `MessageTooLarge` for keys that do not fit."""
     if len(groups) != len(desc.groups):
         raise NamespaceMismatch(
             f"found keys of {len(groups)} layer groups", where="groups", available=f"{len(desc.groups)} as registered"

@@ -109,8 +109,7 @@ class Recording:
 
     def __init__(self, clock: Callable[[], float], most_bytes: int) -> None:
         self.on = False
-        # All LOOKUPs so far, counted by the one thread that also calls `add`, whether it is on or not: so a reader that
-        # was forgotten and comes back sees how many it lacks.
+        # All LOOKUPs so far, also while it is off: a reader that was forgotten and comes back sees how many it lacks.
         self.count = 0
         self._clock = clock
         self._most_bytes = most_bytes
@@ -126,8 +125,7 @@ class Recording:
         return [Handler(REQUESTS["TRACE"], self._trace, pooled=True)]
 
     def add(self, key: CacheKey, grid: KeyGrid | None, began: float, tenant: int) -> int:
-        """Keep a LOOKUP that has been asked and counted, while `on`, until it is `decided`; return its number, 0 for
-        one whose chunks are not known."""
+        """Keep a counted LOOKUP, while `on`, until it is `decided`; return its number, 0 for one of unknown chunks."""
         digests = key.digests
         if not digests and grid is not None and not key.start:
             digests = b"".join(grid.digests)

@@ -141,8 +141,7 @@ class RequestLog:
         )
 
     def count(self, most: int | None = None) -> bool:
-        """Have `most` waiting records counted; False if none is left. Blocks 3 us a record, outside the storage
-        lock."""
+        """Have `most` waiting records counted; False: none left. Blocks 3 us a record, outside the storage lock."""
         with self._counting:
             batch = self._reader.take()
             if batch.lost:

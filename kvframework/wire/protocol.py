@@ -155,8 +155,7 @@ class ClientDeadlines:
 
 LOCAL = ClientDeadlines()
 TCP = ClientDeadlines(lookup_s=0.3, load_s=3.0, store_s=5.0, setup_s=10.0, hello_s=3.0, ping_every_s=0.5, silent_s=1.5)
-# The kinds of requests; all others are setup. STORE_CPU_CHUNKS is the query for missing objects here, bytes take
-# `of_bulk`.
+# The kinds of requests; others are setup. STORE_CPU_CHUNKS: its query for missing objects; bytes take `of_bulk`.
 KINDS = {
     **dict.fromkeys(("LOOKUP", "LOOKUP_KEYS", "QUERY_PREFETCH_STATUS"), "lookup_s"),
     **dict.fromkeys(("FREE_LOOKUP_LOCKS", "END_SESSION", "ABORT"), "release_s"),

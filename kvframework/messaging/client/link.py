@@ -108,8 +108,7 @@ class Request(Promise[Answer]):
 
 
 class Pending:
-    """The unanswered requests, and the latest ones that were given up and have an `on_late`. The thread that removes a
-    request must resolve it. Thread-safe."""
+    """The unanswered requests, and the latest given up with an `on_late`. Who removes one resolves it. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

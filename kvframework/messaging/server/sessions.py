@@ -238,8 +238,7 @@ class LivenessServer:
     def serve(self) -> list[ClientSession]:
         """Handle ready events, a bounded number. Returns the sessions whose liveness socket or process has ended."""
         ready = [fd for fd, _ in self._epoll.poll(0, _EVENTS_PER_ROUND)]
-        # Ends before tokens: a new connection may get the number of a socket that ends, which this round may still
-        # name.
+        # Ends before tokens: a new connection may get the number of a socket that ends in this round.
         dead = []
         for session, sock in dict.fromkeys(self._live[fd] for fd in ready if fd in self._live):
             self._drop(session, sock)

@@ -58,9 +58,8 @@ def socket_umask(shared: bool = False) -> Iterator[None]:
 
 
 class EndpointFiles:
-    """The files of one `ipc://` endpoint while this process holds it: its socket, its liveness socket, and the lock,
-    an flock that no crash can leave behind. `release()` removes them. `shared`: other users may reach the sockets, and
-    the server decides whom it serves."""
+    """The files of one `ipc://` endpoint while this process holds it: its socket, its liveness socket, and the lock, an
+    flock that no crash can leave behind. `release()` removes them. `shared`: other users reach the sockets, too."""
 
     def __init__(self, endpoint: str, *, shared: bool = False) -> None:
         self._endpoint = endpoint
@@ -161,8 +160,7 @@ def _listens(path: str) -> bool:
 
 
 class Routers:
-    """The ROUTERs of one server. Borrows the context; `close` before its end. Over ipc:// processes of this user and
-    of `admit_uids` are served."""
+    """The ROUTERs of one server. Borrows the context: `close` first. Over ipc:// for this user and `admit_uids`."""
 
     def __init__(self, context: zmq.Context[Any], counters: dict[str, int], admit_uids: Collection[int] = ()) -> None:
         self.sockets: list[frames_io.Socket] = []
@@ -346,8 +344,7 @@ def _when_free(take: Callable[[], T]) -> T:
 # other: local readers of events, new sessions, local connections. Unbinding the sockets would also end their accepted
 # connections. At a tcp:// listener without a descriptor libzmq just waits for one.
 
-# Shares of the limit from which on a kind is not admitted. The rest is not wasted: tiers and copiers use it, and so do
-# connections accepted before the next look.
+# Shares of the limit from which on a kind is not admitted. Tiers, copiers and accepted connections use the rest.
 READERS_SHARE, LOCAL_SHARE = 0.4, 0.7
 _SHARES = {"readers": READERS_SHARE, "sessions": SESSIONS_SHARE, "local": LOCAL_SHARE}
 REOPEN_SHARE = 0.9  # of the threshold at which it was shut
@@ -400,8 +397,7 @@ class Gate:
                 self._failing, pause = True, LATEST_S
 
     def _look(self) -> float:
-        """Count once and adjust what is admitted; return the seconds within which even the fastest flood cannot take
-        all that is left below the next limit."""
+        """Adjust what is admitted; return the seconds in which no flood can take what is left below the next limit."""
         limit, in_use = descriptor_limit(), descriptors_in_use()
         left = LATEST_S * FASTEST_PER_S
         for kind, door in self._doors.items():

@@ -10,8 +10,7 @@ ALIGNMENT = 4096
 
 class RangeAllocator:
     """Allocates `(offset, length)` ranges of mixed sizes, aligned to 4 KiB. It starts empty; `grow` adds bytes that the
-    L1 memory has made resident. The caller keeps the lengths; a range is freed with the offset and length of its
-    allocation."""
+    L1 memory has made resident. The caller keeps the lengths, and frees a range as it was allocated."""
 
     def __init__(self) -> None:
         self.limit = 0

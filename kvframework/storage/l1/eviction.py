@@ -87,8 +87,7 @@ class Tenant(NamedTuple):
 
 class Tenants:
     """See the module. `policy` is that of tenant 0; `used` has the bytes of each tenant. A policy must not be called
-    while its victims are walked, so the objects of one STORE leave first, and the policies learn of all of them
-    afterwards, by `report_removals`."""
+    while its victims are walked, so a STORE's objects leave first, and policies learn it by `report_removals`."""
 
     def __init__(self, policy: EvictionPolicy, named: Sequence[Tenant] = ()) -> None:
         self.policies = (policy, *(tenant.policy for tenant in named))
@@ -273,9 +272,8 @@ class Victims:
 # that begin at one of the policy's next victims, the one with the most bytes of such victims and of free ranges.
 #
 # The bound: the chosen objects have less than twice the needed bytes, or one object alone has enough, and no tenant
-# loses more than it may. If there is no window, nothing is chosen. In an arena of up to some ten thousand objects all
-# are examined; in a larger one as many around the policy's next victims, so that the cost of a placement does not grow
-# with L1.
+# loses more than it may. If there is no window, nothing is chosen. Up to some ten thousand objects are examined, around
+# the policy's next victims: the cost of a placement does not grow with L1.
 
 # The first search for a window covers the next victims up to this multiple of the needed bytes.
 LOOK_AHEAD = 2

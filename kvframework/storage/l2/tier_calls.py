@@ -23,11 +23,9 @@ log = logging.getLogger(__name__)
 
 class Breaker:
     """A circuit breaker, pure. Closed: calls pass. After `threshold` failures in a row open: calls are refused for a
-    while that doubles up to `max_backoff_s`, which is short, since no request is the call that decides. Then half open:
-    one call passes and decides.
+    while that doubles up to `max_backoff_s`: short, since no request decides. Then half open: one call passes and does.
 
-    The results of calls that began before the circuit opened are ignored. `since` is the time at which the circuit
-    closed, or left the closed state.
+    Results of calls from before it opened are ignored. `since`: when it closed, or left the closed state.
     """
 
     def __init__(self, threshold: int = 3, backoff_s: float = 0.25, max_backoff_s: float = 2.0) -> None:
@@ -90,12 +88,10 @@ MOST = 1 << 14
 
 
 class Absences:
-    """The keys that a tier lacked a moment ago, so that a prompt that several requests look up is not asked for each
-    time. Pure; its caller serialises.
+    """The keys that a tier lacked a moment ago: several requests ask for one prompt. Pure; its caller serialises.
 
     An answer is remembered for `hold_s` at most, since other nodes write to a shared tier. What this server writes is
-    forgotten at once, and an answer during which it has written is not believed: `writes` counts these. Of more than
-    `most` keys the oldest are forgotten.
+    forgotten at once, and an answer during which it has written is not believed: see `writes`. The latest `most` keys.
     """
 
     def __init__(self, hold_s: float = HOLD_S, most: int = MOST) -> None:

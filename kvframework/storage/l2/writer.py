@@ -438,8 +438,7 @@ class TierWriter:
                     self.changed.notify_all()
 
     def _work_in_background(self) -> None:
-        """Check the tier and renew records, or send one batch of touches: of used objects and of their namespaces'
-        records."""
+        """Check the tier and renew records, or send one batch of touches: of used objects and namespaces' records."""
         if not self._touching:
             self.store.check()
             self._renew_records()

@@ -37,13 +37,7 @@ OF_THE_SERVER = {
 _COMMAND_S = 120.0
 
 
-@app.command(
-    "dump",
-    epilog=examples(
-        "kvframework dump",
-        "kvframework dump --config kvf.toml --out report.tar.gz",
-    ),
-)
+@app.command("dump", epilog=examples("kvframework dump", "kvframework dump --config kvf.toml --out report.tar.gz"))
 def dump(
     out: Annotated[
         Path | None, typer.Option(help="The file to write; default: kvframework-dump-TIME.tar.gz in this folder.")

@@ -99,8 +99,7 @@ ANSWERS = {
 )
 def explain(
     request: Annotated[
-        str,
-        typer.Argument(metavar="[REQUEST_ID]", help="The engine's id of a finished request.", show_default=False),
+        str, typer.Argument(metavar="[REQUEST_ID]", help="The engine's id of a finished request.", show_default=False)
     ] = "",
     last: Annotated[
         int | None, typer.Option("--last", min=1, help=f"Number of last misses to show; default: {DEFAULT_LAST}.")

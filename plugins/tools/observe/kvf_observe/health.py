@@ -88,12 +88,7 @@ def livez(observed: Observed, now: float, *, verbose: bool = False) -> Answer:
 
 
 def readyz(
-    observed: Observed,
-    now: float,
-    *,
-    verbose: bool = False,
-    exclude: Sequence[str] = (),
-    require: Sequence[str] = (),
+    observed: Observed, now: float, *, verbose: bool = False, exclude: Sequence[str] = (), require: Sequence[str] = ()
 ) -> Answer:
     """Whether the server can serve. `exclude` names checks that do not count, `require` warnings that do ("all": every
     one); `l2` stands for each `l2.N`."""

@@ -22,17 +22,13 @@ SERVER, CLIENTS = "server", "clients"
 keys_app = typer.Typer(cls=QuickGroup, help="Make CURVE keys, which protect tcp:// connections.", no_args_is_help=True)
 tenants_app = typer.Typer(cls=QuickGroup, no_args_is_help=True)
 _Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Directory of the key files.")]
-_EPILOG = examples(
-    "kvframework keys new /etc/kvframework/keys",
-    "kvframework keys add /etc/kvframework/keys gpu-7",
-)
+_EPILOG = examples("kvframework keys new /etc/kvframework/keys", "kvframework keys add /etc/kvframework/keys gpu-7")
 _MAX_SALT = 1024
 
 
 @keys_app.command("new", epilog=_EPILOG)
 def new(
-    directory: _Directory,
-    client: Annotated[str, typer.Option(help="The first client's name.")] = "client",
+    directory: _Directory, client: Annotated[str, typer.Option(help="The first client's name.")] = "client"
 ) -> None:
     """Make the key pairs of a server and of a first client.
 
@@ -62,10 +58,7 @@ def new(
 
 
 @keys_app.command("add", epilog=_EPILOG)
-def add(
-    directory: _Directory,
-    client: Annotated[str, typer.Argument(help="The client's name.")],
-) -> None:
+def add(directory: _Directory, client: Annotated[str, typer.Argument(help="The client's name.")]) -> None:
     """Make one more client's key pair. A running server admits the new client at once.
 
     After its *.public file is removed the client is not admitted again; an existing connection stays until the
@@ -91,8 +84,7 @@ def _tenants() -> None:
 @tenants_app.command(
     "digest",
     epilog=examples(
-        "kvframework tenants digest              prompts for the salt",
-        "kvframework tenants digest < salt.txt",
+        "kvframework tenants digest              prompts for the salt", "kvframework tenants digest < salt.txt"
     ),
 )
 def digest() -> None:

@@ -85,11 +85,7 @@ OWN = (
     _gauge("round_trip_seconds", "round trip of the last poll through the serving loop", "", number("round_trip_s")),
     _counter("polls_total", "polls of the server by outcome", "", counts("polls"), ("outcome",)),
     _counter(
-        "traced_requests_total",
-        "sampled requests by outcome of the span export",
-        "",
-        counts("traced"),
-        ("outcome",),
+        "traced_requests_total", "sampled requests by outcome of the span export", "", counts("traced"), ("outcome",)
     ),
 )
 
@@ -219,12 +215,7 @@ TABLE: dict[str, tuple[Metric, ...]] = {
             each({"write": "l1.write_leases", "pin": "l1.pin_leases"}),
             ("kind",),
         ),
-        _counted(
-            "l1_object_events_total",
-            "events of L1 objects by kind",
-            ("what",),
-            "l1-full-of-pins",
-        ),
+        _counted("l1_object_events_total", "events of L1 objects by kind", ("what",), "l1-full-of-pins"),
         _counted("l1_evictions_total", "evictions from L1 by cause", ("cause",), "l1-full"),
         _histogram(
             "l1_evicted_idle_seconds",
@@ -280,18 +271,8 @@ TABLE: dict[str, tuple[Metric, ...]] = {
         ),
         _counted("tier_bytes_total", "bytes moved to and from a tier", ("tier", "direction")),
         _counted("tier_values_total", "tier values by outcome", ("tier", "what"), "tier-values-unusable"),
-        _counted(
-            "tier_calls_failed_total",
-            "failed and skipped tier calls by cause",
-            ("tier", "why"),
-            "tier-down",
-        ),
-        _counted(
-            "tier_never_written_total",
-            "objects never written to a tier, by cause",
-            ("tier", "why"),
-            "tier-slow",
-        ),
+        _counted("tier_calls_failed_total", "failed and skipped tier calls by cause", ("tier", "why"), "tier-down"),
+        _counted("tier_never_written_total", "objects never written to a tier, by cause", ("tier", "why"), "tier-slow"),
         _tier_gauge("load_bytes_per_second", "learned load speed of a tier, 0 while unknown", "load_bytes_per_s"),
         _tier_gauge("load_call_seconds", "learned overhead per load call of a tier", "load_call_s"),
         _tier_gauge("load_queued_bytes", "bytes queued for loading from a tier", "load_queued_bytes"),
@@ -396,22 +377,11 @@ TABLE: dict[str, tuple[Metric, ...]] = {
             each({medium: f"events.blocks.{medium}" for medium in ("CPU", "STORAGE")}),
             ("medium",),
         ),
+        _counted("events_total", "messages of KV events by kind", ("what",)),
         _counted(
-            "events_total",
-            "messages of KV events by kind",
-            ("what",),
+            "events_dropped_total", "changes that the event listener missed and resynchronised", row="events-dropped"
         ),
-        _counted(
-            "events_dropped_total",
-            "changes that the event listener missed and resynchronised",
-            row="events-dropped",
-        ),
-        _counted(
-            "events_withheld_total",
-            "objects withheld from routers by cause",
-            ("why",),
-            "events-mismatched",
-        ),
+        _counted("events_withheld_total", "objects withheld from routers by cause", ("why",), "events-mismatched"),
         _gauge("events_waiting", "event records that wait to be announced to routers", "events.waiting"),
         _gauge("events_next_number", "number of the next event batch", "events.next_number"),
         _gauge("events_ledger_bytes", "size of the event ledger", "events.ledger_bytes"),
