@@ -184,8 +184,8 @@ def cut(chunks: Sequence[int], load_s: Sequence[float], compute_s: Sequence[floa
     return Priced(chunks[best], chunks[-1], load, compute, totals[-1] - least)
 
 
-# Seconds of its rate that a tenant may load at once, and for which a load may wait.
-BURST_S, WAIT_S = 1.0, 2.0
+# Seconds of its rate that a tenant may load at once, and for which a load may wait; and its loads that are under way.
+BURST_S, WAIT_S, MOST_LOADS = 1.0, 2.0, 32
 
 
 class LoadRate:
@@ -194,6 +194,7 @@ class LoadRate:
 
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
+        self.loads = 0
         self._left, self._at = 0.0, -math.inf
 
     def room(self, now: float) -> float:

@@ -80,6 +80,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "plan/simulate/test_equal_by_policy.py",
         "plan/simulation/test_planted.py",
         "plan/test_pricing.py",
+        "plan/test_tiers_command.py",
         "redis/test_cluster.py",
         "redis/test_doctor.py",
         "redis/test_failover.py",

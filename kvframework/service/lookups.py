@@ -19,6 +19,7 @@ from kvframework.api.keys import DIGEST_BYTES, sampled_parent
 from kvframework.api.requests import ClientInfo, Handler, Message, PrefetchTask
 from kvframework.errors import LeaseUnknown, NamespaceMismatch
 from kvframework.messaging.polling import Deadlines
+from kvframework.pricing import MOST_LOADS
 from kvframework.service.engine_driven import Grants
 from kvframework.service.key_sets import key_set
 from kvframework.service.keys import KeyGrid, KeyResolver, check_key, found_part, prompt_part
@@ -330,22 +331,35 @@ class Lookups:
             # Without windows the first object that lacks ends every longer hit.
             if asked.missing and not grid.has_windows and self._storage.tiers.lacked(asked.missing[1]):
                 return None
+            if asked.rate is not None:
+                if asked.rate.loads >= MOST_LOADS:  # those of other tenants must not be refused
+                    asked.most = 0
+                    return None
+                asked.rate.loads += 1
             asked.task = self._storage.tiers.submit_prefetch_task(
                 grid.flat,
                 grid.desc,
                 select=lambda available: grid.needed(
                     grid.hit(available, asked.most if asked.priced is None else asked.priced.chunks)
                 ),
-                on_done=on_done,
+                on_done=partial(self._loaded, asked, on_done),
                 on_change=on_change,
                 located=None if asked.speed is None and asked.rate is None else partial(self.pricing.located, asked),
                 prompt=prompt_part(key, grid, range(len(grid.flat))),
                 client=asked.client.session_id,
             )
+            if asked.task is None:
+                self._loaded(asked)
             return asked.task
 
         tokens, prompt = grid.desc.chunk_tokens, partial(found_part, key, grid)
         return Wanted(grid.main_prefix, grid.digests, tokens, asked.find, load, prompt)
+
+    def _loaded(self, asked: PendingLookup, on_done: Callable[[], None] = lambda: None) -> None:
+        if asked.rate is not None:
+            with self._storage.table.lock:
+                asked.rate.loads -= 1
+        on_done()
 
     def _ticket_ended(self, ticket: str) -> None:
         """Account for a lookup whose ticket ended before its client had another answer than a pending one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvframework.api.keys import CacheKey, tenant_digest
-from kvframework.pricing import BURST_S, WAIT_S, LoadRate
+from kvframework.pricing import BURST_S, MOST_LOADS, WAIT_S, LoadRate
 from kvframework.wire import messages as m
+from tests.core.registry.fake_distributions import install
+from tests.core.tiers import slowed_tier
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for
@@ -43,11 +46,13 @@ def test_no_span_of_time_gets_more_than_its_rate_and_a_burst(rate: float, asked:
             assert given <= (end - since + BURST_S) * rate * (1 + 1e-6) + 1e-6
 
 
+TENANTS = [f"tenants.{salt[7:]}.salts=['{tenant_digest(salt)}']" for salt in SALTS[:2]]
+
+
 @pytest.fixture
 def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ServerProcess]:
-    tenants = [f"tenants.{salt[7:]}.salts=['{tenant_digest(salt)}']" for salt in SALTS[:2]]
     disk = ("l2.0.use=filesystem", f"l2.0.path={tmp_path / 'l2'}", "server.chunk_size=256")
-    with ServerProcess(*tenants, *disk, f"tenants.slow.load_bandwidth={request.param}") as process:
+    with ServerProcess(*TENANTS, *disk, f"tenants.slow.load_bandwidth={request.param}") as process:
         yield process
 
 
@@ -88,3 +93,25 @@ def test_loads_from_l2_wait_for_their_time(server: ServerProcess) -> None:
         least_s = CHUNKS // 16 * 16 * CHUNK_BYTES / (512 << 10) - BURST_S
         assert slow_s >= least_s > 0.9
         assert quick_s < slow_s, "no one waits for the tenant's bucket but the tenant"
+
+
+def test_a_tenants_loads_leave_room_for_those_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No load ends here: the tier is slow for longer than the test takes."""
+    install(tmp_path, "slowed-kvf", {"tier.slowed": slowed_tier.__name__})
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    seconds = tmp_path / "seconds"
+    seconds.write_text("0")
+    tier = ("l2.0.use=slowed", f"l2.0.seconds={seconds}", "l2.0.timeout_s=600")
+    with ServerProcess(*TENANTS, *tier, "tenants.slow.load_bandwidth=100GB/s") as server, server.client() as client:
+        registered = client.register()
+        slow = [key_for(registered, [number] * CHUNK, cache_salt=SALTS[0]) for number in range(MOST_LOADS + 1)]
+        quick = key_for(registered, [1] * CHUNK, cache_salt=SALTS[1])
+        for key in (*slow, quick):
+            client.store(key, b"k")
+        wait_until(lambda: not client.status()["l2"][0]["write_pending"], what="the writes to the tier")
+        client.call("CLEAR", m.Clear())
+        seconds.write_text("300")
+        assert [client.lookup(key).pending for key in slow] == [*[True] * MOST_LOADS, False]
+        assert client.lookup(quick).pending, "another tenant still loads"
+        assert client.status()["lookups"]["misses"]["bandwidth"] == 1
+        server.kill9()

@@ -63,6 +63,7 @@ def test_it_finds_what_the_hit_rule_says_of_all_keys(
 
     hit = grid.hit([key in here for key in grid.flat])
     needed = [grid.flat[index] for index in grid.needed(hit)]
+    assert grid.nbytes(hit) == sum(map(grid.nbytes_of, grid.needed(hit)))
     assert grid.find(row_of) == (hit, needed)
     assert len(asked) == len(set(asked)), "an object is asked for twice"
     whole = grid.whole(row_of)

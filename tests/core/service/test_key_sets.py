@@ -70,6 +70,7 @@ def test_the_hit_is_the_longest_that_every_rule_allows(drawn: tuple[KeySet, list
     hit, objects = keys.find(row_of)
     assert hit == expected
     assert [each - 1 for each in objects] == keys.needed(hit)
+    assert keys.nbytes(hit) == sum(map(keys.nbytes_of, keys.needed(hit)))
     missing = keys.first_missing(row_of, hit)
     assert (missing is None) <= (hit == keys.chunks or any(group.aligned for group in keys.groups))
     if missing is not None:
