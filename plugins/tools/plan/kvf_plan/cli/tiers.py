@@ -122,4 +122,5 @@ def _show(found: list[Contents], *, deleted: bool) -> None:
     values = sum(each.deleted if deleted else each.values for each in chosen)
     nbytes = ByteSize(sum(each.deleted_bytes if deleted else each.nbytes for each in chosen))
     what = f"{counted(values, 'values')}, {nbytes}, of {counted(len(chosen), 'namespaces')}"
-    print_text(f"deleted {what}" if deleted else f"a dry run: --delete would delete {what}")
+    none = "nothing is chosen: --model and --older-than choose" if not chosen else ""
+    print_text(none or (f"deleted {what}" if deleted else f"a dry run: --delete would delete {what}"))
