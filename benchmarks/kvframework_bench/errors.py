@@ -67,7 +67,7 @@ def require_transformers() -> None:
 def require_vllm() -> None:
     """Raise `BenchUnavailable` without vLLM. Imports nothing."""
     if importlib.util.find_spec("vllm") is None:
-        raise BenchUnavailable("not installed: vllm", hint="benchmarks/kvframework_bench/vllm/install.sh ENV")
+        raise BenchUnavailable("vLLM is not installed", hint="benchmarks/kvframework_bench/vllm/install.sh ENV")
 
 
 def _require(hint: str, *modules: str) -> None:

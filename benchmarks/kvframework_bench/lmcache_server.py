@@ -25,7 +25,7 @@ def prepare() -> None:
     Raises `BenchUnavailable` if LMCache is not in this environment.
     """
     if importlib.util.find_spec("lmcache") is None:
-        raise BenchUnavailable("not installed: lmcache", hint="benchmarks/kvframework_bench/lmcache/install.sh ENV")
+        raise BenchUnavailable("LMCache is not installed", hint="benchmarks/kvframework_bench/lmcache/install.sh ENV")
     # Without log lines for every request it is a little faster, and the output here is readable.
     os.environ |= {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "WARNING"}
 

@@ -86,34 +86,32 @@ def panels(figures: Figures) -> list[Panel]:
         return _observe(figures.lookups)
     if isinstance(figures, EventsFigures):
         costs = [spread_bar(cost.name, cost.us) for cost in figures.costs]
-        return [Bars("processor time a chunk", "µs", costs), *_observe(figures.lookups)]
+        return [Bars("CPU time per chunk", "µs", costs), *_observe(figures.lookups)]
     if isinstance(figures, RouteFigures):
         return [_route(figures)]
     if isinstance(figures, CudaFigures):
         return _cuda(figures)
     if isinstance(figures, RestartFigures):
-        rows = [("kill -9 to the first hit", figures.first_hit_s), ("of it, the journal", figures.read_s)]
+        rows = [("kill -9 to the first hit", figures.first_hit_s), ("reading the journal", figures.read_s)]
         return [Bars("restart", "s", [spread_bar(name, seconds) for name, seconds in rows])]
     if isinstance(figures, ShardsFigures):
         return _shards(figures)
     if isinstance(figures, PolicyFigures):
         bars = [spread_bar(f"{row.policy}, {row.objects}", row.us, row.target_us) for row in figures.rows]
-        return [Bars("processor time a block", "µs", bars)]
+        return [Bars("CPU time per block", "µs", bars)]
     if isinstance(figures, BlendFigures):
         return _blend(figures)
     if isinstance(figures, NodeFigures):
         return [
-            Bars(
-                "server's processor time a request", "µs", [spread_bar(row.way, row.server_us) for row in figures.rows]
-            )
+            Bars("server's CPU time per request", "µs", [spread_bar(row.way, row.server_us) for row in figures.rows])
         ]
     if isinstance(figures, ServingFigures):
         return _serving(figures)
     if isinstance(figures, DecodeFigures):
         ratios = [spread_bar(row.beside, row.p99, 1.5) for row in figures.rows if row.p99 is not None]
         return [
-            Bars("from token to token, p99", "ms", [spread_bar(row.beside, row.p99_ms) for row in figures.rows]),
-            Bars("p99, to alone", "x", ratios),
+            Bars("time between tokens, p99", "ms", [spread_bar(row.beside, row.p99_ms) for row in figures.rows]),
+            Bars("time between tokens, p99, ratio to alone", "x", ratios),
         ]
     return _l2(figures)
 
@@ -123,7 +121,7 @@ def _shards(figures: ShardsFigures) -> list[Panel]:
     for word, spreads in (("store", [row.store for row in figures.rows]), ("load", [row.load for row in figures.rows])):
         names = [f"TP {row.tp}, {row.layout}" for row in figures.rows]
         shares = [spread_bar(*each, figures.target_ratio) for each in zip(names, spreads, strict=True)]
-        made.append(Bars(f"{word} with shards, to without", "x", shares))
+        made.append(Bars(f"{word} with shards, ratio to without", "x", shares))
     return made
 
 
@@ -146,12 +144,12 @@ def _serving(figures: ServingFigures) -> list[Panel]:
         bars("time to first token, p50; 1 or 2 engines", "ms", [row.p50_ms for row in rows]),
         bars("time to first token, p90", "ms", [row.p90_ms for row in rows]),
         bars("time to first token, p99", "ms", [row.p99_ms for row in rows]),
-        bars("tokens of prompts that were not computed", "%", hits),
-        bars("tokens of answers a second", "tokens/s", [row.tokens_s for row in rows]),
-        bars("engine's processor time a request", "ms", [row.engine_ms for row in rows]),
-        bars("of it the connector's", "ms", [row.connector_ms for row in rows]),
+        bars("hit rate, prompt tokens", "%", hits),
+        bars("output tokens per second", "tokens/s", [row.tokens_s for row in rows]),
+        bars("engine's CPU time per request", "ms", [row.engine_ms for row in rows]),
+        bars("connector's CPU time per request", "ms", [row.connector_ms for row in rows]),
         bars(
-            "processor time of the server beside it, a request",
+            "server's CPU time per request",
             "ms",
             [row.server_ms if row.server_ms.max else None for row in rows],
         ),
@@ -169,8 +167,8 @@ def _blend(figures: BlendFigures) -> list[Panel]:
     others = [row for row in figures.ways if row.way != FULL]
     prefills = [spread_bar(row.way, row.prefill_s, kind=kind(row.way)) for row in figures.ways]
     return [
-        Bars("prefill of the documents", "processor s", prefills),
-        Bars("tokens as those of full", "%", bars([(row.way, 100 * row.agreement) for row in others])),
+        Bars("prefill of the documents", "CPU s", prefills),
+        Bars("tokens equal to full", "%", bars([(row.way, 100 * row.agreement) for row in others])),
         Bars("KL divergence from full", "nats", bars([(row.way, row.divergence) for row in others])),
         Bars("right answers", "%", bars([(row.way, 100 * row.right) for row in figures.ways])),
     ]
@@ -198,7 +196,7 @@ def _scale(rows: Sequence[ScaleRow], *, clients: bool) -> list[Panel]:
             "µs",
             [(" p50", [row.latency.p50_us for row in rows]), (" p99", [row.latency.p99_us for row in rows])],
         ),
-        lines("the server's processor time", "µs a request", [("", [row.server_us.median for row in rows])]),
+        lines("the server's CPU time", "µs per request", [("", [row.server_us.median for row in rows])]),
     ]
 
 
@@ -228,7 +226,7 @@ def _lookup(figures: LookupFigures) -> list[Panel]:
         bars.append(latency_bar(row.name, row.latency))
         bars.append(latency_bar(f"echo of {row.request_bytes} B", row.echo, "reference"))
     ratios = [spread_bar(row.name, row.ratio, row.target_ratio or None) for row in figures.requests]
-    return [Bars("p50, up to p99", "µs", bars, log=True), Bars("p50 in units of the echo's", "x", ratios)]
+    return [Bars("p50, up to p99", "µs", bars, log=True), Bars("p50, ratio to the echo", "x", ratios)]
 
 
 def _store(figures: StoreFigures) -> list[Panel]:
@@ -261,7 +259,7 @@ def _l2(figures: L2Figures) -> list[Panel]:
             for r in figures.disk.rows
         ]
     if shares:
-        made.append(Bars("ratio to the bare client, or of plain files", "x", shares))
+        made.append(Bars("ratio to the bare client or plain files", "x", shares))
     if figures.stalled:
         bars = []
         for row in figures.stalled:
@@ -270,13 +268,15 @@ def _l2(figures: L2Figures) -> list[Panel]:
         made.append(Bars("LOOKUP in L1, p50, up to p99", "µs", bars, log=True))
     if figures.memory:
         grown = [(f"{row.codec}, {row.direction}", row.growth_bytes / (1 << 20)) for row in figures.memory]
-        made.append(Bars("growth next to the arena", "MiB", [Bar(name, mib, mib, mib) for name, mib in grown]))
+        made.append(
+            Bars("growth of the server besides its arena", "MiB", [Bar(name, mib, mib, mib) for name, mib in grown])
+        )
     if figures.codecs:
         rates = []
         for packer in figures.codecs:
             rates.append(spread_bar(f"{packer.codec}, to {packer.ratio:.3f}, packs", packer.pack_gb_s))
             rates.append(spread_bar(f"{packer.codec}, unpacks", packer.unpack_gb_s))
-        made.append(Bars("codecs, of one processor", "GB/s", rates))
+        made.append(Bars("codecs, on one core", "GB/s", rates))
     return made
 
 
@@ -289,7 +289,7 @@ def _contention(figures: ContentionFigures) -> list[Panel]:
                 name = f"{shape.shape}, {row.operation}"
                 shares.append(spread_bar(f"{name}, quiet", row.quiet_ratio_to_copy, kind="reference"))
                 shares.append(spread_bar(name, row.ratio_to_copy, row.target_ratio))
-        made.append(Bars("ratio to a quiet copy, next to spinning cores", "x", shares))
+        made.append(Bars("ratio to a quiet copy, next to busy cores", "x", shares))
     if figures.storing is not None:
         bars = []
         for lookup in figures.storing.lookups:
@@ -298,7 +298,7 @@ def _contention(figures: ContentionFigures) -> list[Panel]:
         made.append(Bars("LOOKUP in L1, p50, up to p99", "µs", bars, log=True))
     if figures.hit is not None:
         costs = [spread_bar(row.shape, row.overhead_us, row.target_us) for row in figures.hit.rows]
-        made.append(Bars("the engine's processor time for a hit, besides the copy", "µs", costs))
+        made.append(Bars("the engine's CPU time for a hit, without the copy", "µs", costs))
     return made
 
 
@@ -314,8 +314,16 @@ def _route(figures: RouteFigures) -> Panel:
 def _observe(lookups: Sequence[ObservedLookup]) -> list[Panel]:
     rows = [row for row in lookups if row.state != NONE]
     return [
-        Bars("p50 to none", "x", [spread_bar(f"{row.lookup}, {row.state}", row.p50_ratio) for row in rows]),
-        Bars("p99 to none", "x", [spread_bar(f"{row.lookup}, {row.state}", row.p99_ratio) for row in rows]),
+        Bars(
+            "LOOKUP p50, ratio to a plain server",
+            "x",
+            [spread_bar(f"{row.lookup}, {row.state}", row.p50_ratio) for row in rows],
+        ),
+        Bars(
+            "LOOKUP p99, ratio to a plain server",
+            "x",
+            [spread_bar(f"{row.lookup}, {row.state}", row.p99_ratio) for row in rows],
+        ),
     ]
 
 
@@ -331,13 +339,13 @@ def _cuda(figures: CudaFigures) -> list[Panel]:
         made.append(Bars(f"ratio to one plain pinned copy, engine {engine}", "x", shares))
     if figures.submits:
         submits = [latency_bar(f"{row.operation}, {row.chunks} chunks", row.latency) for row in figures.submits]
-        made.append(Bars("the engine's time for a submit, p50, up to p99", "µs", submits))
+        made.append(Bars("the engine thread's time for a submit, p50, up to p99", "µs", submits))
     if figures.matmul is not None:
         slower = [spread_bar(f"{row.operation}s, {row.engine}", row.slowdown) for row in figures.matmul.rows]
-        made.append(Bars("a loop of matrix products next to transfers, to quiet", "x", slower))
+        made.append(Bars("time of matrix products next to transfers, ratio to no transfers", "x", slower))
     if figures.decode is not None:
         slower = [spread_bar(f"{row.operation}s, {row.engine}", row.slowdown, 1.5) for row in figures.decode.rows]
-        made.append(Bars("p99 of steps that read all weights, next to transfers, to quiet", "x", slower))
+        made.append(Bars("p99 of steps that read all weights next to transfers, ratio to no transfers", "x", slower))
     if figures.sweep is not None:
         lines = []
         for operation in ("store", "retrieve"):

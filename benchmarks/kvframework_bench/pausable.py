@@ -30,7 +30,7 @@ class PausableChild(BenchChild):
 
     def await_paused(self) -> None:
         """Wait until it is paused. Raises `BenchFailed` if it is not within seconds."""
-        self.await_that(self.is_paused, "does not stop")
+        self.await_that(self.is_paused, "does not stop after SIGSTOP")
 
     def is_paused(self) -> bool:
         return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"

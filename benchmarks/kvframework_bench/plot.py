@@ -37,17 +37,19 @@ def check_plot(file: Path) -> None:
     """Check before any measurement that `file` can be written. Raises `BenchUnavailable`."""
     if file.suffix.lower() not in ENDINGS:
         raise BenchUnavailable(
-            f"a plot is no {file.suffix or 'file without ending'}", where=f"--plot {file}", available=", ".join(ENDINGS)
+            f"a plot cannot be written as {file.suffix or 'a file without ending'}",
+            where=f"--plot {file}",
+            available=", ".join(ENDINGS),
         )
     if (
         not os.access(file.parent, os.W_OK | os.X_OK)
         or file.is_dir()
         or (file.exists() and not os.access(file, os.W_OK))
     ):
-        raise BenchUnavailable("the plot cannot be written there", where=f"--plot {file}")
+        raise BenchUnavailable("the plot file cannot be written", where=f"--plot {file}")
     if importlib.util.find_spec("matplotlib") is None:
         raise BenchUnavailable(
-            "not installed: matplotlib",
+            "matplotlib is not installed",
             where=f"--plot {file}",
             hint=install_command("plot", distribution="kvframework-bench"),
         )

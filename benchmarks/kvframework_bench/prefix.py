@@ -101,7 +101,7 @@ class Prefixes:
             outcome = plan.commit().result()
         chunks = request.hashed_tokens // self.chunk_tokens
         if outcome.stored != chunks:
-            raise BenchFailed(f"stored {outcome.stored} of {chunks} chunks")
+            raise BenchFailed(f"the server stored {outcome.stored} of {chunks} chunks")
 
     def lookup_bytes(self, request: RequestHashes) -> int:
         """Return the size of the frames of its LOOKUP."""
@@ -121,7 +121,7 @@ def lookup_case(scheduler: SchedulerAdapter, request: RequestHashes, expected: i
         if (result.hit_tokens, result.pending, scheduler.failures) != (expected, False, failures):
             raise BenchFailed(
                 f"a lookup found {result.hit_tokens} tokens",
-                available=f"{expected} were expected",
+                available=f"{expected} tokens",
                 hint="the log above says why a lookup failed" if scheduler.failures > failures else "",
             )
         return seconds

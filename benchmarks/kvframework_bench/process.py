@@ -143,7 +143,7 @@ class LineChannel:
         try:
             os.write(self._child.stdin.fileno(), line + b"\n")
         except OSError as error:
-            raise self._child.failure(f"takes no input any more: {error}") from error
+            raise self._child.failure(f"does not accept input: {error}") from error
 
     def receive(self) -> bytes:
         """Wait for a line, two minutes at most. Raises `BenchFailed` without one."""

@@ -66,7 +66,9 @@ def bench_restart(objects: int, kills: int, *, stage: Stage = no_progress) -> Re
                     client.hello  # noqa: B018
                     recovered = status(client)["l1"]["recovered"]
                 if recovered["objects"] < objects // _CHUNKS * _CHUNKS:
-                    raise BenchFailed(f"{recovered['objects']} objects came back", available=f"{objects} were there")
+                    raise BenchFailed(
+                        f"the next server recovered {recovered['objects']} objects", available=f"{objects} objects"
+                    )
                 reads.append(recovered["seconds"])
                 advance()
         return RestartFigures(
@@ -129,7 +131,7 @@ def _await_hit(child: BenchChild, endpoint: str, lookup: bytes) -> None:
             envelope = split(dealer.recv_multipart())
         reply = decode(envelope.payload, m.LookupReply, where="LOOKUP")
         if reply.hit_tokens != wanted.key.end:
-            raise child.failure(f"found {reply.hit_tokens} of {wanted.key.end} tokens after its kill")
+            raise child.failure(f"found {reply.hit_tokens} of {wanted.key.end} tokens after the kill of its server")
     finally:
         context.destroy(0)
 

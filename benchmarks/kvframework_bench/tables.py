@@ -56,7 +56,7 @@ def warning(document: Document) -> str:
     load, warnings = document.load, []
     if load.busy:
         warnings.append(
-            f"the machine is busy: others used {load.others_before:.2f} of {load.cores} cores before and "
+            f"the machine is busy: other processes used {load.others_before:.2f} of {load.cores} cores before and "
             f"{load.others_during:.2f} during the run (load average {load.loadavg_1min:.1f})"
         )
     if document.quick:
@@ -107,7 +107,7 @@ def tables(document: Document, *, markdown: bool = False) -> list[Table]:
 
 
 def _copies(figures: HostFigures) -> Table:
-    table = new_table(f"copy of {ByteSize(figures.copies[0].nbytes)}", "GB/s", "min to max", "")
+    table = new_table(f"memory copy of {ByteSize(figures.copies[0].nbytes)}", "GB/s", "min to max", "")
     for way in figures.copies:
         table.add_row(way.name, *format_rate(way.gb_s), "`copy`" if way.name == figures.copy else "")
     return table
@@ -131,7 +131,7 @@ def _server(server: ServerAtRest) -> Table:
     memory = server.memory
     table = new_table("a server at rest", "", "target")
     table.add_row("memory besides the arena", f"{memory.excluding_shared / 1e6:.1f} MB", "80 MB")
-    table.add_row("of it private, file-backed", f"{memory.anon / 1e6:.1f} MB, {memory.file / 1e6:.1f} MB", "")
+    table.add_row("private memory, file-backed memory", f"{memory.anon / 1e6:.1f} MB, {memory.file / 1e6:.1f} MB", "")
     table.add_row("start to first answer", f"{server.start_s.median:.2f} s ({format_range(server.start_s)})", "0.3 s")
     table.add_row("processor", f"{server.idle_cores:.2%} of a core", "0.5 %")
     table.add_row("torch", "loaded" if server.torch_loaded else "not loaded", "not loaded")
@@ -150,7 +150,7 @@ def _restart(figures: RestartFigures) -> Table:
         "yes",
         f"{short_number(figures.target_s)} s",
     )
-    table.add_row("of it, the journal and its objects", f"{read.median:.2f} s", "", f"{format_range(read)} s", "", "")
+    table.add_row("reading the journal and its objects", f"{read.median:.2f} s", "", f"{format_range(read)} s", "", "")
     for row in figures.memcached:
         name = f"memcached -e, {row.items:,} items, {row.end}"
         table.add_row(name, f"{row.answer_s:.2f} s", "", "", "yes" if row.hit else "no", "")
@@ -176,7 +176,14 @@ def _requests(requests: list[RequestFigures]) -> Table:
 
 def _hashing(hashing: list[HashFigures]) -> Table:
     table = new_table(
-        "hashing, once a request", "hasher", "p50", "p99", "packed p50", "ratio to one bare pass", "packed", "target"
+        "hashing, once per request",
+        "hasher",
+        "p50",
+        "p99",
+        "packed p50",
+        "ratio to one bare pass",
+        "packed, ratio",
+        "target",
     )
     for row in hashing:
         compared = [f"{each.median:.1f} x" if each else "-" for each in (row.ratio, row.packed_ratio)]
@@ -192,7 +199,7 @@ def _store(figures: StoreFigures) -> Table:
     headers = [
         "GB/s",
         "min to max",
-        "first",
+        "first pass GB/s",
         "min to max",
         "ratio to `copy`",
         "min to max",

@@ -93,7 +93,7 @@ class ZmqPeer:
         """Receive `nbytes` in messages of `frame_bytes`, a divisor, without a copy here."""
         count, rest = divmod(nbytes, frame_bytes)
         if rest:
-            raise ValueError(f"{nbytes} bytes are no whole number of messages of {frame_bytes}")
+            raise ValueError(f"{nbytes} bytes are not a whole number of messages of {frame_bytes} bytes")
         started = time.perf_counter()
         self._dealer.send_multipart([GET, b"%d %d" % (count, frame_bytes)])
         for _ in range(count):

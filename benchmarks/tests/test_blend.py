@@ -98,5 +98,5 @@ def test_a_model_that_is_not_there_is_refused() -> None:
         [*COMMAND, "blend", "--model", "/nowhere"], capture_output=True, text=True, env=ENVIRON, check=False
     )
     assert done.returncode == 2
-    assert "/nowhere: there is no such model" in done.stderr
+    assert "/nowhere: unknown model" in done.stderr
     assert "Traceback" not in done.stderr

@@ -203,7 +203,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 def test_a_run_is_the_same_as_itself(lookup: Path) -> None:
     done = run(lookup, lookup, "--fail")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "the same machine, as far as they tell" in done.stdout
+    assert "apparently the same machine" in done.stdout
     assert "0 worse, 0 better" in done.stdout
 
 
@@ -215,10 +215,10 @@ def test_quick_runs_are_compared_and_not_judged(quick: Path, tmp_path: Path) -> 
     assert "quick runs: too few rounds to judge any figure" in found["doubts"]
     assert {row["place"] for row in found["rows"]} >= {"requests NOOP, tokens 0: ratio"}
     assert not any(row["judged"] for row in found["rows"])
-    assert "0 worse, 0 better, 0 the same" in run(quick, second).stdout
+    assert "0 worse, 0 better, 0 equal" in run(quick, second).stdout
     refused = run(quick, second, "--fail")
     assert refused.returncode == 2
-    assert "--fail has no figure to judge" in refused.stderr
+    assert "no figure could be judged for --fail" in refused.stderr
 
 
 def test_what_got_slower_is_told_and_fails_only_if_asked(lookup: Path, tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_on_another_machine_only_ratios_are_judged(lookup: Path, tmp_path: Path)
     assert not found.same_machine
     assert any(each.startswith("cpu ") for each in found.differs)
     assert any(each.endswith("-> 9.9.9") for each in found.differs)
-    assert found.doubts[0] == "another machine: only ratios are judged"
+    assert found.doubts[0] == "the documents are of different machines: only ratios are judged"
     judged = {row.place for row in found.rows if row.judged}
     assert judged
     assert all(place.endswith((" ratio", "packed_ratio")) for place in judged)
@@ -259,12 +259,12 @@ def test_on_a_busy_machine_only_ratios_are_judged(lookup: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"bench": "host"}, "no document of this release"),
-        ({"bench": "cake"}, "'cake' is no bench"),
-        ({"quick": True}, "one is of --quick"),
+        ({"bench": "host"}, "not a document of this release"),
+        ({"bench": "cake"}, "'cake' is not a benchmark"),
+        ({"quick": True}, "only one of the documents is of --quick"),
         ({"figures.requests": [], "figures.hashing": []}, "no figure in common"),
-        ({"figures.requests": 7}, "no document of this release"),
-        ({"machine": {}}, "no document of this release"),
+        ({"figures.requests": 7}, "not a document of this release"),
+        ({"machine": {}}, "not a document of this release"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(lookup: Path, tmp_path: Path, change: dict[str, Any], match: str) -> None:

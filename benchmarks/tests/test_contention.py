@@ -148,7 +148,7 @@ def test_wrong_bytes_beside_spinners_make_no_figures(first: bool, monkeypatch: p
         return seconds
 
     monkeypatch.setattr(Transfers, "retrieve", corrupting)
-    with pytest.raises(WrongBytes, match=r"1 bytes of layers\.1"):
+    with pytest.raises(WrongBytes, match=r"1 retrieved bytes of layers\.1"):
         bench_contention(tiny(), parts=["spinning"])
 
 
@@ -227,7 +227,7 @@ def test_a_client_that_stored_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(storing_client.StoringClient, "receive", lambda _self: Stored())
     monkeypatch.setattr(storing_client.LineChannel, "send", lambda _self, _line: None)
-    with pytest.raises(BenchFailed, match="has stored nothing"):
+    with pytest.raises(BenchFailed, match="has stored no object"):
         bench_contention(tiny(), parts=["storing"])
 
 
@@ -240,7 +240,7 @@ def test_stores_that_evict_nothing_are_told(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(storing, "Start", lambda *args, **_: Start(*args, warm_up=0))
     monkeypatch.setattr(storing, "_ARENA_SLACK", 256 << 20)
-    with pytest.raises(BenchFailed, match="evicted nothing"):
+    with pytest.raises(BenchFailed, match="evicted no object"):
         bench_contention(tiny(), parts=["storing"])
 
 
@@ -288,7 +288,7 @@ def test_a_hit_whose_copy_is_not_seen_has_no_figure(monkeypatch: pytest.MonkeyPa
     from kvframework_bench.contention.run import bench_contention
 
     monkeypatch.setattr(CopyClock, "around", lambda _self, copy: copy)
-    with pytest.raises(BenchFailed, match="the copy of a hit was not seen"):
+    with pytest.raises(BenchFailed, match="saw no copy of a hit"):
         bench_contention(tiny(), parts=["hit"])
 
 
@@ -315,8 +315,8 @@ def test_without_the_kernel_a_hit_is_not_measured_and_named(monkeypatch: pytest.
     assert figures.skipped == [
         Skipped(
             "hit",
-            "the copy kernel of transport cpu_gather was not built",
-            "install it where there is a C compiler",
+            "the install has no compiled copy kernel of transport cpu_gather",
+            "install kvframework on a machine with a C compiler",
         )
     ]
 
@@ -336,8 +336,8 @@ def test_every_part_has_its_table() -> None:
     made = tables(Document("contention", False, describe_machine(), Load.of(0.0, 0.0, 0.0), figures))
     assert [table.row_count for table in made] == [2, 2, 1, 1, 1]
     headers = [[str(column.header) for column in table.columns] for table in made]
-    assert headers[0][0] == "next to 1 spinner"
-    assert [each[-1] for each in headers[1:3]] == ["target", "of it asking"]
+    assert headers[0][0] == "next to 1 busy process"
+    assert [each[-1] for each in headers[1:3]] == ["target", "of it lookup"]
     cells = [[list(column.cells) for column in table.columns] for table in made]
     assert [row[1] for row in cells[0]][-5:] == ["0.20 x", "0.10 to 0.40", "1.00 x", "0.15 x", ""]
     assert [row[0] for row in cells[1]] == [

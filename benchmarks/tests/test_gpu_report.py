@@ -46,7 +46,7 @@ def test_a_step_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path, mon
     program = f"trap '' TERM; echo so far; sleep 600 & echo $! > {started}; sleep 600"
     for limit in (0.5, 4.0, 30.0):  # the first that lets it start
         ran = run_bounded(["sh", "-c", program], limit)
-        assert (ran.status, ran.reason) == (None, f"it did not end within {limit:g} s")
+        assert (ran.status, ran.reason) == (None, f"the step did not end within {limit:g} s")
         if started.exists() and started.read_text():
             break
     assert ran.out == "so far\n"
@@ -65,7 +65,7 @@ def test_a_step_that_crashes_or_cannot_start_is_a_reason() -> None:
     ran = run_bounded(python("import os; os.write(2, b'before'); os.kill(os.getpid(), 11)"), 30.0)
     assert (ran.reason, ran.err) == ("it ended by signal SIGSEGV", "before")
     ran = run_bounded(["/nowhere/nvidia-smi"], 30.0)
-    assert (ran.status, ran.reason) == (None, "could not be started: No such file or directory")
+    assert (ran.status, ran.reason) == (None, "the step could not be started: No such file or directory")
 
 
 # the whole
@@ -91,10 +91,10 @@ def test_every_step_is_a_line_and_none_ends_the_others() -> None:
         "doctor": ("ok", ""),
         "works": ("ok", ""),
         "crashes": ("failed", "it ended by signal SIGABRT"),
-        "hangs": ("failed", "it did not end within 0.2 s"),
+        "hangs": ("failed", "the step did not end within 0.2 s"),
         "refuses": ("failed", "status 2: bad ***"),
         "skips": ("failed", "nothing was run: 3 skipped"),
-        "absent": ("left out", "it is not installed: pip install it"),
+        "absent": ("skipped", "it is not installed: pip install it"),
     }
     assert list(found) == told == [line.partition(":")[0] for line in files["report.txt"].splitlines()[1:]]
     assert (report.ok, report.gpu) == (False, "")
@@ -119,7 +119,7 @@ def test_an_interrupt_leaves_out_the_rest_and_the_report_is_made(monkeypatch: py
     report, files = collect([doctor("ok"), Step("bench", ("none",), 1.0, on_gpu=True)], Redaction())
     assert not report.ok
     assert {each.reason for each in report.steps} == {"interrupted"}
-    assert "bench: left out: interrupted" in files["report.txt"]
+    assert "bench: skipped: interrupted" in files["report.txt"]
 
 
 def test_a_finding_that_fails_is_the_doctors_reason() -> None:
@@ -133,7 +133,7 @@ def test_a_gpu_that_cuda_cannot_use_leaves_out_what_needs_one() -> None:
     report, files = collect([doctor("fail"), ran], Redaction({SECRET}))
     assert not report.ok
     assert report.gpu.startswith("no GPU can be used here: H100, ")
-    assert [each.outcome for each in report.steps] == ["failed", "left out"]
+    assert [each.outcome for each in report.steps] == ["failed", "skipped"]
     assert report.steps[1].reason == report.gpu
     assert files["report.txt"].startswith(report.gpu)
 
@@ -178,8 +178,8 @@ def test_a_machine_without_a_gpu_is_told_so_and_writes_what_it_could_see(tmp_pat
     url = f"redis://user:{SECRET}@127.0.0.1:1/0"
     done = run("bench", "gpu-report", str(place), "--set", "l2.0.use=redis", "--set", f"l2.0.url={url}")
     assert done.returncode == 1
-    assert "no GPU can be used here: there is no NVIDIA driver" in done.stdout
-    assert "bench: left out: no GPU can be used here" in done.stderr
+    assert "no GPU can be used here: the NVIDIA driver is not loaded" in done.stdout
+    assert "bench: skipped: no GPU can be used here" in done.stderr
     assert stat.S_IMODE(place.stat().st_mode) == 0o600
     files = unpacked(place)
     assert {"report.json", "report.txt", "machine.json", "versions.json", "doctor.json"} <= files.keys()

@@ -112,7 +112,7 @@ def test_both_are_measured_over_both_paths(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["shared", "pickle"])
 def test_one_wrong_bit_of_the_peer_ends_it(path: str) -> None:
-    with pytest.raises(WrongBytes, match="are not what was stored"):
+    with pytest.raises(WrongBytes, match="differ from the stored bytes"):
         compare(setting(flips=path), no_progress)
 
 
@@ -123,5 +123,5 @@ def test_without_lmcache_it_says_how_to_get_it(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lmcache" else found(name))
     assert command.main(["--quick"]) == 2
     errors = capsys.readouterr().err
-    assert "[bench.unavailable] not installed: lmcache" in errors
+    assert "[bench.unavailable] LMCache is not installed" in errors
     assert "benchmarks/kvframework_bench/lmcache/install.sh ENV" in errors

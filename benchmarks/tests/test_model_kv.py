@@ -51,7 +51,7 @@ def test_chunks_follow_each_other_layer_by_layer() -> None:
             assert torch.equal(second[layer, plane], expected)
 
 
-@pytest.mark.parametrize(("model", "text"), [("random", "random weights"), ("/nowhere", "there is no such model")])
+@pytest.mark.parametrize(("model", "text"), [("random", "random weights"), ("/nowhere", "unknown model")])
 def test_a_model_that_has_no_kv_is_refused(model: str, text: str) -> None:
     command = [sys.executable, "-m", "kvframework_bench.l2.model_kv", __file__, os.devnull, "--model", model]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -133,11 +133,12 @@ def blend() -> BlendFigures:
 def serving() -> ServingFigures:
     load = LoadFigures("conversations.jsonl", 60, 20, 25.0, 90000, 1000, 0.5, "a small Llama", 1 << 25, 1 << 30)
     replays = {
-        (engines, name): [Replay([10.0, 20.0, 400.0], 40.0, 0.5, 300.0, connector_ms, 2.0, 1.0)] * 3
+        (engines, name): [Replay([10.0, 20.0, 400.0], 40.0, 0.5, 300.0, connector_ms, 2.0, 1.0, [20.0])] * 3
         for engines in (1, 2)
         for name, connector_ms in (("no offload", None), ("kvframework", 8.0))
     }
-    return ServingFigures(load, rows_of(replays, "no offload"), [Skipped("a peer", "Exception: no GPU", "it ends")])
+    rows = rows_of(replays, "no offload", "ideal")
+    return ServingFigures(load, rows, [Skipped("a peer", "Exception: no GPU", "it ends")])
 
 
 def decode() -> DecodeFigures:
@@ -235,7 +236,7 @@ def test_a_png_has_a_picture(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["figures.jpg", "figures", "figures.pdf"])
 def test_other_files_are_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(BenchUnavailable, match=r"a plot is no") as refused:
+    with pytest.raises(BenchUnavailable, match=r"a plot cannot be written as") as refused:
         check_plot(tmp_path / name)
     assert refused.value.available == ".png, .svg"
 
@@ -243,14 +244,14 @@ def test_other_files_are_refused(name: str, tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "folder.svg").mkdir()
     for file in (tmp_path / "nowhere" / "figures.svg", tmp_path / "folder.svg"):
-        with pytest.raises(BenchUnavailable, match="cannot be written there"):
+        with pytest.raises(BenchUnavailable, match="the plot file cannot be written"):
             check_plot(file)
 
 
 def test_without_matplotlib_it_is_said_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name))
-    with pytest.raises(BenchUnavailable, match="not installed: matplotlib") as refused:
+    with pytest.raises(BenchUnavailable, match="matplotlib is not installed") as refused:
         check_plot(tmp_path / "figures.svg")
     assert refused.value.hint == install_command("plot", distribution="kvframework-bench")
 
@@ -261,5 +262,5 @@ def test_a_command_refuses_before_it_measures(bench: str) -> None:
     # Each of them measures for longer than this.
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 2
-    assert "[bench.unavailable] --plot figures.jpg: a plot is no .jpg" in done.stderr
+    assert "[bench.unavailable] --plot figures.jpg: a plot cannot be written as .jpg" in done.stderr
     assert done.stdout == ""

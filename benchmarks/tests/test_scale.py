@@ -139,7 +139,7 @@ def test_wrong_bytes_make_no_figures() -> None:
             assert key.model_name == MODEL
             plan = client.prepare_load(bare_transfer(requests._registration, key)).result(20)
             plan.arena[plan.ranges[2].offset + 7] ^= 1
-            with pytest.raises(WrongBytes, match="is not what was stored"):
+            with pytest.raises(WrongBytes, match="differs from the stored object"):
                 requests.retrieve(5)
         finally:
             context.destroy(0)
@@ -174,7 +174,7 @@ def test_what_does_not_fit_is_left_out_and_named() -> None:
     sizes, skipped = fitting(FULL, 2 << 30)
     assert sizes.objects == FULL.objects[:-1]
     assert sizes.clients == (1, 2, 4, 8, 16)
-    assert "1,048,576 objects do not fit into 2.0 GiB" in skipped
+    assert "1,048,576 objects do not fit into 2.0 GiB of available memory" in skipped
     assert fitting(FULL, 0)[0].objects == FULL.objects[:1]
 
 
@@ -194,4 +194,4 @@ def test_a_client_process_ends_with_its_input() -> None:
         check=True,
         env=dict(os.environ),
     )
-    assert json.loads(done.stdout)["error"] == "it was not started"
+    assert json.loads(done.stdout)["error"] == "the bench client was not started"

@@ -303,8 +303,8 @@ def test_a_trace_of_another_format(tmp_path: Path, model: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (None, "no model: No such file"),
-        ("{", "its config.json: "),
+        (None, "the model's config.json cannot be read: No such file"),
+        ("{", "the model's config.json is wrong: "),
         ('{"vocab_size": 3}', "missing required field"),
         ('{"vocab_size": 1000, "max_position_embeddings": 512}', "at most 512 tokens"),
     ],
@@ -321,7 +321,7 @@ def test_a_folder_without_a_model(tmp_path: Path, config: str | None, said: str)
 
 def test_too_little_memory(tmp_path: Path, model: Path) -> None:
     sizes = ServingSizes(LoadShape(12, 1), rounds=1, engine_bytes=1 << 50)
-    with pytest.raises(BenchUnavailable, match="2 engines and what is beside them need"):
+    with pytest.raises(BenchUnavailable, match="2 engines and their servers need"):
         start(write_trace(tmp_path), model, sizes)
 
 

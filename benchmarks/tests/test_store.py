@@ -51,7 +51,7 @@ def test_a_single_wrong_bit_is_found(layer: int, plane: int, index: int, token: 
     loaded(memory)
     place = memory.kv[f"layers.{layer}"].view(torch.uint8)[plane, memory.target[index], token, 0]
     place[0] ^= 1
-    with pytest.raises(WrongBytes, match=rf"1 bytes of layers\.{layer}") as found:
+    with pytest.raises(WrongBytes, match=rf"1 retrieved bytes of layers\.{layer}") as found:
         memory.verify()
     assert found.value.where == f"plane {plane}, token {index % TINY.blocks * 16 + token}"
 
@@ -127,7 +127,7 @@ def test_wrong_bytes_make_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
         return seconds
 
     monkeypatch.setattr(Transfers, "retrieve", corrupting)
-    with pytest.raises(WrongBytes, match=r"1 bytes of layers\.1"):
+    with pytest.raises(WrongBytes, match=r"1 retrieved bytes of layers\.1"):
         bench_store([TINY])
 
 

@@ -75,15 +75,15 @@ def blend_tables(figures: BlendFigures) -> list[Table]:
     """Return one table."""
     table = new_table(
         f"{figures.questions} questions, {figures.orders} orders, {figures.prompt_tokens} tokens",
-        "recomputed",
-        "prefill, processor s",
-        "to full",
-        "first token as full",
-        "answer as full",
-        "tokens as full",
-        "KL, first token",
-        "KL, all",
-        "right",
+        "recomputed tokens",
+        "prefill CPU time, s",
+        "ratio to full prefill",
+        "first token equal to full",
+        "answer equal to full",
+        "tokens equal to full",
+        "KL divergence, first token",
+        "KL divergence, all tokens",
+        "right answers",
     )
     full = next(row for row in figures.ways if row.way == FULL)
     for row in figures.ways:

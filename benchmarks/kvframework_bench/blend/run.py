@@ -148,7 +148,7 @@ def _ways(
         loaded = kv.restore(prompt.tokens, ranges=prompt.ranges)
         done = kv.prefill(prompt.tokens, share=share, loaded=change(loaded))
         if done.blended.hit_tokens != documents:
-            raise BenchFailed(f"{done.blended.hit_tokens} of {documents} tokens of the documents were found")
+            raise BenchFailed(f"the lookup found {done.blended.hit_tokens} of {documents} tokens of the documents")
         return _Way(done.cache, 0.0, done.blended.recomputed / documents)
 
     makers: dict[str, Callable[[], _Way]] = {FULL_WAY: full}

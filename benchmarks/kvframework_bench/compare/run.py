@@ -66,17 +66,17 @@ def read_document(place: Path) -> Document:
     except OSError as error:
         raise Incomparable(f"cannot be read: {error.strerror or error}", where=str(place)) from None
     if len(text) > _MOST_BYTES:
-        raise Incomparable(f"it is larger than {_MOST_BYTES} bytes", where=str(place))
+        raise Incomparable(f"the document is larger than {_MOST_BYTES} bytes", where=str(place))
     try:
         head = msgspec.json.decode(text, type=_Head)
         if head.bench not in FIGURES:
-            raise Incomparable(f"{head.bench!r} is no bench", where=str(place), available=", ".join(FIGURES))
+            raise Incomparable(f"{head.bench!r} is not a benchmark", where=str(place), available=", ".join(FIGURES))
         figures: Any = msgspec.json.decode(head.figures, type=FIGURES[head.bench])
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise Incomparable(
-            f"it is no document of this release's `kvframework bench ... --json`: {error}",
+            f"the file is not a document of this release's `kvframework bench ... --json`: {error}",
             where=str(place),
-            hint="compare documents of one form: measure the older build with this kvframework-bench",
+            hint="measure both builds with this release of kvframework-bench",
         ) from None
     return Document(head.bench, head.quick, head.machine, head.load, figures)
 
@@ -84,19 +84,19 @@ def read_document(place: Path) -> Document:
 def compare(before: Document, after: Document, *, threshold: float = THRESHOLD) -> Comparison:
     """Compare two documents of one bench. Raises `Incomparable` where they measured different things."""
     if before.bench != after.bench:
-        raise Incomparable(f"{before.bench} and {after.bench} are different benches")
+        raise Incomparable(f"the documents are of different benchmarks: {before.bench} and {after.bench}")
     if before.quick != after.quick:
-        raise Incomparable("one is of --quick, with small sizes and few rounds, and the other is not")
+        raise Incomparable("only one of the documents is of --quick, which has small sizes and few rounds")
     if (was := settings(before.figures)) != (now := settings(after.figures)):
         differ = [f"{name} {was.get(name)} and {now.get(name)}" for name in was | now if was.get(name) != now.get(name)]
-        raise Incomparable(f"they were measured with different settings: {'; '.join(differ)}")
+        raise Incomparable(f"the documents were measured with different settings: {'; '.join(differ)}")
     one, other = measured(before.figures), measured(after.figures)
     common = [place for place in one if place in other]
     if not common:
         raise Incomparable(
-            "they have no figure in common: other shapes, sizes or parts were measured",
-            where=f"first in one: {next(iter(one), 'none')}",
-            available=f"first in the other: {next(iter(other), 'none')}",
+            "the documents have no figure in common: other shapes, sizes or parts were measured",
+            where=f"{next(iter(one), 'none')} of the first document",
+            available=f"a figure of the second document, such as {next(iter(other), 'none')}",
         )
     same = _same_machine(before, after)
     # What is judged: the range of two rounds is no noise, and an absolute figure is also one of the machine.
@@ -141,7 +141,7 @@ def _differences(before: Machine, after: Machine) -> list[str]:
 def _doubts(before: Document, after: Document, *, same: bool) -> list[str]:
     found = []
     if not same:
-        found.append("another machine: only ratios are judged")
+        found.append("the documents are of different machines: only ratios are judged")
     if before.quick:
         found.append("quick runs: too few rounds to judge any figure")
     for name, document in (("first", before), ("second", after)):

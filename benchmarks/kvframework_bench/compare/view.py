@@ -14,17 +14,20 @@ from kvframework_bench.console import new_table
 
 def sentences(found: Comparison) -> Iterator[str]:
     """Yield what is said before the table."""
-    where = "the same machine, as far as they tell" if found.same_machine else "another machine"
+    where = "apparently the same machine" if found.same_machine else "different machines"
     yield f"bench {found.bench}, {where}{'; ' if found.differs else ''}{', '.join(found.differs)}"
     if found.doubts:
-        yield f"in doubt: {'; '.join(found.doubts)}"
+        yield f"limits of this comparison: {'; '.join(found.doubts)}"
     counts = {verdict: len(found.of(verdict)) for verdict in ("worse", "better", "same")}
     unjudged = sum(not row.judged for row in found.rows)
     yield (
-        f"{counts['worse']} worse, {counts['better']} better, {counts['same']} the same within the noise; "
+        f"figures: {counts['worse']} worse, {counts['better']} better, {counts['same']} equal within the noise; "
         f"{unjudged} not judged"
     )
-    for title, places in (("only in the first", found.only_before), ("only in the second", found.only_after)):
+    for title, places in (
+        ("only in the first document", found.only_before),
+        ("only in the second document", found.only_after),
+    ):
         if places:
             yield f"{title}, not compared: {len(places)} figures, such as {places[0]}"
 

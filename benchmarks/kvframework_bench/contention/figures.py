@@ -139,7 +139,7 @@ def contention_tables(figures: ContentionFigures) -> list[Table]:
 
 def _spinning(shapes: list[SpinningShape]) -> Table:
     spinners = shapes[0].spinners
-    title = f"next to {spinners} spinner{'s' if spinners > 1 else ''}"
+    title = f"next to {spinners} busy process{'es' if spinners > 1 else ''}"
     headers = [
         "quiet GB/s",
         "GB/s",
@@ -150,7 +150,7 @@ def _spinning(shapes: list[SpinningShape]) -> Table:
         "ratio to quiet",
         "target",
     ]
-    table = new_table(title, *headers, "a spinner had")
+    table = new_table(title, *headers, "CPU of a busy process")
     for shape in shapes:
         spun = f"{shape.spun_cores.median:.2f} cores"
         copied = ["", "", "1.00 x", "", "", f"{shape.copy_ratio_to_quiet.median:.2f} x", "", spun]
@@ -169,7 +169,16 @@ def _spinning(shapes: list[SpinningShape]) -> Table:
 
 
 def _storing(figures: StoringFigures) -> Table:
-    headers = ["p50", "p99", "disturbed p50", "p99", "p50 ratio to quiet", "min to max", "p99 ratio to quiet", "target"]
+    headers = [
+        "p50",
+        "p99",
+        "p50 next to stores",
+        "p99",
+        "p50 ratio to quiet",
+        "min to max",
+        "p99 ratio to quiet",
+        "target",
+    ]
     table = new_table("LOOKUP next to a client that stores", *headers)
     for row in figures.lookups:
         table.add_row(
@@ -182,13 +191,13 @@ def _storing(figures: StoringFigures) -> Table:
             f"{short_number(row.target_ratio)} x",
         )
     stored = f"{figures.stores.median:.0f} stores a round, {figures.gb_s.median:.2f} GB/s"
-    table.add_row(f"the other stored ({figures.shape}, {ByteSize(figures.prompt_bytes)}): {stored}")
+    table.add_row(f"the storing client ({figures.shape}, {ByteSize(figures.prompt_bytes)}): {stored}")
     return table
 
 
 def _hit(figures: HitFigures) -> Table:
-    headers = ["went by", "processor", "the copy", "overhead", "min to max", "target", "of it asking"]
-    table = new_table("a hit, processor time of the engine's process", *headers)
+    headers = ["elapsed", "CPU", "CPU of the copy", "overhead", "min to max", "target", "of it lookup"]
+    table = new_table("CPU time of the engine's process for a hit", *headers)
     for row in figures.rows:
         times = [format_time(each.median) for each in (row.wall_us, row.processor_us, row.copy_us, row.overhead_us)]
         table.add_row(
@@ -202,7 +211,9 @@ def _hit(figures: HitFigures) -> Table:
 
 
 def _hot_spots(spots: list[HotSpot], figures: HitFigures) -> Table:
-    title = f"where it goes: {figures.profiled_shape}, {figures.profiled} hits under a profiler, the copy left out"
+    title = (
+        f"CPU time by function: {figures.profiled_shape}, {figures.profiled} hits under a profiler, without the copy"
+    )
     table = new_table(title, "calls", "own time", "share")
     for spot in spots:
         table.add_row(spot.function, f"{spot.calls:.1f}", format_time(spot.own_us), f"{spot.share:.0%}")

@@ -75,7 +75,7 @@ class Hits:
         """Run LOOKUP, retrieve, free. Raises `BenchFailed` unless all of it was a hit."""
         found = self._scheduler.lookup(self.transfers.request)
         if found.hit_tokens != self._tokens:
-            raise BenchFailed(f"a lookup found {found.hit_tokens} tokens", available=f"{self._tokens} were expected")
+            raise BenchFailed(f"a lookup found {found.hit_tokens} tokens", available=f"{self._tokens} tokens")
         self.transfers.retrieve()
         self._scheduler.free(found)
 
@@ -89,7 +89,7 @@ class Hits:
         processor = time.process_time() - before
         wall = time.perf_counter() - started
         if clock.calls == calls:
-            raise BenchFailed("the copy of a hit was not seen, so its time cannot be separated from the rest")
+            raise BenchFailed("the profiler saw no copy of a hit, so the copy's time cannot be subtracted")
         return Cost(wall, processor, clock.seconds - copied, here - (clock.own - copied_here))
 
 

@@ -53,7 +53,8 @@ def copy_clock() -> Iterator[CopyClock]:
     kernel."""
     if kernel.load_kernel() is None:
         raise BenchUnavailable(
-            "the copy kernel of transport cpu_gather was not built", hint="install it where there is a C compiler"
+            "the install has no compiled copy kernel of transport cpu_gather",
+            hint="install kvframework on a machine with a C compiler",
         )
     clock = CopyClock()
     with kernel.wrapping_copies(clock.around):

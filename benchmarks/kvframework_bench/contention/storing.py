@@ -57,7 +57,7 @@ def bench_storing(sizes: Sizes, directory: Path, registry: PluginRegistry, stage
                 advance=partial(_end_round, pin, advance),
             )
         if not status(client)["l1"]["evictions"]:
-            raise BenchFailed("the other client's stores evicted nothing")
+            raise BenchFailed("the storing client's stores evicted no object from L1")
     return StoringFigures(
         shape=sizes.storing.name,
         prompt_bytes=sizes.storing.nbytes,

@@ -142,7 +142,7 @@ class StoringClient:
         self._channel.send(b"stop")
         stored = self.receive()
         if not stored.stores:
-            raise BenchFailed("the client that is to store has stored nothing")
+            raise BenchFailed("the storing client has stored no object")
         self.stored.append(stored)
 
     def start(self, start: Start) -> None:

@@ -37,7 +37,7 @@ class StepLoop:
         try:
             self._weights = [torch.randn(side, side, device="cuda", dtype=torch.bfloat16) for _ in range(_MATRICES)]
         except cuda.OutOfMemoryError as error:
-            raise BenchUnavailable(f"no memory for the weights of a step: {error}") from error
+            raise BenchUnavailable(f"the GPU has no memory for the weights of a step: {error}") from error
         self._token, self._product = (torch.randn(side, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         self._stream = cuda.Stream()
         self._events = [cuda.Event(enable_timing=True) for _ in range(_STEPS + 1)]

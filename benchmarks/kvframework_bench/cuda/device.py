@@ -54,7 +54,7 @@ class Device:
             self._made.close()
             raise BenchUnavailable(
                 f"no GPU can be used here: {error.fact}",
-                hint="nvidia-smi says whether the driver sees one; in a container it has to be given to it",
+                hint="run nvidia-smi to see whether the driver finds a GPU; pass the GPU to a container",
             ) from None
 
     def __enter__(self) -> Device:

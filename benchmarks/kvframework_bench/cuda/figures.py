@@ -175,7 +175,7 @@ def _transfers(engine: str, rows: list[TransferRow]) -> Table:
 
 
 def _submits(rows: list[SubmitRow]) -> Table:
-    table = new_table("a submit, of the engine's thread", "block ids", "p50", "p99", "target")
+    table = new_table("time of a submit in the engine's thread", "block ids", "p50", "p99", "target")
     for row in rows:
         name = f"{row.operation} of {row.chunks} chunk{'s' if row.chunks > 1 else ''}"
         table.add_row(name, str(row.blocks), *format_latency(row.latency), format_time(row.target_us))
@@ -185,28 +185,31 @@ def _submits(rows: list[SubmitRow]) -> Table:
 def _matmul(figures: MatmulFigures) -> Table:
     table = new_table(
         f"bfloat16 products of {figures.size} x {figures.size}, next to",
-        "time ratio to quiet",
+        "ratio of time to no transfers",
         "min to max",
-        "moved GB/s",
+        "transfers GB/s",
     )
     quiet = figures.quiet_tflop_s
-    table.add_row(f"nothing: {quiet.median:.0f} TFLOP/s ({quiet.min:.0f} to {quiet.max:.0f})", "1.00 x", "", "")
+    table.add_row(f"no transfers: {quiet.median:.0f} TFLOP/s ({quiet.min:.0f} to {quiet.max:.0f})", "1.00 x", "", "")
     for row in figures.rows:
         share = format_ratio(row.slowdown)
         table.add_row(f"{row.operation}s, {_copier(row.engine)}", *share, f"{row.gb_s.median:.2f}")
-    table.add_row(f"moved: {figures.shape}, {figures.chunks} chunks at a time")
+    table.add_row(f"transferred: {figures.shape}, {figures.chunks} chunks at a time")
     return table
 
 
 def _decode(figures: StepFigures) -> Table:
     table = new_table(
-        f"steps that read {ByteSize(figures.step_bytes)}, next to", "p99 ratio to quiet", "min to max", "moved GB/s"
+        f"steps that read {ByteSize(figures.step_bytes)}, next to",
+        "p99 ratio to no transfers",
+        "min to max",
+        "transfers GB/s",
     )
-    table.add_row(f"nothing: p99 {1000 * figures.quiet_s.median:.2f} ms", "1.00 x", "", "")
+    table.add_row(f"no transfers: p99 {1000 * figures.quiet_s.median:.2f} ms", "1.00 x", "", "")
     for row in figures.rows:
         share = format_ratio(row.slowdown)
         table.add_row(f"{row.operation}s, {_copier(row.engine)}", *share, f"{row.gb_s.median:.2f}")
-    table.add_row(f"moved: {figures.shape}, {figures.chunks} chunks at a time")
+    table.add_row(f"transferred: {figures.shape}, {figures.chunks} chunks at a time")
     return table
 
 
@@ -229,7 +232,7 @@ def _sweep(figures: SweepFigures) -> Table:
             f"{row.dma_gb_s.median / row.kernel_gb_s.median:.2f} x",
         )
     if figures.cross is None:
-        table.add_row("the kernel is faster up to the largest")
+        table.add_row("the kernel is faster for every fragment size")
     else:
         cross = ByteSize(figures.cross)
         table.add_row(f'dma is as fast both ways from {cross} on: kernel_below = "{cross}"')

@@ -124,7 +124,7 @@ class DeviceInstance:
     def _clear(self) -> None:
         cleared = emptied(self._client)
         if cleared.in_use:
-            raise BenchFailed(f"{cleared.in_use} objects are in use before a store")
+            raise BenchFailed(f"L1 could not be emptied before a store: {cleared.in_use} objects are in use")
         self._stored = 0
 
     def _unseen(self, chunks: int) -> RequestHashes:
@@ -156,7 +156,7 @@ class DeviceInstance:
         outcome = future.result(_TIMEOUT_S)
         self._worker.get_finished()
         if not outcome.ok:
-            raise BenchFailed("a retrieve of what was stored is a miss", hint="the log above says why")
+            raise BenchFailed("a retrieve of stored chunks is a miss", hint="the log above says why")
 
     def _blocks(self, ids: Sequence[int], chunks: int) -> list[list[int]]:
         return [list(ids[: self._memory.shape.blocks(chunks)])]

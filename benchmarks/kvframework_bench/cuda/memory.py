@@ -88,7 +88,7 @@ class DeviceMemory:
                         expected = self._expected(layer, start + self.source[index] * piece, piece)
                         if bytes(pinned.view[at : at + piece]) != expected:
                             raise WrongBytes(
-                                f"a block of layers.{layer} is not what was stored",
+                                f"a retrieved block of layers.{layer} differs from the stored block",
                                 where=f"{self.shape.name}, block {index} of {blocks}, byte {start} of the planes",
                                 hint="this is a bug of the transport; no figures are reported",
                             )

@@ -31,7 +31,7 @@ def bench_cuda(sizes: Sizes = FULL, *, parts: Collection[str] = PARTS, stage: St
     `BenchUnavailable` without a GPU, its driver or the transport, `BenchFailed`, and `WrongBytes` if a single retrieved
     byte is wrong."""
     if not sizes.shapes:
-        raise BenchUnavailable("no shape is left to be measured", where="bench cuda")
+        raise BenchUnavailable("the options leave no shape to measure", where="bench cuda")
     skipped: list[Skipped] = []
     with Device() as device:
         check_plugin(PluginRegistry(), "transport", TRANSPORT)

@@ -55,8 +55,8 @@ def fitting_steps(sizes: Sizes, shape: CudaShape, device: Device, skipped: list[
     steps = sizes.fitting(shape, device_free=device_free, host_free=host_free)
     for chunks in sizes.chunks:
         if chunks not in steps:
-            why = f"needs {ByteSize(4 * shape.nbytes(chunks) + sizes.reserve)} of the GPU and as much of the host"
-            hint = f"free: {ByteSize(device_free)} and {ByteSize(host_free)}"
+            why = f"GPU and host need {ByteSize(4 * shape.nbytes(chunks) + sizes.reserve)} of memory each"
+            hint = f"free: {ByteSize(device_free)} on the GPU, {ByteSize(host_free)} on the host"
             skipped.append(Skipped(_name(shape, chunks), why, hint))
     return steps
 

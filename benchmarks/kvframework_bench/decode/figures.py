@@ -101,9 +101,9 @@ def _gap(window: Window, fraction: float) -> float:
 def decode_tables(figures: DecodeFigures) -> list[Table]:
     size = ByteSize(figures.prompt_bytes)
     table = new_table(
-        f"from token to token, beside {figures.prompt_tokens:,} tokens ({size})",
-        *("p50", "ratio to alone", "p99", "ratio to alone", "min to max", "ratio to held", "min to max"),
-        *("requests", "tokens loaded", "time to their first token"),
+        f"time between tokens, beside {figures.prompt_tokens:,} tokens ({size})",
+        *("p50", "ratio to alone", "p99", "ratio to alone", "min to max", "ratio to KV in the engine", "min to max"),
+        *("requests", "tokens loaded", "first token of the requests"),
     )
     for row in figures.rows:
         table.add_row(

@@ -76,16 +76,18 @@ def bench_decode(
         longest = sizes.prompt_tokens + 1
         if config.max_position_embeddings < longest:
             raise BenchUnavailable(
-                f"its prompts have at most {config.max_position_embeddings} tokens",
+                f"the model's prompts have at most {config.max_position_embeddings} tokens",
                 where=f"--model {model}",
-                available=f"{longest} are needed",
+                available=f"{longest} tokens",
             )
         prompt_bytes = sizes.prompt_tokens * config.kv_bytes
         tokens = 2 * (longest + BLOCK_TOKENS) + _SPARE_TOKENS
         capacity = (_PROMPTS + 1) * prompt_bytes
         needed = capacity + tokens * config.kv_bytes + sizes.engine_bytes
         if (there := available_bytes()) < needed:
-            raise BenchUnavailable(f"this needs {ByteSize(needed)} of memory", available=f"{ByteSize(there)}")
+            raise BenchUnavailable(
+                f"the benchmark needs {ByteSize(needed)} of memory, but {ByteSize(there)} are available"
+            )
         settings = EngineSettings(model, longest + BLOCK_TOKENS, tokens * config.kv_bytes)
         cores = halves(sorted(os.sched_getaffinity(0)))[0]
         with (
@@ -164,7 +166,7 @@ class _Measured:
             waits = [(began, began + each.first_s) for began, each in beside]
             gaps = gaps_within(answer.gaps_s, begin + answer.first_s, waits)
             if not gaps:
-                raise BenchFailed(f"{name}: no token came while a request waited", hint="a larger model")
+                raise BenchFailed(f"{name}: the engine made no token while a request waited", hint="use a larger model")
         return Window(gaps, [each.first_s for _, each in beside], loaded)
 
     def _body(self, tokens: int, answer_tokens: int) -> bytes:

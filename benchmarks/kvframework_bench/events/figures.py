@@ -35,7 +35,7 @@ class EventsFigures(msgspec.Struct, frozen=True):
 
 def events_tables(figures: EventsFigures) -> list[Table]:
     """Return one table for what telling costs by itself, and one for the lookups beside it."""
-    costs = new_table("a chunk of 256 tokens", "processor time", "min to max", "target")
+    costs = new_table("cost of announcing a chunk of 256 tokens", "CPU time", "min to max", "target")
     for cost in figures.costs:
         target = f"{cost.target_us:.0f} µs" if cost.target_us else ""
         costs.add_row(cost.name, f"{cost.us.median:.2f} µs", format_range(cost.us), target)

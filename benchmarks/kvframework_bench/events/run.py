@@ -130,7 +130,7 @@ class _Server:
             if not told["waiting"] and batches > before and read() >= told["next_number"] - 1:
                 return batches
             if time.monotonic() > deadline:
-                raise BenchFailed(f"what the server tells was not read within {_READ_S:.0f} s")
+                raise BenchFailed(f"the bench's reader did not receive all KV events within {_READ_S:.0f} s")
             time.sleep(_POLL_S)
 
 

@@ -52,12 +52,12 @@ def run_bounded(
                 start_new_session=True,
             )
         except OSError as error:
-            return Ran(None, f"could not be started: {error.strerror or error}", 0.0, "", "")
+            return Ran(None, f"the step could not be started: {error.strerror or error}", 0.0, "", "")
         try:
             status: int | None = process.wait(limit_s)
-            reason = "" if status is not None and status >= 0 else f"it ended {how_ended(status or 0)}"
+            reason = "" if status is not None and status >= 0 else f"the step ended {how_ended(status or 0)}"
         except subprocess.TimeoutExpired:
-            status, reason = None, f"it did not end within {short_number(limit_s)} s{_ended(process)}"
+            status, reason = None, f"the step did not end within {short_number(limit_s)} s{_ended(process)}"
         except BaseException:
             _ended(process)
             raise
@@ -78,7 +78,7 @@ def _ended(process: subprocess.Popen[bytes]) -> str:
         except subprocess.TimeoutExpired:
             continue
         return ""
-    return ", and stays when it is killed: it is blocked in the kernel"
+    return ", and SIGKILL does not end the process, which is blocked in the kernel"
 
 
 def _kept(file: IO[bytes]) -> str:

@@ -22,7 +22,7 @@ _USABLE = "cuda_ipc.devices"
 _NO_USE = "no GPU can be used here"
 _LAST_LINES = 3
 
-Outcome = Literal["ok", "failed", "left out"]
+Outcome = Literal["ok", "failed", "skipped"]
 
 
 class StepResult(msgspec.Struct, frozen=True):
@@ -94,9 +94,9 @@ def _why_no_gpu(machine: GpuMachine, findings: Sequence[Mapping[str, str]]) -> s
     if machine.has_gpu:
         return ""
     if machine.driver:
-        return f"{_NO_USE}: there is a driver, but no /dev/nvidia0, nor a GPU that the driver names"
-    on_bus = f"; NVIDIA's devices on the bus: {len(machine.on_the_bus)}" if machine.on_the_bus else ""
-    return f"{_NO_USE}: there is no NVIDIA driver, and no /dev/nvidia0{on_bus}"
+        return f"{_NO_USE}: the NVIDIA driver is loaded, but names no GPU, and /dev/nvidia0 does not exist"
+    on_bus = f"; NVIDIA devices on the PCI bus: {len(machine.on_the_bus)}" if machine.on_the_bus else ""
+    return f"{_NO_USE}: the NVIDIA driver is not loaded, and /dev/nvidia0 does not exist{on_bus}"
 
 
 def _findings(ran: Ran) -> list[dict[str, str]]:
@@ -108,7 +108,7 @@ def _findings(ran: Ran) -> list[dict[str, str]]:
 
 def _result(step: Step, ran: Ran | None, why_not: str, redaction: Redaction) -> StepResult:
     if ran is None:
-        return StepResult(step.name, "left out", redaction.text(why_not))
+        return StepResult(step.name, "skipped", redaction.text(why_not))
     reason = ran.reason
     if not reason and ran.status:
         last = [line.strip() for line in (ran.err.strip() or ran.out.strip()).splitlines()][-_LAST_LINES:]

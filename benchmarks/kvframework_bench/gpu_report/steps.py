@@ -63,7 +63,9 @@ def _kit(checkout: Path) -> Step:
     command = (sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rsfE", "-p", "no:cacheprovider", KIT)
     missing = ""
     if not (checkout / KIT).is_file():
-        missing = f"kvframework is not installed from a checkout, which has {KIT}: install with pip's -e from a clone"
+        missing = (
+            f"{KIT} is missing, because kvframework is not installed from a checkout: run pip install -e in a clone"
+        )
     elif importlib.util.find_spec("pytest") is None:
         missing = "pytest is not installed: pip install --group test, in the checkout"
     return Step("kit", command, 1200.0, missing, True, checkout, " passed")

@@ -28,13 +28,13 @@ DTYPE = "bfloat16"
 _EXPONENTS = {59: 1, 60: 4, 61: 11, 62: 36, 63: 58, 64: 17, 65: 1}
 _EXPONENTS |= {187: 1, 188: 4, 189: 11, 190: 35, 191: 58, 192: 18, 193: 1}
 _TABLE = bytes(exponent for exponent, times in _EXPONENTS.items() for _ in range(times))
-MADE_UP = "made-up numbers"
+MADE_UP = "synthetic numbers"
 
 T = TypeVar("T")
 
 
 def bench_codec(sizes: Sizes, registry: PluginRegistry, codec: str, kv: Path | None, stage: Stage) -> CodecRow:
-    """Measure a codec on the content of the file `kv`, None for made-up numbers. Raises `BenchUnavailable` without the
+    """Measure a codec on the content of the file `kv`, None for made numbers. Raises `BenchUnavailable` without the
     codec's packages or the file, and `WrongBytes`."""
     check_plugin(registry, "codec", codec)
     data = memoryview(_content(kv, sizes.object_bytes))
@@ -82,5 +82,5 @@ def _content(kv: Path | None, nbytes: int) -> bytes:
     except OSError as error:
         raise BenchUnavailable(str(error), where=str(kv)) from None
     if not found:
-        raise BenchUnavailable("the file is empty", where=str(kv))
+        raise BenchUnavailable("the KV file is empty", where=str(kv))
     return found

@@ -141,7 +141,7 @@ def _deadline() -> float:
 
 # The share of their pages up to which files count as not cached: the kernel may keep a few.
 COLD = 0.01
-_ON_A_DISK = "name a folder on a disk: --folder DIR"
+_ON_A_DISK = "give a folder on a disk: --folder DIR"
 
 _DEFAULT = Mode("write, past the page cache", direct=True, sync=False)
 _BUFFERED = Mode("write, into the page cache", direct=False, sync=False)
@@ -157,7 +157,9 @@ def bench_disk(
     kind = file_system(folder)
     modes = [_DEFAULT, _BUFFERED, _SYNCED]
     if not can_bypass_cache(folder):
-        skipped.append(Skipped(modes.pop(0).title, f"{kind} does not bypass the page cache", _ON_A_DISK))
+        skipped.append(
+            Skipped(modes.pop(0).title, f"the file system {kind} does not bypass the page cache", _ON_A_DISK)
+        )
     rows = []
     for nbytes in sizes.value_bytes:
         values = Values(nbytes, max(sizes.call_bytes // nbytes, 1))
@@ -176,7 +178,7 @@ def bench_disk(
     for claim in (_DEFAULT.title, _COLD_READ):
         if any(row.cached > COLD for row in rows if row.operation == claim):
             rows = [row for row in rows if row.operation != claim]
-            skipped.append(Skipped(claim, f"{kind} keeps the files in the page cache", _ON_A_DISK))
+            skipped.append(Skipped(claim, f"the file system {kind} keeps the files in the page cache", _ON_A_DISK))
     return DiskFigures(kind, rows)
 
 

@@ -113,7 +113,7 @@ def _disk(shape: Shape, _nbytes: int, directory: Path, registry: PluginRegistry)
     """Files that are not in the page cache; the reference reads them plainly, by as many threads."""
     check_plugin(registry, "tier", "filesystem")
     if not can_bypass_cache(directory):
-        raise BenchUnavailable(f"{file_system(directory)} keeps the files in the page cache")
+        raise BenchUnavailable(f"the file system {file_system(directory)} keeps the files in the page cache")
     with tempfile.TemporaryDirectory(dir=directory) as place, _plain_reads(shape, Path(place)) as read:
 
         def drop() -> None:
@@ -188,7 +188,7 @@ def _row(
         memory = PagedMemory(shape, shuffled=True)
         transfers = stack.enter_context(Transfers(client, shape, memory, {}))
         if transfers.object_bytes != nbytes:
-            raise BenchFailed(f"objects have {transfers.object_bytes} bytes", available=f"{nbytes}")
+            raise BenchFailed(f"the server's objects have {transfers.object_bytes} bytes", available=f"{nbytes} bytes")
         transfers.store()
         await_written(server, client)
         loads = _Loads(client, transfers, shape.tokens, at.before)
@@ -272,11 +272,11 @@ class _Loads:
         cleared = emptied(self._client)
         if cleared.in_use or not cleared.objects:
             raise BenchFailed(
-                f"{cleared.in_use} objects are in use before a lookup, and {cleared.objects} left L1",
-                available="all of the prompt were expected to leave it",
+                f"before a lookup, {cleared.objects} objects left L1, and {cleared.in_use} are in use",
+                available="all objects of the prompt leave L1",
             )
         self._before()
 
     def _check(self, tokens: int) -> None:
         if tokens != self._tokens:
-            raise BenchFailed(f"a lookup found {tokens} tokens in all", available=f"{self._tokens} were expected")
+            raise BenchFailed(f"a lookup found {tokens} tokens in all", available=f"{self._tokens} tokens")

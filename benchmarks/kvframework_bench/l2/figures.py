@@ -220,7 +220,7 @@ def _redis(figures: RedisFigures) -> Table:
 
 
 def _s3(figures: S3Figures) -> Table:
-    headers = ("GB/s", "min to max", "ratio to obstore", "min to max", "target", "processor s a GB", "target")
+    headers = ("GB/s", "min to max", "ratio to obstore", "min to max", "target", "CPU s per GB", "target")
     table = new_table("tier s3, SeaweedFS, TCP", *headers)
     for row in figures.rows:
         name = f"{ByteSize(row.value_bytes)} {row.operation}"
@@ -252,8 +252,8 @@ def _mooncake(rows: list[MooncakeRow]) -> Table:
 
 
 def _engine(rows: list[EngineRow]) -> Table:
-    headers = ("GB/s", "min to max", "ratio to reference", "min to max", "to the tier alone")
-    table = new_table("a tier to the engine", *headers)
+    headers = ("GB/s", "min to max", "ratio to reference", "min to max", "ratio to the tier alone")
+    table = new_table("load from a tier into the engine", *headers)
     for row in rows:
         name = f"{row.shape}, {row.source}"
         sizes = f"({ByteSize(row.nbytes)} in objects of {ByteSize(row.object_bytes)})"
@@ -262,7 +262,7 @@ def _engine(rows: list[EngineRow]) -> Table:
         ends = f"{name}, LOOKUP, then RETRIEVE"
         table.add_row(ends, *format_rate(row.to_engine_gb_s), *format_ratio(row.ratio_to_reference))
         table.add_row(
-            f"{name}, RETRIEVE of what arrives",
+            f"{name}, RETRIEVE of objects as they arrive",
             *format_rate(row.arriving_gb_s),
             *format_ratio(row.arriving_ratio_to_reference),
             f"{row.arriving_ratio_to_tier.median:.2f} x",
@@ -283,36 +283,46 @@ def _disk(figures: DiskFigures) -> Table:
 
 
 def _stalled(rows: list[StalledRow]) -> Table:
-    table = new_table("LOOKUP of what L1 has", "p50", "p99", "ratio to no L2", "min to max", "tier at the end")
+    table = new_table(
+        "LOOKUP of a prompt in L1", "p50", "p99", "ratio to no L2", "min to max", "state of the tier at the end"
+    )
     for row in rows:
         name = f"{row.tokens // 1024}k tokens"
         table.add_row(f"{name}, no L2", *format_latency(row.without_l2))
-        state = f"circuit {row.tier_state}, {row.write_pending} to write"
+        state = f"circuit {row.tier_state}, {row.write_pending} objects to write"
         ratio = f"{row.ratio.median:.2f} x"
         table.add_row(f"{name}, stalled Redis", *format_latency(row.stalled), ratio, format_range(row.ratio), state)
     return table
 
 
 def _new(rows: list[NewRow]) -> Table:
-    headers = ("p50", "p99", "ratio to a question", "min to max", "added to no L2", "min to max", "target")
-    table = new_table("LOOKUP of what Redis lacks", *headers)
+    headers = (
+        "p50",
+        "p99",
+        "ratio to a bare tier lookup",
+        "min to max",
+        "added time, ratio to a bare tier lookup",
+        "min to max",
+        "target",
+    )
+    table = new_table("LOOKUP of a prompt that Redis lacks", *headers)
     for row in rows:
         name = f"{row.tokens // 1024}k tokens"
-        table.add_row(f"{name}, a bare question to the tier", *format_latency(row.tier))
+        table.add_row(f"{name}, a bare tier lookup", *format_latency(row.tier))
         table.add_row(f"{name}, no L2", *format_latency(row.without_l2))
         table.add_row(
-            f"{name}, new",
+            f"{name}, new prompt",
             *format_latency(row.new),
             *format_ratio(row.ratio_to_tier),
             *format_ratio(row.added_to_tier),
             f"{short_number(row.target_ratio)} x",
         )
-        table.add_row(f"{name}, the same again", *format_latency(row.again))
+        table.add_row(f"{name}, same prompt again", *format_latency(row.again))
     return table
 
 
 def _memory(rows: list[MemoryRow]) -> Table:
-    table = new_table("memory of the server besides its arena", "moved", "an object", "grew by", "prompt", "in Redis")
+    table = new_table("memory of the server besides its arena", "moved", "object size", "growth", "prompt", "in Redis")
     for row in rows:
         moved, one = ByteSize(row.nbytes), ByteSize(row.object_bytes)
         sizes = [f"{nbytes / (1 << 20):.1f} MiB" for nbytes in (row.growth_bytes, row.prompt_bytes, row.stored_bytes)]
@@ -321,8 +331,8 @@ def _memory(rows: list[MemoryRow]) -> Table:
 
 
 def _codecs(rows: list[CodecRow]) -> Table:
-    headers = ["of", "ratio", "bound", "packs GB a processor s", "min to max", "unpacks", "min to max"]
-    table = new_table(f"codecs, an object of {ByteSize(rows[0].object_bytes)}", *headers)
+    headers = ["content", "ratio", "bound", "packs GB per CPU s", "min to max", "unpacks", "min to max"]
+    table = new_table(f"codecs, object size {ByteSize(rows[0].object_bytes)}", *headers)
     for row in rows:
         rates = [*format_rate(row.pack_gb_s), *format_rate(row.unpack_gb_s)]
         table.add_row(row.codec, row.content, f"{row.ratio:.3f}", f"{row.bound:.3f}", *rates)

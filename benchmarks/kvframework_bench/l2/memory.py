@@ -73,7 +73,7 @@ def like_kv(nbytes: int) -> bytes:
 def _clear(client: KVClient) -> None:
     cleared = emptied(client)
     if cleared.in_use:
-        raise BenchFailed(f"{cleared.in_use} objects are in use where none should be")
+        raise BenchFailed(f"L1 could not be emptied: {cleared.in_use} objects are in use")
 
 
 def _load(prefixes: Prefixes, request: RequestHashes) -> None:
@@ -81,4 +81,4 @@ def _load(prefixes: Prefixes, request: RequestHashes) -> None:
     found = scheduler.wait(scheduler.lookup(request), _WAIT_S)
     scheduler.free(found)
     if found.hit_tokens != request.hashed_tokens:
-        raise BenchFailed(f"a lookup found {found.hit_tokens} tokens", available=f"{request.hashed_tokens} expected")
+        raise BenchFailed(f"a lookup found {found.hit_tokens} tokens", available=f"{request.hashed_tokens} tokens")

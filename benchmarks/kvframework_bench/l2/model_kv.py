@@ -26,15 +26,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--model", default="smollm2", help="as of kvframework demo --model, but not random")
-    parser.add_argument("--tokens", type=int, default=1536, help="no more of the text than so many")
+    parser.add_argument("--model", default="smollm2", help="a model of kvframework demo --model, except random")
+    parser.add_argument("--tokens", type=int, default=1536, help="longest text in tokens")
     arguments = parser.parse_args()
     try:
         path = chosen_model(arguments.model).path
     except KVFrameworkError as error:
         parser.error(str(error))
     if path is None:
-        parser.error("random weights have no KV that is worth packing")
+        parser.error("the model random has random weights, whose KV shows nothing about codecs")
     pairs = _computed(str(path), arguments.text.read_text(encoding="utf-8"), arguments.tokens)
     with arguments.file.open("wb") as file:
         for part in chunks(pairs):

@@ -75,7 +75,7 @@ def _master() -> Path:
                         f"Mooncake cannot be imported: {tried.stderr.strip().splitlines()[-1]}", hint=missing()
                     )
                 return Path(str(file.locate()))
-    raise BenchUnavailable("no mooncake_master", hint=missing())
+    raise BenchUnavailable("Mooncake's mooncake_master is not installed", hint=missing())
 
 
 def _free_port() -> int:

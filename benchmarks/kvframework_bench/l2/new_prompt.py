@@ -113,7 +113,7 @@ def _lookup(prefixes: Prefixes, prompts: Iterator[RequestHashes], expected: int)
         seconds = time.perf_counter() - started
         scheduler.free(found)
         if found.pending or found.hit_tokens != expected or scheduler.failures:
-            raise BenchFailed(f"a lookup found {found.hit_tokens} tokens", available=f"{expected} were expected")
+            raise BenchFailed(f"a lookup found {found.hit_tokens} tokens", available=f"{expected} tokens")
         return seconds
 
     return run

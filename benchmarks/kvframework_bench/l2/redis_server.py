@@ -59,7 +59,7 @@ def running_redis(directory: Path) -> Iterator[RedisChild]:
     without a redis-server, and `BenchFailed`."""
     binary = redis_binary()
     if binary is None:
-        raise BenchUnavailable("no redis-server", hint=INSTALL_HINT)
+        raise BenchUnavailable("redis-server is not installed", hint=INSTALL_HINT)
     with ExitStack() as stack:
         with uninterrupted():
             redis = stack.enter_context(RedisChild(binary, directory))

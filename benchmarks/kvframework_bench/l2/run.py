@@ -41,7 +41,7 @@ def bench_l2(
     one for temporary files. The part `codec` packs the bytes of the file `kv`; None: made-up ones.
     Raises `BenchFailed`, `WrongBytes`, and `BenchUnavailable` if `folder` is no folder."""
     if folder is not None and not folder.is_dir():
-        raise BenchUnavailable("there is no such folder", where=str(folder))
+        raise BenchUnavailable("the folder does not exist", where=str(folder))
     registry = PluginRegistry()
     skipped: list[Skipped] = []
 

@@ -43,7 +43,7 @@ def bench_s3(sizes: Sizes, directory: Path, registry: PluginRegistry, stage: Sta
 def _running(directory: Path) -> Iterator[S3Site]:
     binary = weed_binary()
     if binary is None:
-        raise BenchUnavailable("no S3 server", hint=INSTALL_HINT)
+        raise BenchUnavailable("an S3 server is not installed", hint=INSTALL_HINT)
     site = S3Site(directory)
     with ExitStack() as stack:
         with uninterrupted():

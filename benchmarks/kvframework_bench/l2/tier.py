@@ -55,7 +55,7 @@ def expect(answers: Sequence[int | Outcome], wanted: Outcome) -> None:
     others = [outcome.value for outcome in outcomes if outcome is not wanted]
     if others:
         raise BenchFailed(
-            f"{len(others)} of {len(outcomes)} values are not {wanted.value}", available=", ".join(sorted(set(others)))
+            f"{len(others)} of {len(outcomes)} values are {' or '.join(sorted(set(others)))}", available=wanted.value
         )
 
 
@@ -87,7 +87,7 @@ def await_written(server: RunningServer, client: KVClient, timeout_s: float = 12
         time.sleep(_POLL_S)
     lost = {name: tier[name] for name in _LOSSES if tier.get(name)}
     if lost:
-        raise BenchFailed(f"objects did not come to L2: {lost}", available=str(tier["last_error"]))
+        raise BenchFailed(f"objects were not written to the tier: {lost}; its last error: {tier['last_error']}")
 
 
 _memcmp = ctypes.CDLL(None).memcmp
@@ -116,7 +116,7 @@ class Values:
     def verify(self, way: str) -> None:
         """Raise `WrongBytes` unless the targets equal the sources byte for byte. `way` names the path of the values."""
         if _memcmp(self._source_at, self._target_at, self.total):
-            raise WrongBytes(f"what came back by {way} is not what was stored", hint="no figures are reported")
+            raise WrongBytes(f"the value read by {way} differs from the stored value", hint="no figures are reported")
 
 
 def _pieces(buffer: mmap.mmap, nbytes: int) -> list[memoryview]:

@@ -26,11 +26,15 @@ from kvframework_bench.workload import BLOCK_TOKENS, SHAPES
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m kvframework_bench.lmcache")
-    parser.add_argument("--shape", action="append", choices=list(SHAPES), help="only this shape; repeatable")
-    parser.add_argument("--rounds", type=int, default=10, help="over shared memory; over the wire at most 3")
-    parser.add_argument("--quick", action="store_true", help="small sizes, few rounds: to see that it works")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole document here")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures into this .png or .svg")
+    parser.add_argument("--shape", action="append", choices=list(SHAPES), help="measure only this shape; repeatable")
+    parser.add_argument(
+        "--rounds", type=int, default=10, help="number of rounds over shared memory; over the wire at most 3"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="use small sizes and few rounds, only to test the benchmark"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="JSON file to write")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures into this .png or .svg file")
     parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
     options = parser.parse_args(arguments)
     console = Console(stderr=True)
@@ -69,7 +73,9 @@ def run(options: argparse.Namespace, console: Console, *, command: str) -> None:
         lookups=lookups,
     )
     if document.load.busy or quick:
-        console.print("warning: the machine is busy, or the run a quick one: no figures to publish", style="yellow")
+        console.print(
+            "warning: do not publish these figures: the machine is busy, or the run was quick", style="yellow"
+        )
     if options.json is not None:
         options.json.write_text(document.as_json() + "\n")
     if options.plot is not None:

@@ -96,7 +96,7 @@ class Peer:
         seconds = time.perf_counter() - started
         self._client.end_session(key.request_id).result(timeout=_TIMEOUT_S)
         if not ok:
-            raise BenchFailed("LMCache's retrieve of what was stored is a miss")
+            raise BenchFailed("LMCache's retrieve of stored chunks is a miss")
         return seconds
 
     def lookup(self, tokens: int) -> float:
@@ -142,7 +142,7 @@ class Peer:
             chunks = self._client.query_prefetch_status(key.request_id).result(timeout=_TIMEOUT_S)
             if chunks is not None:
                 return int(chunks) * CHUNK_TOKENS
-        raise BenchFailed("LMCache's lookup does not end")
+        raise BenchFailed("LMCache's lookup did not end in time")
 
     def _let_go(self, key: IPCCacheServerKey) -> None:
         self._client.free_lookup_locks(key.no_worker_id_version(), 1).result(timeout=_TIMEOUT_S)

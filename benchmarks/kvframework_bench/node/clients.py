@@ -157,10 +157,12 @@ class Scheduler(Session):
         reply = self.answer(frames, m.LookupReply)
         self.answered()
         if reply.hit_tokens != self._keys[0].end:
-            raise BenchFailed(f"a lookup found {reply.hit_tokens} tokens", available=f"{self._keys[0].end} expected")
+            raise BenchFailed(f"a lookup found {reply.hit_tokens} tokens", available=f"{self._keys[0].end} tokens")
         if self.grants:
             if len(reply.grants) != len(self._workers):
-                raise BenchFailed(f"a lookup granted {len(reply.grants)} loads", available=f"{len(self._workers)}")
+                raise BenchFailed(
+                    f"a lookup granted {len(reply.grants)} loads", available=f"{len(self._workers)} loads"
+                )
             for grant in reply.grants:
                 self._workers[grant.instance_id].loaded(grant.lease, self.latencies[-1])
         if self.one_way:
@@ -186,7 +188,9 @@ class Worker(Session):
         plan = self.call("PREPARE_STORE", m.Prepare(key, self._instance_id), m.StorePlan)
         outcome = self.call("COMMIT_STORE", m.Commit(plan.lease), m.Committed).outcome
         if outcome.stored * CHUNK_TOKENS != key.end:
-            raise BenchFailed(f"stored {outcome.stored} chunks", available=f"{key.end // CHUNK_TOKENS}")
+            raise BenchFailed(
+                f"the server stored {outcome.stored} chunks", available=f"{key.end // CHUNK_TOKENS} chunks"
+            )
 
     def loaded(self, lease: str, latency: float) -> None:
         """End the load of a grant."""
@@ -205,7 +209,7 @@ class Worker(Session):
         plan = self.answer(frames, m.RetrievePlan)
         self.answered()
         if not plan.hit:
-            raise BenchFailed("a load of what was stored is a miss")
+            raise BenchFailed("a load of stored chunks is a miss")
         if self.one_way:
             self.post("COMMIT_RETRIEVE", m.Commit(plan.lease))
             return False

@@ -37,7 +37,16 @@ class NodeFigures(msgspec.Struct, frozen=True):
 def node_tables(figures: NodeFigures) -> list[Table]:
     clients = figures.engines * (figures.ranks + 1)
     title = f"{figures.engines} engines x {figures.ranks} ranks, {clients} clients, {figures.rate:.0f} requests/s each"
-    headers = ("requests/s", "LOOKUP p50", "p99", "load p50", "p99", "server's cores", "a request", "ratio to echo")
+    headers = (
+        "requests/s",
+        "LOOKUP p50",
+        "p99",
+        "load p50",
+        "p99",
+        "server's cores",
+        "CPU per request",
+        "ratio to echo",
+    )
     table = new_table(title, *headers)
     for row in figures.rows:
         table.add_row(

@@ -64,7 +64,13 @@ def _lookups(figures: ObserveFigures) -> Table:
 
 def _memory(rows: list[ServerMemory]) -> Table:
     table = new_table(
-        "memory besides the arena", "at rest", "more", "target", "of it private", "at the end", "ghosts, all"
+        "memory besides the arena",
+        "at rest",
+        "added",
+        "target",
+        "private at rest",
+        "at the end",
+        "remembered evictions",
     )
     least = rows[0].at_rest.excluding_shared
     for row in rows:

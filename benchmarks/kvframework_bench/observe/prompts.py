@@ -30,7 +30,7 @@ def lookup_cases(client: KVClient, capacity: int, seed: int, prefixes: Prefixes 
         prefixes.store(prefixes.request(prompt()))
     prefixes.store(prefixes.request(known))
     if not status(client)["l1"]["evictions"]:
-        raise BenchFailed("the stores evicted nothing")
+        raise BenchFailed("the bench's stores evicted no object from L1")
     return {
         f"{tokens // 1024}k tokens, {kind}": lookup_case(
             scheduler, prefixes.request(prompt[:tokens]), tokens if prompt is known else 0

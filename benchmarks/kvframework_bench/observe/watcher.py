@@ -55,7 +55,7 @@ def _scraper(url: str) -> Callable[[], None]:
         finally:
             connection.close()
         if answer.status != http.HTTPStatus.OK or b"kvframework_up" not in text:
-            raise SystemExit(f"the metrics are no metrics: status {answer.status}")
+            raise SystemExit(f"kvframework observe answered /metrics without metrics: status {answer.status}")
 
     return scrape
 
@@ -115,7 +115,9 @@ def scraping(name: str, endpoint: str, directory: Path) -> Iterator[Watcher]:
         command = _command("observe", msgspec.json.encode(start).decode())
         with uninterrupted():
             observing = stack.enter_context(PausableChild(f"{name}, observing", command, directory))
-        observing.await_that(lambda: _url(observing) is not None, "says not where it listens", _ANSWER_S)
+        observing.await_that(
+            lambda: _url(observing) is not None, "has not logged the address where it listens", _ANSWER_S
+        )
         url = _url(observing)
         assert url is not None
         child = stack.enter_context(running(f"{name}, scraping", _command("scrape", url), directory, piped=True))

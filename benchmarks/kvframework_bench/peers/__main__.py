@@ -11,15 +11,24 @@ from kvframework_bench.peers.transfer import transfer_rows
 
 
 def main(
-    mib: Annotated[str, typer.Option(help="Sizes of the values in MiB; empty: no transfers.")] = "4,32",
-    rounds: Annotated[int, typer.Option(help="Rounds of the transfers.")] = 9,
-    lookups: Annotated[int, typer.Option(help="Rounds of LOOKUPs beside lending; 0: none.")] = 20,
-    gb_s: Annotated[float, typer.Option(help="GB a second that are lent meanwhile.")] = 1.0,
+    mib: Annotated[str, typer.Option(help="Sizes of the values in MiB, with commas; empty: no transfers.")] = "4,32",
+    rounds: Annotated[int, typer.Option(help="Number of rounds of the transfers.")] = 9,
+    lookups: Annotated[int, typer.Option(help="Number of rounds of LOOKUPs while another node loads; 0: none.")] = 20,
+    gb_s: Annotated[float, typer.Option(help="GB per second that the other node loads meanwhile.")] = 1.0,
 ) -> None:
     """Print the tables. Blocks for minutes."""
     sizes = [int(each) << 20 for each in mib.split(",") if each]
     if sizes:
-        _table(("value", "bare TCP, GB/s", "the tier", "and its check", "of bare", "with the check"))
+        _table(
+            (
+                "value",
+                "bare TCP, GB/s",
+                "tier, GB/s",
+                "tier and checksum, GB/s",
+                "tier to TCP",
+                "tier and checksum to TCP",
+            )
+        )
         for row in transfer_rows(sizes, rounds):
             _line(row)
         typer.echo()
@@ -27,11 +36,11 @@ def main(
         _table(
             (
                 "LOOKUP of",
-                "alone: p50, p99 in us",
+                "alone: p50, p99 in µs",
                 "beside bare TCP",
-                "beside lending",
-                "p99 of that alone",
-                "of that beside bare TCP",
+                "beside loads of another node",
+                "p99 ratio to alone",
+                "p99 ratio to beside bare TCP",
             )
         )
         for row in lending_rows(gb_s, lookups):

@@ -78,7 +78,7 @@ def _from_node(start: Start, stack: ExitStack) -> Callable[[], None]:
     def load() -> None:
         got = tier.get_into(start.keys, parts, deadline=time.monotonic() + _PATIENCE_S)
         if got != expected:
-            raise SystemExit(f"a load gave {got[0]}")
+            raise SystemExit(f"a load from the peer node returned {got[0]}")
 
     return load
 
@@ -99,7 +99,7 @@ def _from_socket(start: Start, stack: ExitStack) -> Callable[[], None]:
 
 
 def _ended() -> int:
-    raise SystemExit("the other process has ended")
+    raise SystemExit("the peer node's process has ended")
 
 
 def _places(start: Start) -> list[memoryview]:

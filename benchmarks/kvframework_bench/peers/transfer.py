@@ -118,7 +118,7 @@ class _Loads:
             while at < place.nbytes:
                 count = self._socket.recv_into(place[at:])
                 if not count:
-                    raise BenchFailed("the other process has ended")
+                    raise BenchFailed("the peer node's process has ended")
                 at += count
 
     def _get(self, *, check: bool) -> None:
@@ -126,7 +126,7 @@ class _Loads:
         got = self._tier.get_into(self._keys, parts, deadline=time.monotonic() + _PATIENCE_S)
         expected = HEADER_BYTES + self._places[0].nbytes
         if any(each != expected for each in got):
-            raise BenchFailed(f"a load gave {got[0]}")
+            raise BenchFailed(f"a load from the peer node returned {got[0]}")
         if check:
             for key, header, place in zip(self._keys, self._headers, self._places, strict=True):
                 unseal(header, key, place, received=expected)
@@ -172,7 +172,7 @@ def _child(token: Path, nbytes: int, count: int) -> Iterator[list[str]]:
             assert child.stdout is not None
             ports = child.stdout.readline().split()
             if len(ports) != 2:
-                raise BenchFailed("the other process did not start")
+                raise BenchFailed("the peer node's process did not start")
             yield ports
         finally:
             child.kill()

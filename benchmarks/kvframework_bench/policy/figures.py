@@ -35,9 +35,14 @@ class PolicyFigures(msgspec.Struct, frozen=True):
 
 def policy_tables(figures: PolicyFigures) -> list[Table]:
     """Return one table."""
-    of = figures.trace or "made requests"
+    of = figures.trace or "synthetic requests"
     table = new_table(
-        f"{of}, {figures.blocks} blocks", "objects in L1", "a block", "min to max", "target", "block hit rate"
+        f"{of}, {figures.blocks} blocks",
+        "objects in L1",
+        "CPU time per block",
+        "min to max",
+        "target",
+        "block hit rate",
     )
     for row in figures.rows:
         target = f"{row.target_us:.0f} µs" if row.target_us else ""

@@ -90,5 +90,5 @@ def _new(provider: EvictionProvider) -> EvictionPolicy:  # type: ignore[type-arg
         return provider.create(provider.options())
     except TypeError:
         raise BenchFailed(
-            f"the policy {provider.name} has options without a default", where="--use", hint="leave it out"
+            f"the policy {provider.name} has options without a default", where="--use", hint="leave this policy out"
         ) from None

@@ -38,7 +38,7 @@ class RouteFigures(msgspec.Struct, frozen=True):
 
 def route_tables(figures: RouteFigures) -> list[Table]:
     """Return one table each for what was measured, for the scores, and for a thousand nodes."""
-    scores = new_table("/score", "nodes", "that have it", "p50", "longest step")
+    scores = new_table("/score", "nodes", "nodes with the prompt", "p50", "longest step")
     for row in figures.scores:
         times = f"{row.whole_ms:.1f} ms", f"{row.longest_step_ms:.1f} ms"
         scores.add_row(f"{row.tokens // 1024}k tokens", f"{row.nodes:,}", f"{row.having:,}", *times)

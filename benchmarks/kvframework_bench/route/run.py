@@ -102,11 +102,11 @@ def bench_route(sizes: Sizes = FULL, *, stage: Stage = no_progress) -> RouteFigu
     `kvframework route` needs."""
     for module in ("h11", "numpy"):
         if importlib.util.find_spec(module) is None:
-            raise BenchUnavailable(f"not installed: {module}", hint=install_command(distribution="kvframework-route"))
+            raise BenchUnavailable(f"{module} is not installed", hint=install_command(distribution="kvframework-route"))
     # None of these publishers is there.
     away, subscription.AWAY_S = subscription.AWAY_S, math.inf
     try:
-        with stage("filling an index, and asking it", 2) as advance:
+        with stage("filling and reading an index", 2) as advance:
             return asyncio.run(_run(sizes, advance))
     finally:
         subscription.AWAY_S = away
@@ -177,17 +177,17 @@ def _filled(router: Router, sizes: Sizes) -> RouteFigures:
     rate, wire = told / spent, nbytes / told
     measured = [
         RouteFigure("blocks announced", told, "blocks"),
-        RouteFigure("of them without room", refused, "blocks"),
-        RouteFigure("blocks in the index then", held_by_all, "blocks"),
-        RouteFigure("tables, a block", router.index.bytes / blocks, "bytes"),
-        RouteFigure("resident memory, a block", took / told, "bytes"),
-        RouteFigure("on the wire, a block", wire, "bytes"),
-        RouteFigure("taken in, of batches with 1,024 blocks", rate, "blocks/s"),
-        RouteFigure("taken in", batches / spent, "batches/s"),
-        RouteFigure("removed", removed / removed_s, "blocks/s"),
-        RouteFigure("new ones in the places of removed ones", removed, "blocks"),
-        RouteFigure("of them without room", lost, "blocks"),
-        RouteFigure(f"a publisher with {held:,} blocks forgotten, in {steps} steps", 1000 * cleared_s, "ms"),
+        RouteFigure("announced blocks without room", refused, "blocks"),
+        RouteFigure("blocks in the full index", held_by_all, "blocks"),
+        RouteFigure("memory of the index per block", router.index.bytes / blocks, "bytes"),
+        RouteFigure("resident memory per block", took / told, "bytes"),
+        RouteFigure("size of the events per block", wire, "bytes"),
+        RouteFigure("events read, in batches with 1,024 blocks", rate, "blocks/s"),
+        RouteFigure("batches read", batches / spent, "batches/s"),
+        RouteFigure("blocks removed", removed / removed_s, "blocks/s"),
+        RouteFigure("blocks announced in the room of removed blocks", removed, "blocks"),
+        RouteFigure("blocks without room after removals", lost, "blocks"),
+        RouteFigure(f"removing a publisher with {held:,} blocks, in {steps} steps", 1000 * cleared_s, "ms"),
     ]
     thousand = _thousand(rate, wire, removed / removed_s, router.index.bytes / blocks)
     return RouteFigures(blocks, nodes, measured, scores, thousand)
@@ -212,14 +212,14 @@ def _among_many(router: Router) -> list[RouteScore]:
 def _thousand(rate: float, wire: float, removals: float, held: float) -> list[RouteFigure]:
     """Return arithmetic: all blocks of all nodes are new once in `_LIFE_S`."""
     turned = _NODES * _HELD / _LIFE_S
-    name = f"{_NODES:,} nodes of {_HELD:,} blocks, each new in {_LIFE_S / 3600:.0f} h"
+    name = f"new blocks of {_NODES:,} nodes with {_HELD:,} blocks, all replaced in {_LIFE_S / 3600:.0f} h"
     return [
         RouteFigure(name, turned, "blocks/s"),
-        RouteFigure("their events", turned * (wire + 9) / 1e6, "MB/s"),
-        RouteFigure("cores that take them in", turned / rate + turned / removals, "cores"),
-        RouteFigure("memory, all routers together", _NODES * _HELD * held / 1e9, "GB"),
-        RouteFigure("one node heard from its beginning", _HELD * wire / 1e6, "MB"),
-        RouteFigure("that takes, of a core", _HELD / rate, "s"),
+        RouteFigure("events of these blocks", turned * (wire + 9) / 1e6, "MB/s"),
+        RouteFigure("cores that read these events", turned / rate + turned / removals, "cores"),
+        RouteFigure("memory of all routers together", _NODES * _HELD * held / 1e9, "GB"),
+        RouteFigure("events of one node from its beginning", _HELD * wire / 1e6, "MB"),
+        RouteFigure("CPU time to read the events of one node", _HELD / rate, "s"),
     ]
 
 
@@ -234,7 +234,7 @@ def _score(router: Router, tokens: int, nodes: int, having: int) -> RouteScore:
         longest.append(max(steps))
     scores: dict[str, dict[str, int]] = msgspec.json.decode(reply.body)
     if (found := sum(sum(score.values()) == tokens for score in scores.values())) != having:
-        raise BenchFailed(f"{found} of {nodes} nodes have the prompt", available=f"{having} were expected")
+        raise BenchFailed(f"{found} of {nodes} nodes have the prompt", available=f"{having} nodes")
     return RouteScore(tokens, nodes, having, 1000 * statistics.median(wholes), 1000 * statistics.median(longest))
 
 

@@ -41,7 +41,7 @@ class Requests:
         described = shape(instance_id)
         registered = client.request("REGISTER_KV_CACHE_NON_GPU_CONTEXT", described, m.Registered)
         if not client.maps_arena:
-            raise BenchFailed("the server's arena is not mapped here")
+            raise BenchFailed("the bench client has not mapped the server's arena")
         layout = non_gpu_layout(described)
         self._registration = Registration(instance_id, 0, registered.namespace, layout, registered.desc)
         self._prompts = Prompts(seed, chunks, registered.namespace)
@@ -76,9 +76,7 @@ class Requests:
         if reply.ticket:
             self._client.request("FREE_LOOKUP_LOCKS", m.TicketRef(reply.ticket), m.Freed)
         if (reply.hit_tokens, reply.pending) != (self._prompts.tokens, False):
-            raise BenchFailed(
-                f"a lookup found {reply.hit_tokens} tokens", available=f"{self._prompts.tokens} were expected"
-            )
+            raise BenchFailed(f"a lookup found {reply.hit_tokens} tokens", available=f"{self._prompts.tokens} tokens")
         return seconds
 
     def store(self, number: int, *, may_be_there: bool = False) -> float:
@@ -95,7 +93,7 @@ class Requests:
         if may_be_there and outcome.present == self._prompts.chunks:
             return seconds
         if outcome.stored != self._prompts.chunks:
-            raise BenchFailed(f"stored {outcome.stored} of {self._prompts.chunks} chunks")
+            raise BenchFailed(f"the server stored {outcome.stored} of {self._prompts.chunks} chunks")
         return seconds
 
     def retrieve(self, number: int) -> float:
@@ -112,9 +110,9 @@ class Requests:
             loaded = plan.commit().result()
         seconds = time.perf_counter() - started
         if not loaded.ok:
-            raise BenchFailed("a retrieve of what was stored is a miss")
+            raise BenchFailed("a retrieve of stored chunks is a miss")
         if not same:
-            raise WrongBytes("what came back is not what was stored", hint="no figures are reported")
+            raise WrongBytes("a retrieved object differs from the stored object", hint="no figures are reported")
         return seconds
 
     def clear(self) -> None:
@@ -138,7 +136,7 @@ def main() -> None:
                     chance = random.Random(command.seed * 1000 + command.instance_id)
                     report = Report(request_bytes=requests.request_bytes, object_bytes=requests.object_bytes)
                 elif requests is None:
-                    report = Report(error="it was not started")
+                    report = Report(error="the bench client was not started")
                 else:
                     report = _carry_out(command, requests, chance)
             except KVFrameworkError as error:

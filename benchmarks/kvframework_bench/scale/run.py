@@ -169,7 +169,7 @@ def _full_server(objects: int, directory: Path, peer: ZmqPeer, seed: int, stage:
         with server.client() as client:
             held = status(client)["l1"]["objects"]
         if held != objects:
-            raise BenchFailed(f"L1 holds {held} objects", available=f"{objects} were stored")
+            raise BenchFailed(f"L1 holds {held} objects", available=f"{objects} objects")
         yield FullServer(server.child.pid, clients[0], prompts, prompts)
 
 

@@ -64,9 +64,13 @@ def fitting(sizes: Sizes, available_bytes: int) -> tuple[Sizes, list[str]]:
     objects, clients = list(sizes.objects), list(sizes.clients)
     skipped = []
     while len(objects) > 1 and sum(objects) * (ALIGNMENT + _TABLE_BYTES) > available_bytes:
-        skipped.append(f"{objects.pop():,} objects do not fit into {available_bytes / (1 << 30):.1f} GiB")
+        skipped.append(
+            f"{objects.pop():,} objects do not fit into {available_bytes / (1 << 30):.1f} GiB of available memory"
+        )
     while len(clients) > 1 and sizes.base_bytes + clients[-1] * _CLIENT_BYTES > available_bytes:
-        skipped.append(f"{clients.pop()} clients do not fit into {available_bytes / (1 << 30):.1f} GiB")
+        skipped.append(
+            f"{clients.pop()} clients do not fit into {available_bytes / (1 << 30):.1f} GiB of available memory"
+        )
     return msgspec.structs.replace(sizes, objects=tuple(objects), clients=tuple(clients)), skipped
 
 

@@ -112,7 +112,7 @@ async def ask(due: Due, at: float) -> Answer:
     try:
         return await asyncio.wait_for(_exchange(due, at), _ANSWER_S)
     except asyncio.TimeoutError:
-        raise BenchFailed(f"an answer has not ended after {_ANSWER_S:.0f} s") from None
+        raise BenchFailed(f"an answer of the engine has not ended after {_ANSWER_S:.0f} s") from None
 
 
 async def _exchange(due: Due, at: float) -> Answer:
@@ -138,7 +138,7 @@ async def _read(http: h11.Connection, reader: asyncio.StreamReader, stream: _Str
     try:
         event = http.next_event()
     except h11.RemoteProtocolError as error:
-        raise BenchFailed(f"an answer ended early: {error}") from error
+        raise BenchFailed(f"an answer of the engine ended early: {error}") from error
     if event is h11.NEED_DATA:
         http.receive_data(await reader.read(_READ))
     elif isinstance(event, h11.Response):
@@ -176,7 +176,7 @@ class _Stream:
         try:
             event = _event.decode(text)
         except msgspec.DecodeError as error:
-            raise BenchFailed(f"an answer that is no completion: {error}", available=_shown(text)) from error
+            raise BenchFailed(f"the engine answers {_shown(text)}, which is not a completion: {error}") from error
         if bytes(event.error):
             raise BenchFailed(f"the engine answers: {_shown(bytes(event.error))}")
         for choice in event.choices:
@@ -194,7 +194,7 @@ class _Stream:
         if self.status != 200:
             raise BenchFailed(f"the engine answers with status {self.status}: {_shown(self._unread)}")
         if len(self._tokens) != expected or self._usage is None:
-            raise BenchFailed(f"an answer has {len(self._tokens)} of {expected} tokens")
+            raise BenchFailed(f"an answer of the engine has {len(self._tokens)} of {expected} tokens")
         details = self._usage.prompt_tokens_details
         cached = (details.cached_tokens if details else None) or 0
         ended = time.perf_counter()

@@ -122,5 +122,5 @@ def chosen(names: Sequence[str]) -> Sequence[Contender]:
         return CONTENDERS
     known = {each.name: each for each in (*CONTENDERS, *MORE)}
     if unknown := [name for name in names if name not in known]:
-        raise BenchUnavailable(f"no contender {unknown[0]!r}", where="--contender", available=", ".join(known))
+        raise BenchUnavailable(f"unknown contender {unknown[0]!r}", where="--contender", available=", ".join(known))
     return [known[name] for name in dict.fromkeys((NONE, *names))]

@@ -169,13 +169,13 @@ def serving_tables(figures: ServingFigures) -> list[Table]:
     about = new_table("the load", "")
     for name, text in (
         ("trace", load.trace),
-        ("requests, of conversations", f"{load.requests}, {load.conversations}"),
-        ("arrive within", f"{load.seconds:.0f} s"),
-        ("tokens of prompts, of answers", f"{load.prompt_tokens:,}, {load.answer_tokens:,}"),
-        ("of the prompts said before", f"{load.shared:.0%}"),
+        ("requests, conversations", f"{load.requests}, {load.conversations}"),
+        ("duration of the arrivals", f"{load.seconds:.0f} s"),
+        ("tokens of prompts, tokens of answers", f"{load.prompt_tokens:,}, {load.answer_tokens:,}"),
+        ("prompt tokens of earlier turns", f"{load.shared:.0%}"),
         ("model", load.model),
-        ("KV cache of an engine, capacity beside it", f"{ByteSize(load.kv_cache_bytes)}, {_size(load)}"),
-        ("engines restarted in the middle", "yes, but for ideal" if load.restarted else "no"),
+        ("KV cache of an engine, capacity of the offload", f"{ByteSize(load.kv_cache_bytes)}, {_size(load)}"),
+        ("engines restarted in the middle", "yes, except ideal" if load.restarted else "no"),
     ):
         about.add_row(name, text)
     seen = new_table(
@@ -186,11 +186,11 @@ def serving_tables(figures: ServingFigures) -> list[Table]:
     )
     turns = new_table("later turns, time to first token", "mean", "ratio to ideal", "min to max", "p50, ratio to ideal")
     cost = new_table(
-        "for these",
-        *("hit rate", "tokens/s", "ratio to no offload", "engine's processor", "ratio to no offload"),
-        *("of it the connector", "in the scheduler's thread", "on the clock", "server's processor", "answers equal"),
+        "costs",
+        *("hit rate", "tokens/s", "ratio to no offload", "engine CPU per request", "ratio to no offload"),
+        *("connector CPU", "in the scheduler's thread", "elapsed there", "server CPU", "equal answers"),
     )
-    wrong = new_table("answers with other tokens than without offload", "answers", "the first of them")
+    wrong = new_table("answers with other tokens than without offload", "answers", "first of these answers")
     for row in figures.rows:
         name = f"{row.contender}, {row.engines} engine{'s' if row.engines > 1 else ''}"
         waits = ((row.p50_ms, row.p50), (row.p90_ms, row.p90), (row.p99_ms, row.p99))

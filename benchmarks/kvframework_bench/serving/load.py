@@ -76,7 +76,7 @@ def make_load(trace: Iterable[Request], chunk_tokens: int, shape: LoadShape) -> 
         raise BenchFailed(
             f"the trace's first {shape.window_s:.0f} s have no conversation of two to "
             f"{max(shape.requests // _SHARE, 2)} turns with at most {shape.longest * shape.shorter} tokens",
-            available="the chunk ids of a prompt have to begin with those of an earlier one",
+            available="a trace with prompts that begin with the chunk ids of an earlier prompt",
         )
     asks = [
         Ask(

@@ -61,11 +61,17 @@ def read_config(model: Path) -> Config:
         return msgspec.json.decode((model / "config.json").read_bytes(), type=Config)
     except OSError as error:
         raise BenchUnavailable(
-            f"no model: {error.strerror}", where=f"--model {model}", available=expected, hint="leave --model out"
+            f"the model's config.json cannot be read: {error.strerror}",
+            where=f"--model {model}",
+            available=expected,
+            hint="leave --model out",
         ) from error
     except msgspec.DecodeError as error:
         raise BenchUnavailable(
-            f"its config.json: {error}", where=f"--model {model}", available=expected, hint="leave --model out"
+            f"the model's config.json is wrong: {error}",
+            where=f"--model {model}",
+            available=expected,
+            hint="leave --model out",
         ) from error
 
 

@@ -108,9 +108,9 @@ def bench_serving(
     longest = sizes.shape.longest + sizes.shape.longest_answer
     if config is not None and config.max_position_embeddings < longest:
         raise BenchUnavailable(
-            f"its prompts have at most {config.max_position_embeddings} tokens",
+            f"the model's prompts have at most {config.max_position_embeddings} tokens",
             where=f"--model {model}",
-            available=f"the load needs {longest}",
+            available=f"{longest} tokens",
         )
     _check_memory(sizes, len(contenders))
     with scratch() as directory, adopting(), ExitStack() as stack:
@@ -143,8 +143,7 @@ def _check_memory(sizes: ServingSizes, contenders: int) -> None:
     needed = engines * (sizes.engine_bytes + sizes.kv_cache_bytes) + contenders * sizes.capacity_bytes
     if (there := available_bytes()) < needed:
         raise BenchUnavailable(
-            f"{engines} engines and what is beside them need {ByteSize(needed)} of memory",
-            available=f"{ByteSize(there)}",
+            f"{engines} engines and their servers need {ByteSize(needed)} of memory, but {ByteSize(there)} are available"
         )
 
 
@@ -177,7 +176,7 @@ def _started(
             if contender.needed:
                 raise
             why = next(filter(None, (engine.why() for engine in each.engines)), error.fact)
-            skipped.append(Skipped(contender.name, why, "its engine does not start"))
+            skipped.append(Skipped(contender.name, why, "the contender's engine does not start"))
             own.close()
         else:
             answering.append(each)

@@ -35,7 +35,13 @@ class ShardsFigures(msgspec.Struct, frozen=True):
 def shards_tables(figures: ShardsFigures) -> list[Table]:
     """Return one table."""
     table = new_table(
-        f"TP, shards a rank ({figures.tp_lcm} in all)", "layout", "store", "min to max", "load", "min to max", "target"
+        f"TP size, shards per rank ({figures.tp_lcm} in all)",
+        "layout",
+        "store",
+        "min to max",
+        "load",
+        "min to max",
+        "target",
     )
     for row in figures.rows:
         ratios = (*format_ratio(row.store), *format_ratio(row.load))

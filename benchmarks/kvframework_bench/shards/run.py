@@ -137,7 +137,7 @@ class _Side:
         source, target = torch.tensor(self._source), torch.tensor(self._target)
         for words in self._words:
             if not torch.equal(words.index_select(self._block, source), words.index_select(self._block, target)):
-                raise WrongBytes("a byte of a load is not what was stored", where="shards")
+                raise WrongBytes("a loaded byte differs from the stored byte", where="shards")
 
     def close(self) -> None:
         self._worker.close()
@@ -147,5 +147,5 @@ def _seconds(call: Callable[[], bool]) -> float:
     """Return the processor time of this process, which others do not lengthen."""
     began = time.process_time()
     if not call():
-        raise BenchFailed("a transfer failed", where="shards")
+        raise BenchFailed("a store or load failed", where="shards")
     return time.process_time() - began

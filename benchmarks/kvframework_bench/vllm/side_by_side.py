@@ -94,9 +94,11 @@ class Results:
         tokens = [answer.tokens for answer in answers]
         self.expected = self.expected or tokens
         if tokens != self.expected:
-            raise SystemExit(f"{contender}, {case}: other tokens than vLLM alone")
+            raise SystemExit(f"{contender}, {case}: the engine's tokens differ from those of vLLM alone")
         if case != "cold" and not all(answer.cached for answer in answers):
-            raise SystemExit(f"{contender}, {case}: no hit; the end of the engine's log:\n{answers[0].log[-4000:]}")
+            raise SystemExit(
+                f"{contender}, {case}: the engine had no hit; the end of the engine's log:\n{answers[0].log[-4000:]}"
+            )
         self.ttft.setdefault((contender, case), []).extend(answer.ttft for answer in answers)
 
     def table(self) -> Iterator[str]:
@@ -160,11 +162,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "kvf-vllm-models")
     parser.add_argument("--size", default="mid")
-    parser.add_argument("--tokens", type=int, default=4096, help="of a prompt")
-    parser.add_argument("--prompts", type=int, default=3, help="of a round")
-    parser.add_argument("--rounds", type=int, default=3, help="0: only what storing adds")
-    parser.add_argument("--pairs", type=int, default=8, help="of cold requests in one engine")
-    parser.add_argument("--cores", default="0-1", help="the engine's")
+    parser.add_argument("--tokens", type=int, default=4096, help="number of tokens of a prompt")
+    parser.add_argument("--prompts", type=int, default=3, help="number of prompts of a round")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="number of rounds; 0: measure only the time that storing adds"
+    )
+    parser.add_argument("--pairs", type=int, default=8, help="number of pairs of cold requests in one engine")
+    parser.add_argument("--cores", default="0-1", help="cores of the engine")
     arguments = parser.parse_args()
     prepare()
     console = Console(stderr=True)

@@ -196,7 +196,7 @@ def test_tables_name_the_gpu_and_what_was_reached() -> None:
 
 def test_a_sweep_that_does_not_cross_says_so() -> None:
     text = shown(figures(sweep=SweepFigures([swept(1024, 1.0, 2.0)], None)))
-    assert "the kernel is faster up to the largest" in text
+    assert "the kernel is faster for every fragment size" in text
     assert "kernel_below" not in text
 
 
@@ -275,7 +275,7 @@ def test_without_a_gpu_the_command_says_so_and_measures_nothing() -> None:
     )
     assert done.returncode == 2
     assert "[bench.unavailable] no GPU can be used here: cu" in done.stderr
-    assert "hint: nvidia-smi" in done.stderr
+    assert "hint: run nvidia-smi" in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
 
@@ -284,5 +284,5 @@ def test_nothing_left_to_measure_is_an_error() -> None:
     from kvframework_bench.cuda.run import bench_cuda
     from kvframework_bench.cuda.workload import FULL
 
-    with pytest.raises(BenchUnavailable, match="no shape is left"):
+    with pytest.raises(BenchUnavailable, match="leave no shape"):
         bench_cuda(FULL.only(shapes=["gpt-2"], blocks=[], engines=[]))

@@ -61,7 +61,7 @@ def test_a_single_wrong_bit_is_found(shape: CudaShape, layer: int, index: int) -
         load(memory, 1)
         last = pieces(memory, layer, memory.target[index])[-1] + shape.piece_bytes - 1
         ctypes.c_ubyte.from_address(last).value ^= 1
-        with pytest.raises(WrongBytes, match=rf"a block of layers\.{layer} ") as found:
+        with pytest.raises(WrongBytes, match=rf"a retrieved block of layers\.{layer} ") as found:
             memory.verify(1)
         assert f"block {index % shape.blocks(1)} of {shape.blocks(1)}," in found.value.where
 
