@@ -30,7 +30,7 @@ def test_the_linkers_command_is_a_configuration_of_it() -> None:
     config = json.loads(text)
     parse_options(config["linker_extra_config"])
     assert (config["linker_module_path"], config["linker"]) == ("kvf_sglang.linker", "KvFrameworkLinker")
-    assert f"{LOOKUP_S} s a question" in DOC
+    assert f"up to {LOOKUP_S} s; a later lookup" in DOC
 
 
 def test_pools_and_releases_are_those_that_are_supported() -> None:
@@ -39,4 +39,4 @@ def test_pools_and_releases_are_those_that_are_supported() -> None:
         for kind in ("MHATokenToKVPoolHost", "MLATokenToKVPoolHost", "MambaPoolHost")
     ]
     assert layouts == [list(_KEYS_AND_VALUES), list(_LATENT), list(_STATE_LAYOUTS)]
-    assert f"Supported: SGLang {', '.join(KNOWN)}." in DOC
+    assert f"supports SGLang {', '.join(KNOWN)}." in DOC
