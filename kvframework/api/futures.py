@@ -184,26 +184,12 @@ class DeviceFuture(Generic[T]):
     """A transfer's future as an engine with a device uses it: its streams wait, and its threads go on. All methods but
     `wait` are those of `Future`."""
 
-    __slots__ = ("_future",)
+    __slots__ = ("_future", "cancel", "exception", "query", "result")
 
     def __init__(self, future: Future[T]) -> None:
         self._future = future
-
-    def query(self) -> bool:
-        """See `Future.query`."""
-        return self._future.query()
-
-    def result(self, timeout: float | None = None) -> T:
-        """See `Future.result`."""
-        return self._future.result(timeout)
-
-    def exception(self) -> BaseException | None:
-        """See `Future.exception`."""
-        return self._future.exception()
-
-    def cancel(self) -> None:
-        """See `Future.cancel`."""
-        self._future.cancel()
+        self.query, self.result = future.query, future.result
+        self.exception, self.cancel = future.exception, future.cancel
 
     def wait(self, stream: object | None = None) -> None:
         """Block all further work of `stream` (None: the calling thread's current one), on the device, until the

@@ -115,11 +115,13 @@ def _size(size: int) -> str:
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-_UNQUOTED = {
-    "bool": "write true or false, without quotes",
-    "int": "write the number without quotes",
-    "float": "write the number without quotes",
-}
+# In place of Python's names in msgspec's messages. TOML has no null: an optional key is simply missing.
+_WORDS = {"bool": "true or false", "int": "an integer", "float": "a number", "str": "a string"}
+_WORDS |= {"array": "a list", "object": "a table", "null": ""}
+_TYPES = re.compile(rf"`((?:{'|'.join(_WORDS)})(?: \| (?:{'|'.join(_WORDS)}))*)`")
+_UNQUOTED = {"bool": "write true or false, without quotes"} | dict.fromkeys(
+    ("int", "float"), "write the number without quotes"
+)
 _FIELD = re.compile(r"^(?P<fact>.*) - at `\$\.?(?P<field>[^`]*)`$", re.DOTALL)
 
 
@@ -161,14 +163,15 @@ def _decode(kind: type, value: object) -> object:
 
 def _field_error(text: str, struct: type[msgspec.Struct], where: str) -> ConfigFieldError:
     match = _FIELD.match(text)
-    # TOML has no null: an optional key is simply missing.
-    fact = (match["fact"] if match else text).replace(" | null`", "`")
+    fact = match["fact"] if match else text
+    unquoted = re.match(r"Expected `(\w+)(?: \| null)?`, got `str`", fact)
+    fact = _TYPES.sub(lambda of: " or ".join(filter(None, map(_WORDS.get, of[1].split(" | ")))), fact)
     field = match["field"] if match else ""
     return ConfigFieldError(
-        fact[:1].lower() + fact[1:],
+        (fact[:1].lower() + fact[1:]).replace(", got ", ", found "),
         where=f"{where} {field}" if field else where,
         available=_choices(struct, field) if match else ", ".join(sorted(struct.__struct_encode_fields__)),
-        hint=next((hint for expected, hint in _UNQUOTED.items() if fact == f"Expected `{expected}`, got `str`"), ""),
+        hint=_UNQUOTED.get(unquoted[1], "") if unquoted else "",
     )
 
 

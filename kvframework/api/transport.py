@@ -345,7 +345,7 @@ class EngineDrivenLink(ABC):
 
     def map_ahead(self) -> None:
         """For a transport that copies to and from the arena in this process: has its resident pages mapped here, in the
-        background, also at servers to come. Never blocks, does nothing where the arena is not mapped."""
+        background; ask at each registration. Never blocks, does nothing where the arena is not mapped."""
         return
 
     @abstractmethod

@@ -109,7 +109,6 @@ class ServerSession:
         self._reply: m.HelloReply | None = None
         self._hasher: KeyHasher | None = None
         self._arena: MappedArena | None = None
-        self._maps_ahead = False
         self._on_up: list[Callable[[], None]] = []
         self._until_down: set[Future[Any]] = set()
         self._finding_plugins = threading.Lock()
@@ -220,7 +219,6 @@ class ServerSession:
 
     def map_ahead(self) -> None:
         """See `EngineDrivenLink`."""
-        self._maps_ahead = True
         if (arena := self._arena) is not None:
             arena.map_ahead()
 
@@ -299,8 +297,6 @@ class ServerSession:
 
     def _up(self, reply: m.HelloReply, arena_fd: int | None) -> None:
         self._arena = None if arena_fd is None else self._mapped(arena_fd)
-        if self._maps_ahead:
-            self.map_ahead()
         try:
             self._check(reply)
             if self._hasher is None:

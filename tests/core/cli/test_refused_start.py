@@ -156,7 +156,7 @@ MADE = {
 } | {each.__name__: each for each in (held, open_directory, no_socket, taken_port, one_port)}
 CASES = {
     "syntax": ("config.file", "not valid TOML, line "),
-    "value": ("config.field", "expected `int` >= 0"),
+    "value": ("config.field", "expected an integer >= 0"),
     "plugin": ("plugin.not_found", "hasher 'sha265'"),
     "option": ("config.field", "unknown key 'paht'"),
     "codec": ("config.field", "codec 'zstd' is not configured"),

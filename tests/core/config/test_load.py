@@ -127,16 +127,16 @@ FIELD_ERRORS = {
     "wrong type": (
         '[server]\nchunk_size = "256"',
         "kvf.toml: [server] chunk_size",
-        "expected `int`, got `str`",
+        "expected an integer, found a string",
         "the number without quotes",
     ),
     "a word for a switch": (
         '[server]\nprice = "yes"',
         "kvf.toml: [server] price",
-        "expected `bool`",
+        "expected true or false",
         "true or false, without quotes",
     ),
-    "no coercion": ("[server]\nchunk_size = 256.5", "kvf.toml: [server] chunk_size", "expected `int`", ""),
+    "no coercion": ("[server]\nchunk_size = 256.5", "kvf.toml: [server] chunk_size", "expected an integer", ""),
     "below zero": ("[server]\nchunk_size = -1", "kvf.toml: [server] chunk_size", ">= 0", ""),
     "too large": ("[server]\nchunk_size = 65537", "kvf.toml: [server] chunk_size", "<= 65536", ""),
     "beyond 64 bits": (f"[server]\nchunk_size = 1{'0' * 30}", "kvf.toml: [server] chunk_size", "", ""),
@@ -155,8 +155,8 @@ FIELD_ERRORS = {
     "no table": ('l1 = "pinned"', "kvf.toml: [l1]", "expected a table, found a string", ""),
     "eviction no table": ('[l1]\neviction = "lru"', "kvf.toml: [l1.eviction]", "expected a table", ""),
     "timeout": ('[[l2]]\nuse = "redis"\ntimeout_s = 0', "kvf.toml: [[l2]] #1 timeout_s", "> 0", ""),
-    "calls at once": ('[[l2]]\nuse = "x"\nloads = 0', "kvf.toml: [[l2]] #1 loads", "expected `int` >= 1", ""),
-    "what TOML cannot say": ('[[l2]]\nuse = "x"\nloads = "2"', "kvf.toml: [[l2]] #1 loads", "expected `int`, got", ""),
+    "calls at once": ('[[l2]]\nuse = "x"\nloads = 0', "kvf.toml: [[l2]] #1 loads", "expected an integer >= 1", ""),
+    "what TOML cannot say": ('[[l2]]\nuse = "x"\nloads = "2"', "kvf.toml: [[l2]] #1 loads", "an integer, found", ""),
     "policy": ('[[l2]]\nuse = "redis"\nwrite_policy = "now"', "kvf.toml: [[l2]] #1 write_policy", "'now'", ""),
     "tier's watermarks": (
         '[[l2]]\nuse = "x"\nhigh_watermark = 0.5',
@@ -170,10 +170,10 @@ FIELD_ERRORS = {
         "before it is full",
         "high_watermark",
     ),
-    "codecs": ('[codecs]\nallow = "zstd"', "kvf.toml: [codecs] allow", "expected `array`", ""),
+    "codecs": ('[codecs]\nallow = "zstd"', "kvf.toml: [codecs] allow", "expected a list", ""),
     "codec's name": ('[codecs]\nallow = ["%s"]' % ("z" * 17), "kvf.toml: [codecs] allow[0]", "length <= 16", ""),
     "codec's table": ("[codecs]\nzstd = 3", "kvf.toml: [codecs.zstd]", "expected a table, found 3", ""),
-    "codec": ('[[l2]]\nuse = "redis"\ncodec = 1', "kvf.toml: [[l2]] #1 codec", "expected `str`", ""),
+    "codec": ('[[l2]]\nuse = "redis"\ncodec = 1', "kvf.toml: [[l2]] #1 codec", "expected a string", ""),
 }
 
 

@@ -124,7 +124,7 @@ test_what_is_replaced_and_deleted_leaves_nothing_behind: LeaksWhatAShorterValueR
 test_ranges_are_written_before_they_are_published: CommitsFirst (published before)
 test_a_copy_in_the_engine_that_fails_is_one_miss[store]: PublishesWhatFailed (a store whose copy failed was answered as one that succeeded) KeepsItsRanges (to give its ranges and pins back did not come true)
 test_a_copy_in_the_engine_that_fails_is_one_miss[load]: AnswersAHit (a load whose copy failed was answered as one that succeeded)
-test_an_answer_that_comes_late[store-is used]: ThrowsLateAnswersAway (whose answer came late failed)
+test_an_answer_that_comes_late[store-is used]: ThrowsLateAnswersAway (it was thrown away)
 test_an_answer_that_comes_late[load-is given back]: KeepsLateAnswers (to give its ranges and pins back did not come true)
 test_tensors_are_those_of_the_submit: RemembersTheTensors (a transfer of other tensors than the first)
 test_the_wire_carries_the_same_as_the_arena[nhd]: LoadsHalfOfTheWire (24 chunks over the wire)
