@@ -214,7 +214,7 @@ class ServerSession:
         """Cancel `work` when this connection ends. Never blocks."""
         self._until_down.add(work)
         work.add_done_callback(self._until_down.discard)
-        if self._connection.state == "down":
+        if self._connection.state == "down" and self._arena is None:  # not while it comes up
             work.cancel()
 
     def map_ahead(self) -> None:

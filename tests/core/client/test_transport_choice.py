@@ -14,8 +14,9 @@ from kvf_dev.testing.accelerator import DeviceTensor, SimulatedNode
 from kvf_dev.testing.transport.engine import PATIENCE_S
 from kvf_dev.testing.transport.node import status_of
 from kvf_devices.endpoints import DeviceTransfer
+from kvframework.api.copying import address_of
 from kvframework.api.layout import Layout
-from kvframework.api.transport import Registration
+from kvframework.api.transport import Arena, Registration, TransferContext
 from kvframework.client import KVClient, RequestHashes, WorkerAdapter
 from kvframework.config.load import load_config
 from kvframework.errors import BadLayout, DeviceError, TransportMismatch
@@ -283,3 +284,28 @@ def test_tensors_are_registered_anew_only_after_a_close(node: SimulatedNode, con
         adapter.register_kv_caches(on_devices(node, 0), block_size=16)
         assert stores(connected, adapter)
         adapter.close()
+
+
+def test_a_transport_is_offered_the_arena_of_each_server_until_its_end(
+    connected: KVClient, node: SimulatedNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Arena | None] = []
+    monkeypatch.setattr(TransferContext, "on_arena", lambda _, arena: seen.append(arena))
+
+    def is_offered() -> bool:
+        arena = connected.arena
+        if arena is None or not seen or (last := seen[-1]) is None:
+            return False
+        with address_of(arena.view) as place:
+            return (last.address, last.view.nbytes) == place
+
+    engine = worker(connected, node, "sound")
+    with serving(connected, node, "sound"):
+        engine.register_kv_caches(on_devices(node, 0), block_size=16)
+        assert is_offered()
+    wait_until(lambda: seen[-1] is None)
+    seen.clear()
+    with serving(connected, node, "sound"):
+        wait_until(is_offered)
+        engine.close()
+        assert [each is None for each in seen] == [False, True]
