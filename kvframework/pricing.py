@@ -1,4 +1,4 @@
-"""Load or recompute: how fast engines compute and tiers load; where a hit is cut; what a tenant may load. No locks."""
+"""Load or recompute: how fast engines compute and tiers load, where a hit is cut; what tenants load. Pure, no lock."""
 
 from __future__ import annotations
 
@@ -194,8 +194,7 @@ class LoadRate:
 
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
-        self.loads = 0
-        self._left, self._at = 0.0, -math.inf
+        self.loads, self._left, self._at = 0, 0.0, -math.inf
 
     def room(self, now: float) -> float:
         """Return the bytes that may still be granted; 0 or less: none."""

@@ -82,8 +82,7 @@ def bandwidth_of(tenant: TenantConfig) -> int:
     except ValueError:
         rate = 0
     if text and not rate:
-        fact = f"{text[:64]!r} is not a rate"
-        available = 'bytes per second, such as "2GB/s" or "500MiB/s"'
+        fact, available = f"{text[:64]!r} is not a rate", 'bytes per second, such as "2GB/s" or "500MiB/s"'
         raise ConfigFieldError(fact, where=f"{tenant.where} load_bandwidth", available=available)
     return rate
 

@@ -224,9 +224,8 @@ class Lookups:
         if payload.speed is not None:
             self.pricing.asked(client, key.model_name, payload.speed)
         owner, request_id = client.session_id, key.request_id
-        rate = self._requests.tenants.rate(key.cache_salt)
         with self._storage.table.lock:  # whatever changes the ticket afterwards finds its wait
-            if not self.pricing.may_load(asked, rate):
+            if not self.pricing.may_load(asked, self._requests.tenants.rate(key.cache_salt)):
                 if record is not None:
                     self._wanted(asked, record)
                 answer = Answer(0, "", False)

@@ -1,7 +1,7 @@
 """Load or recompute: a LOOKUP's hit in the tiers is cut where computing the rest is quicker. Engines say how fast they
 are, tiers are measured (`kvframework.pricing`); the decision falls in a storage thread, once the tiers have said what
-they have: what L1 answers alone pays nothing for it. And the limits of tenants: a hit of L1 is charged and given whole,
-or not at all; one in the tiers is cut to what is left, and loaded at the tenant's pace."""
+they have. And the limits of tenants: a hit of L1 is charged and given whole, or not at all; one in the tiers is cut to
+what is left, and loaded at the tenant's pace."""
 
 from __future__ import annotations
 
@@ -55,16 +55,12 @@ class Pricing:
         if asked.rate is not None and asked.grid is not None and hit_tokens:
             asked.rate.take(asked.grid.nbytes(hit_tokens // asked.grid.desc.chunk_tokens), asked.began)
 
-    def _limited(self, asked: PendingLookup, rate: LoadRate, l1: int, found: int) -> tuple[int, Pace]:
+    def _limited(self, rate: LoadRate, grid: KeyGrid, l1: int, found: int) -> tuple[int, Pace]:
         """Return the chunks of a hit that the tenant may load, of `l1` to `found`, and their pace."""
-        grid, now = asked.grid, self._storage.clock()
-        assert grid is not None
         with self._storage.table.lock:
-            each = (grid.nbytes(found) - grid.nbytes(l1)) / (found - l1)
-            most = l1 + int(max(rate.room(now), 0.0) // max(each, 1.0))
-            if most < found:
-                asked.most = found = most
-            return found, (rate.take((found - l1) * each, now), rate.bytes_per_s)
+            now, each = self._storage.clock(), (grid.nbytes(found) - grid.nbytes(l1)) / (found - l1)
+            most = min(l1 + int(max(rate.room(now), 0.0) // max(each, 1.0)), found)
+            return most, (rate.take((most - l1) * each, now), rate.bytes_per_s)
 
     def end_session(self, session_id: int) -> None:
         self._engines.pop(session_id, None)
@@ -77,7 +73,8 @@ class Pricing:
         l1 = grid.hit(here)
         found = grid.hit([there or index in source for index, there in enumerate(here)])
         if asked.rate is not None and found > l1:
-            found, pace = self._limited(asked, asked.rate, l1, found)
+            most, pace = self._limited(asked.rate, grid, l1, found)
+            asked.most, found = (None if most == found else most), most
         if not self.on or speed is None or found <= l1:
             return pace
         # For the eviction policy; one engine that is mistaken has little weight among others.

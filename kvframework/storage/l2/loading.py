@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import TypeVar
 
 from kvframework.api.listener import TierCall
@@ -189,13 +190,12 @@ class Loader:
                     store.speed.queued_bytes += nbytes
         batches = _batches([index for index in chosen if index in source], source, task.sizes, most)
         at, rate = pace or (-math.inf, math.inf)
-        parts = []
-        for batch in batches:
-            nbytes = source[batch[0]].scale * sum(task.sizes[index] for index in batch)
-            parts.append(self._load_batch(task, source[batch[0]], batch, nbytes, at))
-            at += nbytes / rate
-        if parts:
-            yield Apart(parts)
+        sizes = [source[batch[0]].scale * sum(task.sizes[index] for index in batch) for batch in batches]
+        parts = zip(batches, sizes, accumulate(sizes, initial=0), strict=False)
+        if batches:
+            yield Apart(
+                [self._load_batch(task, source[b[0]], b, size, at + before / rate) for b, size, before in parts]
+            )
 
     def _load_batch(
         self, task: LoadTask, store: L2Store, batch: Sequence[int], nbytes: int, begin_at: float

@@ -6,6 +6,7 @@ queue drops new objects with a count, so a slow or dead tier never delays a STOR
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
@@ -516,11 +517,9 @@ class TierWriter:
         if self.store.read_only or self._clock() - self._renewed_at < RENEW_EVERY_S:
             return
         self._renewed_at = self._clock()
-        try:
+        with contextlib.suppress(TierError):  # the next hour's will do
             for namespace in self._records.retained():
                 self._put_record(namespace)
-        except TierError:
-            log.debug("tier %s: the records were not renewed", self.store.name)
 
     def _put_record(self, namespace: bytes) -> None:
         """Put the namespace's record, unless that was done lately."""

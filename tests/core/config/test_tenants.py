@@ -56,6 +56,8 @@ def test_shares_are_percents_or_sizes(tmp_path: Path) -> None:
         ),
         (f'[tenants.a]\nsalts = ["{A}"]\nmax = "101%"', "[tenants.a] max", "not a share"),
         (f'[tenants.a]\nsalts = ["{A}"]\nmax = "much"', "[tenants.a] max", "not a share"),
+        (f'[tenants.a]\nsalts = ["{A}"]\nload_bandwidth = "2GB"', "[tenants.a] load_bandwidth", "is not a rate"),
+        (f'[tenants.a]\nsalts = ["{A}"]\nload_bandwidth = "0B/s"', "[tenants.a] load_bandwidth", "is not a rate"),
         (f'[tenants.a]\nsalts = ["{A}"]\nmaximum = "1%"', "[tenants.a]", "unknown key 'maximum'"),
         (f'[tenants.other]\nsalts = ["{A}"]', "[tenants.other]", "is not a tenant name"),
         (f'[tenants."a b"]\nsalts = ["{A}"]', "[tenants.a b]", "is not a tenant name"),
