@@ -128,7 +128,8 @@ class Tier(ABC):
 
     def attach(self, node: Node) -> None:
         """Give the tier what a server's node has, once, before the server serves; only `ping` and `problems` may be
-        called before. Optional; must not block. A `KVFrameworkError` stops the start."""
+        called before, and by commands that are no server `scan`, `get_into` and `delete`. Optional; must not block. A
+        `KVFrameworkError` stops the start."""
         return
 
     def problems(self) -> Sequence[str]:

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from kvf_s3 import Address
 from kvframework.api.keys import PACKED_KEY_BYTES
-from kvframework.api.tier import Outcome, Tier
+from kvframework.api.tier import Node, Outcome, Tier
 from kvframework.errors import ConfigFieldError, TierError
 from tests.support.s3_peer import Answer, S3Peer
 from tests.support.s3_tier import open_s3_tier, write_credentials
@@ -536,8 +536,10 @@ def test_one_of_two_servers_keeps_the_capacity(peer: S3Peer, opened: Callable[..
     objects["tier/of strangers"] = b"s" * 100_000, 1.0
     objects["elsewhere"] = b"s" * 100_000, 1.0
     tiers = [opened(capacity="10kB", sweep_s=1.0) for _ in range(2)]
+    tiers[0].ping(deadline=soon())
+    assert not [path for path in peer.asked("HEAD") if "sweep" in path], "no server has it: nothing is to be deleted"
     for tier in tiers:
-        tier.ping(deadline=soon())
+        tier.attach(cast("Node", None))
     left = KEYS[11:20]
     wait_until(lambda: len(objects) == len(left) + 3, what="the oldest to be swept")
     assert {each.key for each in tiers[0].scan(deadline=soon())} == set(left)
@@ -555,7 +557,7 @@ def test_a_server_whose_peer_is_gone_takes_over(peer: S3Peer, opened: Callable[.
     objects["tier/kvframework-sweep"] = b"of a server that is gone", 1.0
     objects[Address.parse(URL).name_of(KEYS[0])] = b"x" * 1000, 1e9
     tier = opened(capacity="1B", sweep_s=1.0)
-    tier.ping(deadline=soon())
+    tier.attach(cast("Node", None))
     wait_until(lambda: len(objects) == 1, what="the value to be swept")
     assert objects["tier/kvframework-sweep"][0] != b"of a server that is gone"
 
@@ -565,7 +567,7 @@ def test_a_sweep_that_fails_is_said_once_and_tried_again(
 ) -> None:
     peer.script = lambda method, _path: Answer(403, "AccessDenied") if method == "PUT" else None
     tier = opened(capacity="1B", sweep_s=1.0)
-    tier.ping(deadline=soon())
+    tier.attach(cast("Node", None))
     wait_until(lambda: len(peer.asked("PUT")) >= 3, what="the sweep to be tried again")
     assert caplog.text.count("deleting the oldest values failed: the store refuses the access (AccessDenied)") == 1
     peer.script = lambda _method, _path: None

@@ -17,7 +17,7 @@ _END_S = 2.0
 
 
 class LoopThread:
-    """Runs coroutines for other threads. Thread-safe. `background` runs beside them until `close`."""
+    """Runs coroutines for other threads. Thread-safe. `background` runs from `begin_background` until `close`."""
 
     def __init__(self, name: str, background: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
         self._name = name
@@ -38,6 +38,12 @@ class LoopThread:
                 pass
         raise CLOSED.error(where)
 
+    def begin_background(self) -> None:
+        """Start `background`, if there is one. Does not block."""
+        with self._lock:
+            if self._background is not None and not self.closed:
+                asyncio.run_coroutine_threadsafe(self._background(), self._started())
+
     def close(self) -> None:
         """Cancel what is under way and end the thread; blocks until that has ended, two seconds at most.
         Idempotent."""
@@ -56,8 +62,6 @@ class LoopThread:
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=self._serve, args=(self._loop,), name=self._name, daemon=True)
             self._thread.start()
-            if self._background is not None:
-                asyncio.run_coroutine_threadsafe(self._background(), self._loop)
         return self._loop
 
     @staticmethod

@@ -15,7 +15,7 @@ from kvf_s3.loop_thread import LoopThread, ask_each, settled
 from kvf_s3.settings import Settings, read_settings
 from kvf_s3.sweep import Sweeper, first_page, pages
 from kvf_s3.values import find, receive, remove, send
-from kvframework.api.tier import Outcome, PackedKey, Tier, TierEntry
+from kvframework.api.tier import Node, Outcome, PackedKey, Tier, TierEntry
 from kvframework.errors import TierError
 
 # About 10 MB. Two keys of the same hash would make a stale hint, which is none the worse.
@@ -72,6 +72,10 @@ class S3Tier(Tier):
         self._full: Failure | None = None
         sweeper = Sweeper(self._store, self._address, options.capacity, every_s=options.sweep_s, where=self._where)
         self._thread = LoopThread("kvf-s3", sweeper.run if options.capacity else None)
+
+    def attach(self, node: Node) -> None:
+        """Begin to keep the capacity. A command that lists values is no server, and must delete none."""
+        self._thread.begin_background()
 
     def contains(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
         return self._batch(lambda: self._found(keys, deadline), deadline)
