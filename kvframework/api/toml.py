@@ -163,7 +163,7 @@ def _decode(kind: type, value: object) -> object:
 
 def _field_error(text: str, struct: type[msgspec.Struct], where: str) -> ConfigFieldError:
     match = _FIELD.match(text)
-    fact = match["fact"] if match else text
+    fact = (match["fact"] if match else text).replace("Object missing required field", "missing key")
     unquoted = re.match(r"Expected `(\w+)(?: \| null)?`, got `str`", fact)
     fact = _TYPES.sub(lambda of: " or ".join(filter(None, map(_WORDS.get, of[1].split(" | ")))), fact)
     field = match["field"] if match else ""

@@ -171,7 +171,7 @@ def test_resolving_one_plugin_calls_no_hook_of_another(site: Path) -> None:
 def test_options_that_are_wrong_point_at_the_list_of_them() -> None:
     registry = PluginRegistry()
     provider = registry.resolve("tier", "filesystem")
-    with pytest.raises(errors.ConfigFieldError, match="missing required field `path`") as caught:
+    with pytest.raises(errors.ConfigFieldError, match="missing key `path`") as caught:
         registry.options(provider, {}, where="[[l2]] #1")
     assert caught.value.hint == "`kvframework plugins info tier.filesystem` lists its options"
     with pytest.raises(errors.ConfigFieldError) as caught:

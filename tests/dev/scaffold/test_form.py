@@ -35,10 +35,11 @@ def test_mypy_finds_nothing(tmp_path: Path) -> None:
         write_distribution(project, render(names))
         sources.append(project / names.module)
         for test in (project / "tests").iterdir():
-            sources.append(test.rename(tmp_path / f"{test.stem}_{kind}{variant}.py"))
+            stem = f"{test.stem}_{kind}{variant}" if test.stem.startswith("test_") else test.stem
+            sources.append(test.rename(tmp_path / f"{stem}.py"))
     settings = ("--config-file", str(tmp_path / "layout-" / "pyproject.toml"), "--cache-dir", str(tmp_path / "cache"))
     searched = os.pathsep.join(str(source.parent) for source in sources if source.is_dir())
-    run(tmp_path, "mypy", *settings, *map(str, sources), MYPYPATH=searched)
+    run(tmp_path, "mypy", *settings, *map(str, dict.fromkeys(sources)), MYPYPATH=searched)
 
 
 def run(folder: Path, *arguments: str, **variables: str) -> None:

@@ -53,11 +53,12 @@ def test_it_writes_a_distribution_and_says_what_comes_next(tmp_path: Path) -> No
         "kvf_my_store/options.py",
         "kvf_my_store/py.typed",
         "kvf_my_store/tier.py",
+        "tests/plugin_options.py",
         "tests/test_conformance.py",
         "tests/test_diagnosis.py",
     }
     first, *commands = done.stdout.splitlines()
-    assert first.startswith("kvf-my-store: 11 files")
+    assert first.startswith("kvf-my-store: 12 files")
     assert [command.strip() for command in commands] == [
         f"cd kvf-my-store && pip install -e . {requirement(distribution='kvframework-dev')}",
         "pytest",

@@ -115,3 +115,18 @@ def test_its_readmes_toml_is_a_configuration(
     config = load_config(file)
     complete_config(config, PluginRegistry())
     assert rendered.names[kind].name in toml
+
+
+def test_an_option_without_a_default_gets_its_value_in_one_place(tmp_path: Path) -> None:
+    """The author edits no other test than the file of options."""
+    names, project = PluginNames("tier", "wants_a_url"), tmp_path / "project"
+    files = render(names)
+    options, field = files["kvf_wants_a_url/options.py"], "    capacity: "
+    files["kvf_wants_a_url/options.py"] = options.replace(field, f"    url: Annotated[str, Meta()]\n{field}", 1)
+    given = files["tests/plugin_options.py"]
+    files["tests/plugin_options.py"] = given.replace("= {}", '= {"url": "http://here"}')
+    write_distribution(project, files)
+    install_wheels([project], tmp_path / "site")
+    shutil.rmtree(project / names.module)
+    done = run_own_tests(project, tmp_path / "site", "-q", "-k", "comes_back or capacity or refused_beforehand")
+    assert done.returncode == 0, done.stdout + done.stderr

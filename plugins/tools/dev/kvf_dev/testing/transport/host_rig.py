@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,8 +25,9 @@ class HostRig(TransportRig):
 
     synchronous = True
 
-    def __init__(self, transport: str, directory: str) -> None:
+    def __init__(self, transport: str, directory: str, options: Mapping[str, object] | None = None) -> None:
         self.transport = transport
+        self.engine_options = self.server_options = options or {}
         self._hold = Path(directory) / "hold"
         self._held = Path(directory) / "held"
         self._queued: list[threading.Thread] = []
