@@ -117,6 +117,7 @@ class Drain:
     def cancel(self) -> None:
         """Go on without a drain: an engine has come, or a next server has L1."""
         self._until, self.idle, self.by_itself, self._thread = math.inf, False, False, None
+        self._done.clear()
         self._storage.table.closed = False
         for writer in self._writers:
             writer.order_rest(None)
@@ -150,21 +151,23 @@ class Drain:
         return m.StatusReply(msgspec.json.encode(self.status()))
 
     def _run(self) -> None:
+        me = threading.current_thread()  # another one, or none, once this drain is cancelled
         objects = sorted(self._storage.table.objects(), key=lambda stored: stored.used, reverse=True)
         self._sizes = {stored.key: stored.length for stored in objects}
         for writer in self._writers:
             writer.order_rest(self._sizes)
         self._total = self.status().left
-        while sum(writer.write_rest() for writer in self._writers) and time.monotonic() < self._until < math.inf:
+        while self._thread is me and sum(of.write_rest() for of in self._writers) and time.monotonic() < self._until:
             time.sleep(_STEP_S)
-        if self.running:
+        if self._thread is me:
             self._done.set()
             end = self.status()
             what = "drained: %d objects are written, %d (%s) are left %s"
             level = logging.WARNING if end.left else logging.INFO
             log.log(level, what, end.written, end.left, ByteSize(end.left_bytes), "; ".join(end.tiers))
             time.sleep(_LAST_S)
-            self.stop()
+            if self._thread is me:
+                self.stop()
 
 
 _SEND_S = 5.0

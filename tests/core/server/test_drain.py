@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from kvframework.service.operator_requests import Drain
 from kvframework.wire import messages as m
 from tests.core.cli.command import COMMAND, environment, run
 from tests.support.held_server import HeldServer
@@ -90,7 +93,7 @@ def test_until_the_time_of_the_shorter_drain_loads_are_answered_and_stores_find_
         assert shown["tiers"][0].startswith(f"redis: {CHUNKS} left, last error: [storage.tier]")
         said, _ = first.communicate(timeout=60)
         assert (first.returncode, ended(server)) == (1, 0)
-        assert f"left: {CHUNKS} objects" in said.decode()
+        assert f"not written: {CHUNKS} objects" in said.decode()
         assert shown["tiers"][0] in said.decode()
 
 
@@ -116,6 +119,32 @@ def test_a_signal_ends_a_drain_at_once(redis: RedisServer) -> None:
         assert f"drained: 0 objects are written, {CHUNKS} (" in server.log
 
 
+def test_a_cancelled_drain_neither_writes_on_beside_the_next_one_nor_ends_the_server() -> None:
+    left, ended = {b"key"}, threading.Event()
+    store = SimpleNamespace(name="tier", read_only=False, last_error="")
+    writer = SimpleNamespace(store=store, left=lambda: left, write_rest=lambda: len(left), order_rest=bool)
+    table = SimpleNamespace(objects=list, closed=False)
+    drain = Drain(cast("Any", SimpleNamespace(table=table, tiers=SimpleNamespace(writers=[writer]))), ended.set)
+
+    def at_work() -> int:
+        return sum(thread.name == "kvf-drain" for thread in threading.enumerate())
+
+    for _ in range(3):
+        drain.begin(60)
+        drain.tick()
+        drain.cancel()
+    drain.begin(60)
+    drain.tick()
+    wait_until(lambda: at_work() == 1, 2, "the end of the cancelled drains")
+    left.clear()
+    wait_until(lambda: drain.status().done, what="the end of the last drain")
+    drain.cancel()
+    wait_until(lambda: at_work() == 0, what="its thread's end")
+    drain.begin(60)
+    assert not drain.status().done
+    assert not ended.is_set()
+
+
 def test_a_keeper_ends_with_a_server_that_drained_also_what_an_earlier_one_held(tmp_path: Path) -> None:
     with filled(HeldServer, str(tmp_path)) as server:
         server.kill9()
@@ -139,7 +168,7 @@ def test_a_full_tier_is_named_and_without_one_all_is_left(tmp_path: Path) -> Non
 @pytest.mark.parametrize("time", ["-1s", "2h", "soon", "", "nan"])
 def test_a_wrong_time_is_refused(time: str) -> None:
     done = run("drain", "--timeout", time)
-    assert (done.returncode, "is no time" in done.stderr) == (2, True)
+    assert (done.returncode, "is not a time" in done.stderr) == (2, True)
 
 
 def test_without_a_server_it_says_so(tmp_path: Path) -> None:
