@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -68,10 +69,14 @@ def timed(title: str, step: str) -> Iterator[None]:
     timer = threading.Timer(BOUND_S, _this.overdue, [error])
     timer.daemon = True
     timer.start()
+    pid = os.getpid()
     try:
         yield
     finally:
         timer.cancel()
+        if os.getpid() != pid:  # else two processes would go on from here
+            os.write(2, f"error: {title}: {step} returned in a process that it has forked, which ends\n".encode())
+            os._exit(1)
 
 
 def call_bounded(function: Callable[[], T]) -> T:

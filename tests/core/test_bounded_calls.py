@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from kvframework import bounded_calls
 from kvframework.bounded_calls import bounded, named_at, timed
 from kvframework.errors import PluginBroken
+from tests.support.processes import ran
 from tests.support.waiting import wait_until
 
 
@@ -33,3 +35,14 @@ def test_a_call_that_returned_is_never_overdue() -> None:
         assert threading.active_count() <= before + 1
     wait_until(lambda: threading.active_count() <= before, 30, "its end")
     assert not said
+
+
+def test_a_process_that_a_call_forked_does_not_return_from_it() -> None:
+    program = (
+        "import os; from kvframework.bounded_calls import bounded, timed\n"
+        "with bounded(print), timed('tier.forks', 'create'): child = os.fork()\n"
+        "print('here', os.waitpid(child, 0)[1] != 0)"
+    )
+    done = ran(sys.executable, "-c", program)
+    assert done.stdout == "here True\n"
+    assert done.stderr.endswith("error: tier.forks: create returned in a process that it has forked, which ends\n")

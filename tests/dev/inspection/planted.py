@@ -132,6 +132,7 @@ def kvf_tiers():
         return TierProvider(name=name, summary=name, create=create, **fields)
     return [
         good("good", Good, shared=True),
+        good("check", Good, check=lambda options, context: {}["missing"]),
         good("partial", Partial, create=Partial),
         good("awaited", Awaited),
         good("other", Other),
@@ -183,8 +184,9 @@ PLANTED = {
     ),
     "planted_tiers": Planted(
         _module(TIER + TIERS),
-        tuple(f"tier.{n}" for n in ("good", "partial", "awaited", "other", "nameless", "doctor")),
+        tuple(f"tier.{n}" for n in ("good", "check", "partial", "awaited", "other", "nameless", "doctor")),
         {
+            "create-fails tier.check": "",
             "wrong-signature tier.partial": "create",
             "async-method tier.awaited": "Awaited.delete",
             "wrong-signature tier.other": "Other.put",

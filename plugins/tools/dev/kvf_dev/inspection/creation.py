@@ -63,8 +63,12 @@ def created(provider: AnyProvider, title: str, given: Mapping[str, object]) -> I
     if reason:
         yield f"{title}: no plugin object was created here: {reason}; the conformance kit checks the rest"
         return
+    step = "check"
     try:
         options = convert(given, provider.options, where="--set")
+        if provider.check is not None:
+            provider.check(options, TableContext(where=WHERE))
+        step = "create"
         made = typing.cast("Any", provider).create(options, *_context(provider.kind))
     except KVFrameworkError as error:
         fact = f"{error.fact} [{error.code}]"
@@ -76,7 +80,7 @@ def created(provider: AnyProvider, title: str, given: Mapping[str, object]) -> I
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         lacks_methods = isinstance(error, TypeError) and "instantiate abstract class" in cause
         options_text = f"the options {', '.join(given)}" if given else "default options"
-        fact = f"create() with {options_text} raises {cause}"
+        fact = f"{step}() with {options_text} raises {cause}"
         yield problem("missing-method" if lacks_methods else "create-fails", title, fact, _named(contract))
     else:
         if provider.kind == "requests":
