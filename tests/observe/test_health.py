@@ -8,7 +8,6 @@ from kvf_observe.health import CHECKS, FRESH_S, livez, readyz
 from tests.observe.documents import NOW, answered, document, unanswered
 
 TIER_DOWN = document(l2__1__state="open", l2__1__circuits__read="open", l2__1__last_error="refused")
-L1_SHORT = document(l1__ready_bytes=1)
 
 
 def test_a_server_where_all_is_well() -> None:

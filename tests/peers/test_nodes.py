@@ -21,7 +21,6 @@ from tests.support.waiting import wait_until
 
 # Objects of 16 MiB, so that faults come in the middle of one.
 WIDE = 4096
-WIDE_BYTES = 16 << 20
 FAULT_ROUNDS = 12
 
 

@@ -6,6 +6,9 @@ import contextlib
 import socket
 import threading
 from abc import ABC, abstractmethod
+from typing import TypeVar
+
+T = TypeVar("T", bound="TcpPeer")
 
 
 class TcpPeer(ABC):
@@ -26,7 +29,7 @@ class TcpPeer(ABC):
     def stopping(self) -> bool:
         return self._stop.is_set()
 
-    def __enter__(self) -> TcpPeer:
+    def __enter__(self: T) -> T:
         self._threads[0].start()
         return self
 
