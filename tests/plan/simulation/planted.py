@@ -206,9 +206,10 @@ def a_wait_outlives_its_ticket(original: Any, lookups: Lookups, ticket: str) -> 
         original(lookups, ticket)
 
 
-@plant(Lookups, "_given_up")
-def a_lookup_that_nobody_waits_for_keeps_its_ticket(_original: Any, lookups: Lookups, number: int, _wait: Any) -> None:
-    lookups.waits.end(number)
+@plant(Lookups, "answer_waits")
+def a_lookup_that_nobody_waits_for_keeps_its_ticket(original: Any, lookups: Lookups) -> None:
+    with mock.patch.object(lookups.tickets, "free"):
+        original(lookups)
 
 
 @plant(LookupTickets, "_pin")
@@ -222,11 +223,11 @@ def a_hit_that_grows_is_not_pinned(
     return int(chunks)
 
 
-@plant(Prefetcher, "_hand_over")
-def a_load_between_two_tiers_is_lost(original: Any, prefetcher: Prefetcher, load: Any, store: L2Store) -> None:
-    if store is prefetcher._stores[-1]:
-        return
-    original(prefetcher, load, store)
+@plant(TierLoads, "add")
+def a_load_between_two_tiers_is_lost(original: Any, queue: TierLoads, load: Any, *, first: bool = False) -> None:
+    queues = queue._prefetcher.queues
+    if queue is not queues[-1] or queue is queues[0] or load.whole is not None or first:
+        original(queue, load, first=first)
 
 
 @plant(TierLoads, "wake")
