@@ -424,16 +424,14 @@ class KVClient(ServerSession, EngineLink):
         future: Promise[R] = Promise(sent.cancel, stream_hook=stream_hook)
 
         def answered(reply: Future[Answer]) -> None:
-            error = reply.exception()
-            if error is None:
+            if (error := reply.exception()) is not None:
+                log.warning("%s of request %s failed: %s", name, transfer.request_id, error)
+                result = failed(error)
+            else:
                 try:
                     result = outcome_of(as_response(reply.result(0).payload, m.TransferReply))
                 except KVFrameworkError as failure:
                     result = failed(failure)
-                future.set_result(result)
-                return
-            log.warning("%s of request %s failed: %s", name, transfer.request_id, error)
-            result = failed(error)
             if isinstance(error, DeadlineExceeded):
                 self._when_untouched(sent, lambda: future.set_result(result))
                 # Last, since it may raise an error of the device's driver.
