@@ -1,11 +1,19 @@
-"""The image itself: containers of a server, of `observe` and of engines that share one directory and nothing else."""
+"""The image itself: containers of a server, of `observe` and of engines that share one directory and nothing else; a
+server that is killed, drained and followed by one of another image."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import ssl
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +21,15 @@ import pytest
 
 from kvframework.api.toml import read_toml
 from tests.deploy.manifests import containers, documents, toml
-from tests.deploy.podman import BASE, PYTHON, Podman, missing, wait_for_server
+from tests.deploy.podman import BASE, PYTHON, REQUIRED, Podman, missing, skip, wait_for_server
+from tests.support.certificates import make_certificate
 from tests.support.processes import ran
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGE = "localhost/kvframework"
+# Of the image with all its packages, as podman says it.
+MOST_BYTES = 180_000_000
 SERVER, ENGINES = 10001, (20002, 20003)
 AS_CLIENT = f"--env=KVFRAMEWORK_SERVER_UID={SERVER}"
 PROGRAM = Path(__file__).with_name("engine_program.py")
@@ -31,22 +42,46 @@ admit_uids = {list(ENGINES)}
 [l1]
 use = "pinned"
 capacity = "128MiB"
+high_watermark = 0.9
+low_watermark = 0.8
+
+[[l2]]
+use = "filesystem"
+path = "/cache"
+write_policy = "write_back"
 """
-pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.skipif(bool(missing()) and not REQUIRED, reason=missing()), pytest.mark.timeout(3600)]
 
 
 @pytest.fixture(scope="module")
 def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Podman]:
     with Podman() as running:
         if running.refused:
-            pytest.skip(running.refused)
+            skip(running.refused)
         wheels = tmp_path_factory.mktemp("wheels")
         download_requirements(wheels)
-        sources = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "/wheels"}
-        arguments = [f"--build-arg={name}={value}" for name, value in {"BASE": BASE, **sources}.items()]
-        volume = f"--volume={wheels}:/wheels:ro"
-        running.build(IMAGE, ROOT / "deploy" / "Dockerfile", ROOT, "--network=none", volume, *arguments)
+        with index(wheels) as (url, certificates):
+            given = {"BASE": BASE, "PIP_INDEX_URL": url, "CA": certificates}
+            arguments = [f"--build-arg={name}={value}" for name, value in given.items()]
+            running.build(IMAGE, ROOT / "deploy" / "Dockerfile", ROOT, "--network=host", *arguments)
         yield running
+
+
+@contextmanager
+def index(wheels: Path) -> Iterator[tuple[str, str]]:
+    """A package index of the wheels, and the certificates without which nobody can use it."""
+    for wheel in list(wheels.iterdir()):
+        project = wheels / wheel.name.partition("-")[0].lower().replace("_", "-")
+        project.mkdir(exist_ok=True)
+        wheel.rename(project / wheel.name)
+    made = make_certificate(wheels.parent)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(made.certificate, made.key)
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=wheels)) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"https://localhost:{server.server_address[1]}", made.certificate.read_text()
+        server.shutdown()
 
 
 def download_requirements(folder: Path) -> None:
@@ -61,7 +96,7 @@ def download_requirements(folder: Path) -> None:
     command += ["--python-version", PYTHON, "--constraint", str(ROOT / "constraints.txt"), *wanted]
     done = ran(*command, code=None, timeout=600)
     if done.returncode:
-        pytest.skip(f"pip downloads nothing here: {done.stderr[-500:]}")
+        skip(f"pip downloads nothing here: {done.stderr[-500:]}")
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +121,30 @@ def directory(podman: Podman) -> Path:
 def server(podman: Podman, directory: Path) -> str:
     file = podman.folder / "kvf.toml"
     file.write_text(TOML)
-    mounts = [f"--volume={directory}:/run/kvframework", f"--volume={file}:/etc/kvframework/kvf.toml:ro"]
-    podman.run("--detach", "--name=server", "--memory=640m", *mounts, IMAGE)
-    wait_for_server(podman, "server")
+    cache = podman.folder / "cache"
+    cache.mkdir()
+    os.chown(cache, SERVER, SERVER)
+    start_server(podman, "server", IMAGE)
     return "server"
+
+
+def start_server(podman: Podman, name: str, image: str) -> None:
+    places = {"socket": "/run/kvframework", "cache": "/cache", "kvf.toml": "/etc/kvframework/kvf.toml:ro"}
+    mounts = [f"--volume={podman.folder}/{at}:{to}" for at, to in places.items()]
+    podman.run("--detach", f"--name={name}", "--memory=640m", *mounts, image)
+    wait_for_server(podman, name)
+
+
+def engine(podman: Podman, directory: Path, task: str, user: int) -> None:
+    """Store, or load and compare each byte."""
+    if sys.version_info[:2] != tuple(map(int, PYTHON.split("."))) or find_spec("torch") is None:
+        skip(f"the engines' torch is that of this environment, and the image has Python {PYTHON}")
+    import torch
+
+    mounts = {directory: "/run/kvframework", Path(torch.__file__).resolve().parents[1]: "/torch", PROGRAM: "/engine.py"}
+    volumes = [f"--volume={at}:{to}:ro" for at, to in mounts.items()]
+    command = ["--rm", AS_CLIENT, "--entrypoint=/opt/kvframework/bin/python", *volumes, IMAGE, "/engine.py", task]
+    assert f"{task} as uid {user}: 1024 tokens" in podman.run(*command, user=user)
 
 
 def test_the_server_has_no_privilege(podman: Podman, server: str) -> None:
@@ -102,15 +157,8 @@ def test_the_server_has_no_privilege(podman: Podman, server: str) -> None:
 
 
 def test_engines_of_other_users_share_the_cache_byte_for_byte(podman: Podman, server: str, directory: Path) -> None:
-    torch = pytest.importorskip("torch")
-    if sys.version_info[:2] != tuple(map(int, PYTHON.split("."))):
-        pytest.skip(f"the engines' torch is that of this environment, and the image has Python {PYTHON}")
-    python = "/opt/kvframework/bin/python"
-    mounts = {directory: "/run/kvframework", Path(torch.__file__).parents[1]: "/torch", PROGRAM: "/engine.py"}
-    options = ["--rm", AS_CLIENT, f"--entrypoint={python}", *(f"--volume={at}:{to}:ro" for at, to in mounts.items())]
     for task, user in zip(("store", "load"), ENGINES, strict=True):
-        printed = podman.run(*options, IMAGE, "/engine.py", task, user=user)
-        assert f"{task} as uid {user}: 1024 tokens" in printed
+        engine(podman, directory, task, user)
 
 
 def test_a_user_that_is_not_admitted_gets_no_answer(podman: Podman, server: str, directory: Path) -> None:
@@ -153,8 +201,32 @@ def test_the_probe_of_the_image_is_that_of_its_server(podman: Podman, server: st
     podman("exec", server, *probe)
     podman.run("--rm", IMAGE, "try", "--help")  # of `helm test`
     assert image["Config"]["User"] == "10001:10001"
+    assert image["Size"] <= MOST_BYTES, image["Size"]
 
 
-def test_the_server_ends_in_order_by_the_signal_of_a_stop(podman: Podman, server: str) -> None:
-    podman("stop", "--time", "120", server)
-    assert json.loads(podman("inspect", server))[0]["State"]["ExitCode"] == 0, podman("logs", server)
+def test_an_update_after_a_kill_and_a_drain_loses_nothing(
+    podman: Podman, server: str, directory: Path, tmp_path: Path
+) -> None:
+    """L1 outlives `kill -9` of the server; the server of the next image has what the drain wrote, and ends in order."""
+    engine(podman, directory, "store", ENGINES[0])
+
+    def pid() -> int:
+        shown = podman("exec", server, "kvframework", "status", "--json", check=False)
+        return int(json.loads(shown)["server"]["pid"]) if shown.startswith("{") else 0
+
+    killed = pid()
+    podman("exec", server, "sh", "-c", f"kill -9 {killed}")
+    wait_until(lambda: pid() not in (0, killed), 300.0, "the next server of the keeper")
+    engine(podman, directory, "load", ENGINES[1])
+    podman("exec", server, "kvframework", "drain", "--timeout", "60s")
+    assert podman("wait", server).strip() == "0"
+    (tmp_path / "Dockerfile").write_text(
+        f"FROM {IMAGE}\nUSER 0\nRUN sed -i 's/^__version__ = .*/__version__ = \"0.3.9\"/'"
+        " /opt/kvframework/lib/python*/site-packages/kvframework/__init__.py\nUSER 10001:10001\n"
+    )
+    podman.build("localhost/next", tmp_path / "Dockerfile", tmp_path, "--network=none")
+    start_server(podman, "next", "localhost/next")
+    assert "0.3.9" in podman("exec", "next", "kvframework", "--version")
+    engine(podman, directory, "load", ENGINES[1])
+    podman("stop", "--time", "120", "next")
+    assert podman("wait", "next").strip() == "0", podman("logs", "next")
