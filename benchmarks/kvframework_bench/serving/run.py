@@ -143,7 +143,7 @@ def _check_memory(sizes: ServingSizes, contenders: int) -> None:
     needed = engines * (sizes.engine_bytes + sizes.kv_cache_bytes) + contenders * sizes.capacity_bytes
     if (there := available_bytes()) < needed:
         raise BenchUnavailable(
-            f"{engines} engines and their servers need {ByteSize(needed)} of memory, but {ByteSize(there)} are available"
+            f"{engines} engines and their servers need {ByteSize(needed)} of memory, of {ByteSize(there)} available"
         )
 
 
