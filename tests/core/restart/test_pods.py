@@ -11,8 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,13 @@ import msgspec
 import pytest
 
 from kvframework.keeper.sockets import ask
+from kvframework.wire import messages as m
 from tests.core.survival.test_server_killed import KNOWN, Engine
 from tests.core.wire_versions.other_release import VARIABLE, Release
+from tests.events import node as events
 from tests.support.processes import children, has_ended
 from tests.support.waiting import wait_until
+from tests.support.wire_client import WireClient
 
 UNSHARE = ["unshare", "--mount", "--pid", "--net", "--ipc", "--cgroup", "--fork", "--kill-child", "--mount-proc"]
 OWN = 'mount -t tmpfs none "$KVFRAMEWORK_KEEPER_DIRECTORY" && exec "$@"'
@@ -38,10 +41,10 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 class Pod:
     """One of a release, from its start on."""
 
-    def __init__(self, directory: Path, release: Release) -> None:
+    def __init__(self, directory: Path, release: Release, settings: Sequence[str]) -> None:
         self._own = directory / "own"
-        options = ["--takeover", "--set", f"server.endpoint=ipc://{directory}/s/s.sock", "--set", "l1.capacity=32MiB"]
-        serve = [sys.executable, SERVE, "serve", *options]
+        settings = (f"server.endpoint=ipc://{directory}/s/s.sock", "l1.capacity=32MiB", *settings)
+        serve = [sys.executable, SERVE, "serve", "--takeover", *(w for each in settings for w in ("--set", each))]
         held = json.dumps({"command": serve, "base": f"{self._own}/server", "log_form": "human"})
         environ = {"KVFRAMEWORK_KEEPER_DIRECTORY": str(self._own), VARIABLE: msgspec.json.encode(release).decode()}
         self.log = directory / f"{len(list(directory.iterdir()))}.log"
@@ -77,9 +80,10 @@ class Node:
         self.directory = directory
         self.pods: list[Pod] = []
         self.engines: list[Engine] = []
+        self.settings: Sequence[str] = ()
 
     def update(self, release: Release) -> Pod:
-        self.pods.append(Pod(self.directory, release))
+        self.pods.append(Pod(self.directory, release, self.settings))
         return self.pods[-1]
 
     def work(self, release: Release) -> Pod:
@@ -129,6 +133,30 @@ def test_an_update_and_the_way_back_keep_l1(node: Node) -> None:
             assert turned - hit <= 0.02 * turned / minutes, "two points of the hit rate of a minute"
         assert new.ready()
         old = new
+
+
+def test_what_tiers_and_routers_have_goes_the_same_way_and_back(node: Node) -> None:
+    shared, prompts = node.directory / "s", [events.prompt(number, 3) for number in range(3)]
+    tier = ("l2.0.use=filesystem", f"l2.0.path={node.directory}/values")
+    node.settings = (*tier, *events.settings(shared))
+    places = (f"ipc://{shared}/told.sock", f"ipc://{shared}/again.sock")
+    with closing(events.Router(*places)) as reader:
+        for release, tokens in zip((Release(), OTHER, Release()), prompts, strict=True):
+            wait_until(node.update(release).ready, PATIENCE_S, "the next pod")
+            if len(node.pods) > 1:
+                node.pods[-2].delete()
+            with WireClient(f"ipc://{shared}/s.sock", timeout=PATIENCE_S) as client:
+                engine = events.Engine(client)
+                engine.store(tokens)
+                stored = events.found(engine, prompts)
+                assert stored == {each for some in prompts[: len(node.pods)] for each in events.beginnings(some)}
+                reader.until(stored)
+                with closing(events.Router(*places)) as late:
+                    late.until(stored)
+                wait_until(lambda: client.status()["l2"][0]["write_pending"] == 0, PATIENCE_S, "values")
+                client.call("CLEAR", m.Clear())
+                wait_until(lambda: events.found(engine, prompts) == stored, PATIENCE_S, "loads")  # noqa: B023
+                assert client.status()["l2"][0]["corrupt"] == 0
 
 
 @pytest.mark.parametrize("moment", ["asked", "handed over"])
