@@ -224,7 +224,7 @@ def _keep_freed_memory() -> None:
 
 
 # Longer than a keeper takes to start a killed server again.
-RESTART_S = 10.0
+RESTART_S = 5.0
 _HANDED = 2
 _ANSWER_S = 10.0
 _STEP_S = 0.005
@@ -232,7 +232,9 @@ _STEP_S = 0.005
 
 class HandedOver:
     """A keeper that has what the earlier server handed over (`kvframework.service.operator_requests`); `keeper`, if
-    any, holds it too, from now on."""
+    any, holds it too, from now on. `lock` is a descriptor with the lock of the arena."""
+
+    lock: int
 
     def __init__(self, descriptors: Collection[int], keeper: L1Keeper | None) -> None:
         from kvframework.storage.l1.journal import own_description
@@ -253,6 +255,7 @@ class HandedOver:
                 self.store(name, self.found[name])
 
     def kept(self, names: Collection[str]) -> dict[str, int]:
+        os.close(self.lock)  # until here no other server, such as the next one of the old pod, could take the arena
         return {name: self.found.pop(name) for name in names if name in self.found}
 
 
@@ -280,7 +283,7 @@ def take_over(endpoint: str, keeper: L1Keeper | None) -> HandedOver:
         finally:
             os.unlink(path)
     # The kernel releases the lock of the old server at its end, in any container.
-    os.close(own_arena(handed.found[ARENA]))
+    handed.lock = own_arena(handed.found[ARENA])
     log.info("took over from the server at %s", endpoint)
     return handed
 

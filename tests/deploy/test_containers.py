@@ -9,7 +9,7 @@ import re
 import ssl
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -84,6 +84,18 @@ def index(wheels: Path) -> Iterator[tuple[str, str]]:
         server.shutdown()
 
 
+@pytest.fixture(scope="module")
+def next_image(podman: Podman, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Another release."""
+    folder = tmp_path_factory.mktemp("next")
+    (folder / "Dockerfile").write_text(
+        f"FROM {IMAGE}\nUSER 0\nRUN sed -i 's/^__version__ = .*/__version__ = \"0.3.9\"/'"
+        " /opt/kvframework/lib/python*/site-packages/kvframework/__init__.py\nUSER 10001:10001\n"
+    )
+    podman.build("localhost/next", folder / "Dockerfile", folder, "--network=none")
+    return "localhost/next"
+
+
 def download_requirements(folder: Path) -> None:
     """Wheels of all that the image installs, for the Python in it; what pip cannot do here is a reason to skip."""
     packages = re.findall(r"/src/(plugins/[\w/]+)", (ROOT / "deploy" / "Dockerfile").read_text())
@@ -109,9 +121,19 @@ def directory(podman: Podman) -> Path:
     security = made["securityContext"]
     assert security["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN"]}
     entrypoint, *flags = made["command"]
-    options = ("--rm", "--cap-add=CHOWN", f"--volume={place}:/run/kvframework", f"--entrypoint={entrypoint}")
-    for _ in range(2):  # and once more, after a restart of the pod
+
+    def given(folder: Path) -> None:
+        options = ("--rm", "--cap-add=CHOWN", f"--volume={folder}:/run/kvframework", f"--entrypoint={entrypoint}")
         podman.run(*options, IMAGE, *flags, *made["args"], user=security["runAsUser"])
+
+    for _ in range(2):  # and once more, after a restart of the pod
+        given(place)
+    foreign = podman.folder / "foreign"
+    foreign.mkdir()
+    os.chown(foreign, 30003, 30003)
+    with pytest.raises(AssertionError, match="/run/kvframework belongs to uid 30003, expected: 0 or 10001"):
+        given(foreign)
+    assert foreign.stat().st_uid == 30003
     status = place.stat()
     assert (status.st_uid, status.st_mode & 0o777) == (SERVER, 0o711)
     return place
@@ -128,10 +150,10 @@ def server(podman: Podman, directory: Path) -> str:
     return "server"
 
 
-def start_server(podman: Podman, name: str, image: str) -> None:
+def start_server(podman: Podman, name: str, image: str, *options: str, arguments: Sequence[str] = ()) -> None:
     places = {"socket": "/run/kvframework", "cache": "/cache", "kvf.toml": "/etc/kvframework/kvf.toml:ro"}
     mounts = [f"--volume={podman.folder}/{at}:{to}" for at, to in places.items()]
-    podman.run("--detach", f"--name={name}", "--memory=640m", *mounts, image)
+    podman.run("--detach", f"--name={name}", "--memory=640m", *mounts, *options, image, *arguments)
     wait_for_server(podman, name)
 
 
@@ -205,7 +227,7 @@ def test_the_probe_of_the_image_is_that_of_its_server(podman: Podman, server: st
 
 
 def test_an_update_after_a_kill_and_a_drain_loses_nothing(
-    podman: Podman, server: str, directory: Path, tmp_path: Path
+    podman: Podman, server: str, directory: Path, next_image: str
 ) -> None:
     """L1 outlives `kill -9` of the server; the server of the next image has what the drain wrote, and ends in order."""
     engine(podman, directory, "store", ENGINES[0])
@@ -220,13 +242,31 @@ def test_an_update_after_a_kill_and_a_drain_loses_nothing(
     engine(podman, directory, "load", ENGINES[1])
     podman("exec", server, "kvframework", "drain", "--timeout", "60s")
     assert podman("wait", server).strip() == "0"
-    (tmp_path / "Dockerfile").write_text(
-        f"FROM {IMAGE}\nUSER 0\nRUN sed -i 's/^__version__ = .*/__version__ = \"0.3.9\"/'"
-        " /opt/kvframework/lib/python*/site-packages/kvframework/__init__.py\nUSER 10001:10001\n"
-    )
-    podman.build("localhost/next", tmp_path / "Dockerfile", tmp_path, "--network=none")
-    start_server(podman, "next", "localhost/next")
+    start_server(podman, "next", next_image)
     assert "0.3.9" in podman("exec", "next", "kvframework", "--version")
     engine(podman, directory, "load", ENGINES[1])
     podman("stop", "--time", "120", "next")
     assert podman("wait", "next").strip() == "0", podman("logs", "next")
+
+
+def test_an_update_of_the_daemonset_keeps_l1_and_so_does_the_way_back(
+    podman: Podman, directory: Path, next_image: str
+) -> None:
+    """Each container has the arguments, the environment and the probe of the manifest's server."""
+    made = containers(documents("daemonset", "DaemonSet")[0])["server"]
+    shell, option, probe = made["readinessProbe"]["exec"]["command"]
+    given = ["--mount=type=tmpfs,destination=/run/keeper,tmpfs-mode=1777"]
+    given += [f"--env={each['name']}={each['value']}" for each in made["env"]]
+
+    def ready(name: str) -> bool:
+        return podman("exec", name, shell, option, f"{probe} && echo yes", check=False).strip() == "yes"
+
+    for before, name, image in ("", "pod", IMAGE), ("pod", "updated", next_image), ("updated", "back", IMAGE):
+        start_server(podman, name, image, *given, arguments=made["args"])
+        wait_until(lambda name=name: ready(name), 300.0, f"{name} is ready")  # type: ignore[misc]
+        if before:
+            assert not ready(before)
+            podman("stop", "--time", "60", before)
+        engine(podman, directory, "load" if before else "store", ENGINES[0])
+        began = json.loads(podman("exec", name, "kvframework", "status", "--json"))["l1"]["recovered"]
+        assert bool(began["objects"]) == bool(before), began

@@ -159,13 +159,17 @@ def test_what_tiers_and_routers_have_goes_the_same_way_and_back(node: Node) -> N
                 assert client.status()["l2"][0]["corrupt"] == 0
 
 
-@pytest.mark.parametrize("moment", ["asked", "handed over"])
-@pytest.mark.parametrize("dies", ["old server", "new server", "new pod"])
+MOMENTS = [(dies, moment) for dies in ("old server", "new server", "new pod") for moment in ("asked", "handed over")]
+
+
+@pytest.mark.parametrize(("dies", "moment"), [("old server", "started"), *MOMENTS])
 def test_whichever_dies_in_the_middle_l1_stays(node: Node, dies: str, moment: str) -> None:
     old = node.work(Release())
     new, first, shared = node.update(Release(adds_fields=True, takes_over_s=1.0)), old.server, node.directory / "s"
     # The socket at which the new server gets L1 has a name of six letters.
-    wait_until(lambda: [*shared.glob("??????")] if moment == "asked" else has_ended(first), PATIENCE_S, moment)
+    asked = lambda: [*shared.glob("??????")]  # noqa: E731
+    reached = {"started": lambda: new.server, "asked": asked, "handed over": lambda: has_ended(first)}[moment]
+    wait_until(reached, PATIENCE_S, moment)
     assert not new.ready()
     os.kill({"old server": old.server, "new server": new.server, "new pod": new.process.pid}[dies], signal.SIGKILL)
     if dies == "new pod":

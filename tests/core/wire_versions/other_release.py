@@ -51,9 +51,8 @@ def become() -> None:
 
 def _slow(step: Callable[..., Any], seconds: float) -> Callable[..., Any]:
     def slow(*arguments: Any) -> Any:
-        result = step(*arguments)
         time.sleep(seconds)
-        return result
+        return step(*arguments)
 
     return slow
 
