@@ -250,7 +250,7 @@ def test_an_update_after_a_kill_and_a_drain_loses_nothing(
 
 
 def test_an_update_of_the_daemonset_keeps_l1_and_so_does_the_way_back(
-    podman: Podman, directory: Path, next_image: str
+    podman: Podman, server: str, directory: Path, next_image: str
 ) -> None:
     """Each container has the arguments, the environment and the probe of the manifest's server."""
     made = containers(documents("daemonset", "DaemonSet")[0])["server"]

@@ -122,16 +122,6 @@ def test_a_client_connects_to_the_next_server_by_itself(server: HeldServer) -> N
             client.ping(60.0)
 
 
-def test_a_takeover_where_no_server_runs_is_a_start() -> None:
-    with HeldServer(more=("--takeover",), capacity=CAPACITY) as server:
-        with server.client() as client:
-            store(client, 1, KNOWN)
-        server.kill9()
-        server.start()
-        with server.client() as client:
-            assert hits(client, 1, KNOWN) == len(KNOWN)
-
-
 def test_the_server_of_a_killed_keeper_serves_on(server: HeldServer) -> None:
     assert server.process is not None
     with server.client() as client:

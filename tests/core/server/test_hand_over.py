@@ -207,13 +207,5 @@ def test_a_node_without_memory_for_a_larger_l1_keeps_its_server() -> None:
             serves_on(client)
 
 
-def test_a_server_that_has_ended_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    with ServerProcess() as server:
-        server.stop()
-    monkeypatch.setattr(takeover, "_ANSWER_S", 0.1)
-    with pytest.raises(KVFrameworkError, match="no server answers"):
-        takeover.take_over(server.endpoint, None)
-
-
 def is_bound(server: Server) -> bool:
     return os.path.exists(server.endpoint.removeprefix("ipc://"))
