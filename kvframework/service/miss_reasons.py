@@ -81,7 +81,7 @@ def elsewhere(key: bytes, mine: NamespaceRecord | None, model: str, rows: Iterab
         if prefix[:NAMESPACE_BYTES] == key[:NAMESPACE_BYTES]:
             if prefix[_SALT] == key[_SALT]:
                 rank = int.from_bytes(key[_RANK], "little")
-                return MissReason("never_stored", f"another rank or layer group than rank {rank} stored the chunk")
+                return MissReason("never_stored", f"rank {rank} did not store the chunk, but another rank or group did")
             return MissReason("other_salt", _salts(key[_SALT], prefix[_SALT]))
         if theirs is None:
             continue

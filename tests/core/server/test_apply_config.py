@@ -68,6 +68,7 @@ OTHER = {
     "l1.keep": ["l1.keep=off"],
     "tenants.acme.salts": ['tenants.acme.salts=["{digest}"]'],
     "tenants.acme.min": ['tenants.acme.salts=["{digest}"]', "tenants.acme.min=10%"],
+    "tenants.acme.load_bandwidth": ['tenants.acme.salts=["{digest}"]', "tenants.acme.load_bandwidth=1GB/s"],
     "tenants.acme.max": ['tenants.acme.salts=["{digest}"]', "tenants.acme.max=50%"],
     "l2.0.codec": ["l2.0.codec=zstd"],
     "l2.0.timeout_s": ["l2.0.timeout_s=3"],

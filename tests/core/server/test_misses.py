@@ -114,7 +114,7 @@ def test_a_rank_that_has_not_stored_is_named(client: WireClient, tokens: list[in
     registered = client.register(world_size=2)
     client.store(key_for(registered, tokens, world_size=2), b"x")
     record = missed(client, registered, tokens, world_size=2)
-    assert (record.reason, record.detail[:23]) == ("never_stored", "rank 1 did not store it")
+    assert (record.reason, record.detail[:30]) == ("never_stored", "rank 1 did not store the chunk")
 
 
 def test_an_eviction_has_its_time_and_the_model_that_took_the_place(client: WireClient, tokens: list[int]) -> None:

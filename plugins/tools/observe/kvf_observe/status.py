@@ -81,7 +81,7 @@ def _lines(document: Status, troubles: dict[str, int], round_trip_s: float | Non
     if troubles:
         yield f"problems counted: {', '.join(f'{name} {amount}' for name, amount in troubles.items())}", "yellow"
     if missing := document.server.missing_kernels:
-        yield f"the install has no compiled kernels for {', '.join(missing)}, which run more slowly", "yellow"
+        yield f"compiled kernels are missing, so these are slower: {', '.join(missing)}", "yellow"
     for tier in document.l2:
         yield _tier(tier), ""
         yield from _other_nodes(tier)

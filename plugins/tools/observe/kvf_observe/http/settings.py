@@ -103,8 +103,7 @@ def _check_token(config: Listening, where: str) -> None:
         read_token(config)
     except OSError as error:
         raise ConfigFieldError(
-            f"the token file cannot be read: {error.strerror or error}",
+            f"the token file {config.token_file} cannot be read: {error.strerror or error}",
             where=f"{where} token_file",
-            available=config.token_file,
             hint="write the token on one line into the file, and let this user read the file",
         ) from None
