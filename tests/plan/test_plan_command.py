@@ -63,7 +63,7 @@ def test_a_goal_that_nothing_meets_is_named_and_nothing_is_written(trace: str, t
     done = run("plan", trace, *ENGINE, "--ttft", "0.001", "--out", str(out))
     assert done.returncode == 1
     assert "no tried configuration meets the goal, so none is chosen" in done.stdout
-    assert re.search(r"mean time to the first token: [\d.]+ s at best, not 0.001 s, \d+% over", done.stdout)
+    assert re.search(r"mean time to the first token: at best [\d.]+ s, not 0.001 s, \d+% over", done.stdout)
     assert "the closest configuration:" in done.stdout
     assert not out.exists()
 
@@ -99,7 +99,7 @@ def test_progress_has_a_count_and_an_estimate(trace: str) -> None:
 def test_a_budget_that_nothing_keeps_is_named(trace: str) -> None:
     done = run("plan", trace, *ENGINE, "--ttft", "5", "--budget", "1MiB", "--l1", "4MiB")
     assert done.returncode == 1
-    assert re.search(r"cost: [\d.]+ at best, not [\d.]+, 300% over", done.stdout)
+    assert re.search(r"cost: at best [\d.]+, not [\d.]+, 300% over", done.stdout)
 
 
 def test_the_document(trace: str) -> None:

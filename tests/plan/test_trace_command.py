@@ -253,7 +253,7 @@ def test_a_reader_that_has_stopped_ends_the_recording(monkeypatch: pytest.Monkey
     ("made", "said"),
     [
         (lambda: serving("server.trace_memory=0"), "trace_memory is 0"),
-        (lambda: serving_without("TRACE"), "this server's release is older and records no traces"),
+        (lambda: serving_without("TRACE"), "the server is of an older release that records no traces"),
     ],
 )
 def test_a_server_that_records_none(tmp_path: Path, made: Any, said: str) -> None:
@@ -345,12 +345,12 @@ def test_info_of_a_trace(tmp_path: Path) -> None:
     ) + "\n" for at, ids in prompts))  # fmt: skip
     lines = [" ".join(line.split()) for line in run("trace", "info", str(file)).stdout.splitlines()]
     assert lines == [
-        "form mooncake 512 tokens a chunk",
-        "requests 4 in 3 s, 1.33 a second",
+        "form mooncake 512 tokens per chunk",
+        "requests 4 in 3 s, 1.33 per second",
         "tokens 3584 of prompts, and 28 of answers",
-        "chunks 7 4 different ones",
-        "again 42.9% of the chunks had been there: the most that any cache can have",
-        "live set 2 chunks, 1024 tokens: the least that has it all",
+        "chunks 7 4 different chunks",
+        "again 42.9% of the chunks came before: the highest hit rate of any cache",
+        "live set 2 chunks, 1024 tokens: the least L1 for the highest hit rate",
     ]
     document = json.loads(run("trace", "info", str(file), "--json").stdout)
     assert (document["live_chunks"], document["hit_tokens"], document["chunk_tokens"]) == (2, -1, 512)
@@ -360,7 +360,7 @@ def test_a_trace_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("timestamp,length\n")
     done = run("trace", "info", str(tmp_path / "t.csv"))
     assert done.returncode == 2
-    assert "the file has an unknown format" in done.stderr
+    assert "the trace file has an unknown format" in done.stderr
 
 
 @pytest.mark.parametrize(

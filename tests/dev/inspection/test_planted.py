@@ -182,7 +182,7 @@ def test_a_range_without_this_release_is_told(site: Path) -> None:
     asks = PROPER.replace(">=0.1", ">=9")
     install(site, "acme", {"codec.one": "sound"}, {"sound": SOUND}, metadata=asks)
     (found,) = inspect_plugin("codec.one").problems
-    assert (found.id, found.where, found.fact) == ("api-version", "acme", "it requires kvframework >=9")
+    assert (found.id, found.where, found.fact) == ("api-version", "acme", "the distribution requires kvframework >=9")
     assert found.expected == f"a range with kvframework {kvframework.__version__}"
 
 

@@ -23,13 +23,13 @@ test_every_kind_of_damage_is_noticed[noise]: SumsTheBeginning SumOf8Bits NoSum S
 test_every_kind_of_damage_is_noticed[text]: SumsTheEnds AddsUp XorsBytes
 test_another_length_is_refused[text]: ChecksNoSum
 test_a_claim_takes_no_memory: BelievesTheHeader BelievesTheHeaderUpToALimit BelievesABigEndianHeader
-test_a_small_place_takes_little_memory: ReservesTwentyTimesThePlace UnpacksBombs (bytes were allocated for a place of 1000)
+test_a_small_place_takes_little_memory: ReservesTwentyTimesThePlace UnpacksBombs (bytes for an object of 1000 bytes)
 test_what_is_more_than_was_packed_is_refused[text]: DropsZerosBehind DropsALineEnd SearchesItsMagic
 test_what_is_cut_off_is_refused[text]: RaisesRuntimeError IgnoresAShortHeader FillsWithZeros RaisesEofError RaisesStructError RaisesIndexError
 test_what_is_packed_is_unpacked[text]: ItsOwnMagicIsPacked
 test_what_is_packed_is_unpacked[runs]: RunsOf256
 test_what_is_packed_is_unpacked[every pair]: ThroughFloats
-test_what_is_packed_is_unpacked: LosesAnOddByte LosesAWholeLastBlock LosesTheTailOfWords TakesWholeWordsOnly AnswersBytes AnswersOneView AnswersNone AnswersAGenerator (several times) AnswersWords (itemsize) WritesBesideThePlace (bytes beside the object's place) AddsToWhatIsInThePlace
+test_what_is_packed_is_unpacked: LosesAnOddByte LosesAWholeLastBlock LosesTheTailOfWords TakesWholeWordsOnly AnswersBytes AnswersOneView AnswersNone AnswersAGenerator (several times) AnswersWords (itemsize) WritesBesideThePlace (outside the object's buffer) AddsToWhatIsInThePlace
 test_elements_of_any_dtype_come_back: CannotPackNothing RemembersByLength AnswersTwoDimensions AnswersEverySecondByte
 test_elements_of_any_dtype_come_back[float16]: TakesWholeElementsOnly BelievesTheDtype
 test_elements_of_any_dtype_come_back[a dtype of later releases]: KnowsTodaysDtypesOnly
@@ -37,29 +37,29 @@ test_memory_may_begin_at_any_address[noise]: ReadsFromAlignedAddresses TurnsFrom
 test_memory_is_let_go_when_a_call_has_ended[damaged]: KeepsTheError
 test_it_keeps_nothing_of_its_calls: KeepsAllPackedBytes KeepsAThreadForEach
 test_objects_that_differ_in_one_byte_are_different: RemembersByBothEnds RemembersByAddress
-test_a_batch_is_packed_before_it_is_sent: AnswersTheSameList PacksAllIntoOneBuffer (were written over)
-test_a_call_is_not_disturbed_at_any_step: PacksInPlaceAndRestores KeepsTheSizeInItself SharesAScratchBuffer (another object's bytes) KeepsTheBytesForAnInstant
+test_a_batch_is_packed_before_it_is_sent: AnswersTheSameList PacksAllIntoOneBuffer (changed the packed bytes)
+test_a_call_is_not_disturbed_at_any_step: PacksInPlaceAndRestores KeepsTheSizeInItself SharesAScratchBuffer (unpacked other bytes) KeepsTheBytesForAnInstant
 test_any_memory_is_packed_and_left_as_it_is[mapping]: WritesToTheObject
 test_its_name_fits_into_an_envelope: ANameThatFitsNowhere (MAX_CODEC_NAME)
-test_another_length_is_refused: StripsZeros (unpacked instead of raising ValueError) FillsWhatItCan (unpacked instead of raising ValueError)
-test_any_size_comes_back: LossyFromAMebibyteOn LosesWhatIsBehind64K (another object's bytes)
+test_another_length_is_refused: StripsZeros (instead of raising ValueError) FillsWhatItCan (instead of raising ValueError)
+test_any_size_comes_back: LossyFromAMebibyteOn LosesWhatIsBehind64K (unpacked other bytes)
 test_a_call_knows_nothing_of_others: KeepsADictionary (not known)
 test_what_another_process_packed_is_unpacked: PacksByPythonsHash (ValueError)
 test_what_is_cut_off_is_refused: RaisesItsOwnError (zlib.error) TakesWhatIsCutOff (packed bytes)
 test_what_is_more_than_was_packed_is_refused: TakesWhatComesBehind (bytes behind)
-test_every_kind_of_damage_is_noticed: BelievesTheBytes (changed bytes were unpacked)
-test_any_memory_is_packed_and_left_as_it_is: ShufflesInPlace (still the caller's) NeedsWritableMemory (not writable)
+test_every_kind_of_damage_is_noticed: BelievesTheBytes (unpacked damaged bytes)
+test_any_memory_is_packed_and_left_as_it_is: ShufflesInPlace (belongs to the caller) NeedsWritableMemory (not writable)
 test_memory_is_let_go_when_a_call_has_ended: KeepsTheObject (BufferError) KeepsThePlace (BufferError) KeepsWhatFailed (BufferError)
 """,
     "eviction_cases.py": """
-test_all_that_is_in_is_offered_once: HoldsAThousand OffersAThousand RecursesForEach ManyTakesListsOnly KnowsTheDigestOfTheKey KnowsTheEndOfTheKey GoesByTheDigestAlone (that is in is not offered) HidesTheNewest HidesTheOldest HidesWhatWasJustUsed HidesWhatIsYoung NeverEnds SkipsWhatItOfferedBefore ForgetsAtTheSecondUse LosesTheLastOfItsList RemovesTheHeadWhateverLeaves AnswersAList OffersHex OffersViews OffersPairs KnowsAShortHash OffersTheUsedTwice (a key is offered twice) HidesTheHot (that is in is not offered) OffersWhatLeft (that is not in) OfferingIsRemoving (that is in is not offered)
-test_it_behaves_like_a_set: SharesADefault SharesItsQueue InsertsForgetTheLast InsertsNeedAPlace UsesNeedARequest KnowsTwoUses RemovesWhatIsEvictedOnly RemovesTheCallersKeys AdmitsAndTakesIn AdmitsYesOrNo (a number of the first of them) AdmitsTheKeys (a number of the first of them) AdmitsOneMore (a number of the first of them) HidesWhatIsKept OffersWhatIsDoneTwice LosesWhatIsDone KnowsTwoHints EntersGhostsTwice RaisesOnAnEmptyWalk HidesTheLarge HidesTheTiny SizesOf32Bits LosesCountOfBytes (that is in is not offered) RemembersRemovedKeysAsIn (that is in is not offered) GoesByIdentity (KeyError)
+test_all_that_is_in_is_offered_once: HoldsAThousand OffersAThousand RecursesForEach ManyTakesListsOnly KnowsTheDigestOfTheKey KnowsTheEndOfTheKey GoesByTheDigestAlone (does not offer) HidesTheNewest HidesTheOldest HidesWhatWasJustUsed HidesWhatIsYoung NeverEnds SkipsWhatItOfferedBefore ForgetsAtTheSecondUse LosesTheLastOfItsList RemovesTheHeadWhateverLeaves AnswersAList OffersHex OffersViews OffersPairs KnowsAShortHash OffersTheUsedTwice (offers a key twice) HidesTheHot (does not offer) OffersWhatLeft (does not hold) OfferingIsRemoving (does not offer)
+test_it_behaves_like_a_set: SharesADefault SharesItsQueue InsertsForgetTheLast InsertsNeedAPlace UsesNeedARequest KnowsTwoUses RemovesWhatIsEvictedOnly RemovesTheCallersKeys AdmitsAndTakesIn AdmitsYesOrNo (not a number from 0) AdmitsTheKeys (not a number from 0) AdmitsOneMore (not a number from 0) HidesWhatIsKept OffersWhatIsDoneTwice LosesWhatIsDone KnowsTwoHints EntersGhostsTwice RaisesOnAnEmptyWalk HidesTheLarge HidesTheTiny SizesOf32Bits LosesCountOfBytes (does not offer) RemembersRemovedKeysAsIn (does not offer) GoesByIdentity (KeyError)
 test_a_call_of_a_large_policy_is_as_quick: CopiesAllForAWalk SortsNumbers AddsUpAllBytes LooksForTheLeast CopiesAtEachUse HeapifiesEachBatch CountsAllBehindTheFirst Sleeps SleepsInAWalk PutsBackWhenTheWalkEnds SearchesOnUse (on_access: ) SortsForEachVictim (victims: ) SearchesOnRemoval (on_remove: ) TidiesUpOnEachInsert
 test_an_object_may_be_used_very_often: CountsUsesInAByte CountsUsesIn16Bits
 test_many_accesses_at_once_are_as_many_one_by_one[40]: ManyForgetsTheLast ManyBackwards ManyEachOnce ManyIsNothing ManySortsTheCallersList ManyEmptiesTheCallersList
 test_many_accesses_at_once_are_as_many_one_by_one[8192]: ManyTakesTheFirstThousand ManyTakesEach8191
 test_requests_and_walks_are_not_kept_one_by_one: KeepsEachRequest KeepsEachUse KeepsStaleUsesInItsHeap KeepsEachWalk
-test_what_has_left_is_forgotten: KeepsAllGhosts KeepsGhostsOfTheUnused KeepsGhostsOfTheUsed KeepsTheSizesOfAll RaisesOnAKeyThatComesAgain GoesOnWhereItStopped WantsToHaveOfferedIt NeverForgets (6000 objects that came)
+test_what_has_left_is_forgotten: KeepsAllGhosts KeepsGhostsOfTheUnused KeepsGhostsOfTheUsed KeepsTheSizesOfAll RaisesOnAKeyThatComesAgain GoesOnWhereItStopped WantsToHaveOfferedIt NeverForgets (6000 objects that were inserted)
 test_a_client_cannot_have_all_that_it_stores_kept: KeepsAllItIsToldTo
 test_any_thread_may_call: HoldsALockOverYield HoldsItsThreadsLockOverYield BelongsToTheThreadOfItsFirstCall KnowsOneThread (KeyError)
 """,
@@ -67,10 +67,10 @@ test_any_thread_may_call: HoldsALockOverYield HoldsItsThreadsLockOverYield Belon
 test_a_missing_key_is_an_answer: AnswersBools AMissRaisesKeyError AMissRaisesFileNotFound TouchOfAMissRaises AnswersAGenerator AnswersADict AnswersTheNumberOfKeysFound RaisesOnAMiss (no such key) ReleasesTheCallersViews SaysDeletedOfAnything (DELETED) FailsShorterValues (FAILED) AskingMakesValues
 test_a_value_comes_back_as_it_was_stored[1]: AnswersTrueForWhatItRead AnswersAStoredValueByFound AnswersFloats RoundsToPages
 test_a_value_comes_back_as_it_was_stored[65536]: KeepsTheOlderOfEqualLength CutsAt64K LosesTheLastByteOfPages
-test_it_behaves_like_a_dict: ClaimsScan (cannot list) ListsNothing (are not listed) ListsTheDeleted (deleted is listed) ListsOtherSizes (is listed with) KeepsWhatWasSpoilt NeverReplaces AnswersNoneForNoKeys AnswersOneForEachDifferentKey ReadsTheSecondOfTwoOnly TheFirstOfTwoWins AnswersTheRoom AppendsToTheOlder RemembersMisses ReordersOutcomes DropsEmptyValues CutsLongerValues AskingForgets LiesOnDelete TellsTheLengthOfTheBuffer OneLongerValueSpoilsTheBatch (FAILED) TouchMakesValues (FOUND) RemembersWhatTheOtherDeleted (FOUND)
+test_it_behaves_like_a_dict: ClaimsScan (cannot list) ListsNothing (does not list) ListsTheDeleted (lists a deleted value) ListsOtherSizes (lists a value of) KeepsWhatWasSpoilt NeverReplaces AnswersNoneForNoKeys AnswersOneForEachDifferentKey ReadsTheSecondOfTwoOnly TheFirstOfTwoWins AnswersTheRoom AppendsToTheOlder RemembersMisses ReordersOutcomes DropsEmptyValues CutsLongerValues AskingForgets LiesOnDelete TellsTheLengthOfTheBuffer OneLongerValueSpoilsTheBatch (FAILED) TouchMakesValues (FOUND) RemembersWhatTheOtherDeleted (FOUND)
 test_a_value_comes_back_as_it_was_stored: StripsZeros StripsSpaces StripsLineEnds StoresText ReleasesWhatItStored
-test_parts_are_one_value: TakesTheWholeObjectOfAView ReadsNothingBehindAnEmptyPart NeedsWritableSources ReadsOnlyTheFirstPart (answered 1 bytes)
-test_it_goes_on_while_values_come_and_go: ListsAHundred ListsOnePage (values that stayed are not listed) PagesByOffset PagesOverlap ListsTemporaryNames ListsWhatMoves (changed size)
+test_parts_are_one_value: TakesTheWholeObjectOfAView ReadsNothingBehindAnEmptyPart NeedsWritableSources ReadsOnlyTheFirstPart (returned 1 bytes)
+test_it_goes_on_while_values_come_and_go: ListsAHundred ListsOnePage (does not list) PagesByOffset PagesOverlap ListsTemporaryNames ListsWhatMoves (changed size)
 test_keys_that_look_alike_are_different: FoldsTheCaseOfKeys StripsPaddingOfKeys DecodesKeys KeysAreFileNames KeysAreUrls KeysEndAtZero IgnoresSevenBits
 test_every_byte_of_a_key_counts: IgnoresTheNamespace IgnoresRankAndGroup IgnoresTheLastByte SharesStateBetweenKeys (FOUND)
 test_as_many_keys_as_a_request_has_are_looked_up_at_once: TakesAThousandKeys RaisesOnManyKeys TakesListsOnly
@@ -92,28 +92,28 @@ test_a_passed_deadline_fails_at_once[put]: ALateCallKeepsTheLock LateRaisesTimeo
 test_a_passed_deadline_fails_at_once[get_into]: TakesTheDeadlineForATimeout
 test_a_closed_tier_fails_every_call[touch]: TouchWorksWhenClosed ClosedRaisesAttributeError
 test_a_late_call_does_not_disturb_the_next: ALateCallKeepsItsConnection
-test_what_is_put_beyond_the_capacity_is_refused_or_makes_room: FullRaisesSqlitesError FullRaisesOsError FullRaisesTheVendorsError FullRaisesMemoryError FullFailsTheWholeOperation CannotReplaceWhenFull (leaves room) SaysStoredWhenFull (is not there) KnowsNoLimit (<= capacity)
-test_usage_follows_what_is_stored_and_deleted: CountsReplacedValuesTwice CountsEntriesNotBytes CountsInFloats AnswersUsageAsATuple ClaimsUsage (knows no capacity) CountsNothing (was stored) CountsTheDeleted (was deleted)
+test_what_is_put_beyond_the_capacity_is_refused_or_makes_room: FullRaisesSqlitesError FullRaisesOsError FullRaisesTheVendorsError FullRaisesMemoryError FullFailsTheWholeOperation CannotReplaceWhenFull (must replace a value) SaysStoredWhenFull (is missing) KnowsNoLimit (<= capacity)
+test_usage_follows_what_is_stored_and_deleted: CountsReplacedValuesTwice CountsEntriesNotBytes CountsInFloats AnswersUsageAsATuple ClaimsUsage (knows no capacity) CountsNothing (was stored: used_bytes) CountsTheDeleted (was deleted: used_bytes)
 test_usage_is_right_after_concurrent_calls: CountsWithoutALock CountsMissesOfDelete
 test_a_scan_that_rests_holds_nothing: ScansUnderALock ScansUnderItsThreadsLock ScansInATransaction ListsAList ListsTuples ListsHex
-test_it_tells_when_a_value_was_used: ListsMilliseconds TouchNotesMilliseconds ListsMonotonicTimes ListsTheTimeOfTheScan TouchingIsNoUse (touching a value)
-test_a_value_that_is_used_lives_longer[touch]: ATouchMakesItStayForEver TouchesTheFirstOfABatch TouchesShortValuesOnly TouchDoesNotProlong (life was not prolonged)
-test_a_value_that_is_used_lives_longer[put]: StoringAgainMakesItStayForEver StoringDoesNotProlong (life was not prolonged)
+test_it_tells_when_a_value_was_used: ListsMilliseconds TouchNotesMilliseconds ListsMonotonicTimes ListsTheTimeOfTheScan TouchingIsNoUse (touch did not change)
+test_a_value_that_is_used_lives_longer[touch]: ATouchMakesItStayForEver TouchesTheFirstOfABatch TouchesShortValuesOnly TouchDoesNotProlong (did not prolong their life)
+test_a_value_that_is_used_lives_longer[put]: StoringAgainMakesItStayForEver StoringDoesNotProlong (did not prolong their life)
 test_a_value_expires: ATouchRevives ListsWhatExpired CountsWhatExpired AskingProlongs ClaimsTtl (did not expire)
 test_closing_twice_is_closing_once: CloseHangs CloseRaisesTheSecondTime ClosesOnlyOnce (closed already)
-test_closing_ends_the_calls_in_flight: CloseWaitsForCalls GoesOnWhenClosed (went on after the tier was closed)
+test_closing_ends_the_calls_in_flight: CloseWaitsForCalls GoesOnWhenClosed (went on after close)
 test_closing_gives_files_and_threads_back: CloseLeavesAThread KeepsADescriptorForEachValue LeaksAFile (/dev/null) LeaksAThread (forgotten) LeaksAFileWithoutReopen (/dev/null)
-test_its_capabilities_are_optional_methods: NamesItsCapabilitiesInAList ClaimsTheUnknown (unknown: speed)
+test_its_capabilities_are_optional_methods: NamesItsCapabilitiesInAList ClaimsTheUnknown (unknown names: speed)
 test_what_it_claims_to_have_it_has: ClaimsWhatItDoesNotHave
 test_it_has_a_name: HasNoName
 test_outcomes_keep_the_order_of_a_mixed_batch: ReordersOutcomes
 test_a_passed_deadline_fails_at_once: IgnoresTheDeadline (instead of raising TierError)
 test_a_short_deadline_ends_a_big_batch: LooksAtTheDeadlineOnce (after its deadline)
 test_a_put_waits_for_no_other_beyond_its_deadline: LocksWithoutATimeout (after its deadline)
-test_readers_see_the_whole_value_of_one_writer: MixesConcurrentValues (bytes of several values) PutsInTwoSteps (a part of a value was visible) DeletesInTwoSteps (a part of a value)
-test_one_value_is_deleted_once: DeletesTwice (deletes it)
+test_readers_see_the_whole_value_of_one_writer: MixesConcurrentValues (bytes of several values) PutsInTwoSteps (a wrong length of a value) DeletesInTwoSteps (a wrong length of a value)
+test_one_value_is_deleted_once: DeletesTwice (exactly one)
 test_a_value_comes_back_as_it_was_stored: TellsTheLengthThatWasStored (other bytes) TellsThatItFound (FOUND) AskingForgets (MISSING)
-test_memory_stays_the_callers: RetainsABuffer (the tier keeps memory) ChangesItsSources (changed the bytes of the caller) KeepsMemory (the tier keeps memory) KeepsMemoryOfFailedCalls (the tier keeps memory)
+test_memory_stays_the_callers: RetainsABuffer (the tier keeps a reference) ChangesItsSources (changed the caller's bytes) KeepsMemory (the tier keeps a reference) KeepsMemoryOfFailedCalls (the tier keeps a reference)
 test_a_closed_tier_fails_every_call: AnswersWhenClosed (the tier is closed) RaisesAnotherError (ConnectionError)
 test_values_outlive_the_tier: CountsFromZeroAtEachStart ForgetsTimesOfUse ForgetsWhenClosed (MISSING)
 test_each_sees_what_the_other_does: ClaimsSharing (MISSING) ClaimsSharingWithoutProof (give `reopen)

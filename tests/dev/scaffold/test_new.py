@@ -159,7 +159,7 @@ def test_a_class_would_have_the_name_of_its_base() -> None:
     [
         ("tear", "mine", "unknown kind 'tear'"),
         ("tier", "filesystem", "already offers tier.filesystem"),
-        ("codec", "redis", "there is a module kvf_redis already"),
+        ("codec", "redis", "a module kvf_redis already exists"),
     ],
 )
 def test_what_would_not_work_is_refused(kind: str, name: str, fact: str) -> None:
@@ -171,7 +171,7 @@ def test_what_would_not_work_is_refused(kind: str, name: str, fact: str) -> None
 @pytest.mark.parametrize(
     ("there", "offers", "kind", "fact"),
     [
-        ("kvf-mine", "eviction.other", "tier", "there is a distribution kvf-mine already"),
+        ("kvf-mine", "eviction.other", "tier", "a distribution kvf-mine is already installed"),
         ("acme-kvf", "eviction.mine", "eviction", "[scaffold.name] NAME: acme-kvf 1.0 already offers eviction.mine"),
     ],
 )
@@ -197,7 +197,7 @@ def test_nothing_is_ever_overwritten(tmp_path: Path, there: str) -> None:
         place.write_text("mine")
     else:
         place.symlink_to("nowhere")
-    with pytest.raises(FolderExists, match="exists already"):
+    with pytest.raises(FolderExists, match="already exists"):
         write_distribution(place, {"a": "text"})
     assert os.listdir(tmp_path) == ["kvf-mine"]
     assert there != "folder" or not os.listdir(place)

@@ -222,7 +222,7 @@ BAD: dict[str, tuple[Settings, str]] = {
     "tokens without bytes": (settings_of(bytes_per_token=0), "bytes_per_token: 0"),
     "a chunk that neither divides nor is divided": (
         settings_of("server.chunk_size=24"),
-        r"the trace has chunks of 16 tokens, the server chunks of 24\n.*\n  hint: .*--set server.chunk_size=16",
+        r"chunks of 16 tokens, the simulated server chunks of 24\n.*\n  hint: .*--set server.chunk_size=16",
     ),
 }
 

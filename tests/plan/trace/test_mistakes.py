@@ -120,15 +120,15 @@ def test_nested_ever_deeper(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("written", "fact"),
     [
-        (gzip.compress(b"{}", mtime=0), "the file has an unknown format"),
-        ('{"timestamp": 1}'.encode("utf-16"), "the file has an unknown format"),
-        (bytes(100), "the file has an unknown format"),
-        (json.dumps([_GOOD]).encode(), "the file has an unknown format"),
-        (b"[server]\nprice = true\n", "the file has an unknown format"),
-        (b'{"prompt": "Tell me"}\n', "the file has an unknown format"),
-        (b"TIMESTAMP,ContextTokens\n18:17,4808\n", "the file has an unknown format"),
-        (b"", "the file is empty"),
-        (b"\n \n", "the file is empty"),
+        (gzip.compress(b"{}", mtime=0), "the trace file has an unknown format"),
+        ('{"timestamp": 1}'.encode("utf-16"), "the trace file has an unknown format"),
+        (bytes(100), "the trace file has an unknown format"),
+        (json.dumps([_GOOD]).encode(), "the trace file has an unknown format"),
+        (b"[server]\nprice = true\n", "the trace file has an unknown format"),
+        (b'{"prompt": "Tell me"}\n', "the trace file has an unknown format"),
+        (b"TIMESTAMP,ContextTokens\n18:17,4808\n", "the trace file has an unknown format"),
+        (b"", "the trace file is empty"),
+        (b"\n \n", "the trace file is empty"),
     ],
     ids=["gzip", "utf-16", "binary", "array", "toml", "prompts", "csv", "empty", "blank"],
 )
@@ -142,7 +142,7 @@ def test_another_form_is_refused_with_those_that_are_read(tmp_path: Path, writte
 
 
 def test_what_is_no_file(tmp_path: Path) -> None:
-    assert _refused(tmp_path / "missing").fact == "the file does not exist"
+    assert _refused(tmp_path / "missing").fact == "the trace file does not exist"
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe"):
         assert "the path is a folder, a pipe or a device" in _refused(path).fact

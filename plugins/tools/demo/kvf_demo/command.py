@@ -66,7 +66,7 @@ def demo(
     size: Annotated[str, typer.Option(hidden=True)] = "full",
     corrupt_kv: Annotated[bool, typer.Option("--corrupt-kv", hidden=True)] = False,
 ) -> None:
-    """See a real model skip its prefill, because another process already paid for it.
+    """Show how a model skips its prefill, because another process has stored the KV.
 
     Exit status 1: the tokens differ from those of a run without a cache, or nothing was hit. 2: an error.
     """

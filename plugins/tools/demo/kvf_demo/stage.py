@@ -107,7 +107,7 @@ def check(options: DemoOptions) -> None:
         raise DemoFailed(f"not installed: {', '.join(missing)}", hint=install_command(distribution="kvframework-demo"))
     if options.held and options.l2:
         raise DemoFailed(
-            "--kill and --l2 exclude each other",
+            "--kill and --l2 cannot be given together",
             hint="give only one: --kill restores the prefix from L1, --l2 from a tier",
         )
     if options.settings and options.l2 in ("", "disk"):

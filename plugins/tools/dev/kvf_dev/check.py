@@ -34,7 +34,7 @@ def check(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check a plugin before it is published: its metadata, source, import, hooks, options, and the objects it creates.
+    """Check a plugin before its release: metadata, source, import, hooks, options, and the objects that it creates.
 
     The plugin is imported and called in separate processes, each with a deadline. The exit status is 1 if there is an
     error; warnings alone leave it 0. The conformance kits of kvf_dev.testing check its behaviour.

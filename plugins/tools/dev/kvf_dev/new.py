@@ -43,7 +43,7 @@ def new(
     ] = False,
     path: Annotated[Path | None, typer.Option("--path", help="The folder to make. Default: ./kvf-NAME.")] = None,
 ) -> None:
-    """Write a new plugin: a distribution that works as it is, with its tests, as a start for your own."""
+    """Write a new plugin: a distribution that works as it is, with tests, as a start for an author."""
     from rich.text import Text
 
     from kvf_dev.scaffold import choose_names, kits_requirement, render, write_distribution

@@ -75,7 +75,7 @@ class Contents:
 
     def _steps(self, topic: bytes, payload: bytes) -> Iterator[None]:
         if len(topic) > _LONGEST_TOPIC:
-            self._mistaken("the topic is too long")
+            self._mistaken("the topic of an event is too long")
             return
         if not topic.startswith(self._topic):
             return

@@ -206,7 +206,7 @@ def _checked(event: _Stored | _Removed | _Cleared) -> Event:
         )
     adapter = event.lora_name or ("" if event.lora_id is None else f"#{event.lora_id}")
     if len(adapter) > _LONGEST_NAME:
-        raise ValueError("the name of an adapter is too long")
+        raise ValueError("an adapter's name in the event is too long")
     parent = None if event.parent_block_hash is None else _external(event.parent_block_hash)
     return Stored(
         externals,
@@ -224,7 +224,7 @@ def _external(name: int | bytes) -> int:
     if isinstance(name, int):
         return name & _LOW
     if len(name) > _LONGEST_NAME:
-        raise ValueError("a hash is too long")
+        raise ValueError("a block hash in the event is too long")
     return prefix_hashes.short(name)
 
 
@@ -259,5 +259,5 @@ def _extras(event: _Stored, *, first: bool) -> dict[int, bytes]:
 
 def _key(raw: msgspec.Raw) -> Any:
     if memoryview(raw).nbytes > LONGEST_KEY:
-        raise ValueError(f"the length of an extra key is more than {LONGEST_KEY} bytes")
+        raise ValueError(f"an extra key in the event is longer than {LONGEST_KEY} bytes")
     return _ANY.decode(raw)

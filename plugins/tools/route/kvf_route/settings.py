@@ -72,7 +72,7 @@ def configured(nodes: Sequence[str], nodes_file: str, given: Mapping[str, object
     of_file = msgspec.structs.asdict(_read(nodes_file).route) if nodes_file else {}
     config = RouteConfig(nodes=tuple(nodes), nodes_file=nodes_file, **{**of_file, **given})
     if bool(config.tls_cert) != bool(config.tls_key):
-        raise ConfigFieldError("tls_cert and tls_key need each other", where="kvframework route", hint="set both")
+        raise ConfigFieldError("tls_cert and tls_key must be set together", where="kvframework route", hint="set both")
     return config
 
 

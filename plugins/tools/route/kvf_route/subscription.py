@@ -211,7 +211,11 @@ class Subscription:
             connected = change["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
             self._note(change["event"])
             if connected != self._connected:
-                log.info("%s: %s", self.publisher.events, "connected" if connected else "the connection is lost")
+                log.info(
+                    "%s: %s",
+                    self.publisher.events,
+                    "connected" if connected else "the connection to the publisher is lost",
+                )
                 self._connected, self._changed_at = connected, self._clock()
             renewed = renewed or connected
         if renewed:
@@ -247,7 +251,7 @@ class Subscription:
                 if self._hear(changes) or self._take_answers(source):
                     return
                 if self._clock() - began > LONGEST_REPLAY_S:
-                    self._fail("the replay does not end")
+                    self._fail("the publisher's replay does not end")
                     return
                 await asyncio.sleep(0)
             self._fail("the publisher did not answer")

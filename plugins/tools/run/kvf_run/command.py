@@ -35,7 +35,7 @@ app = typer.Typer()
 def run(
     engine: Annotated[list[str] | None, typer.Argument(metavar="[-- ENGINE ...]", help="The engine's command.")] = None,
     l1: Annotated[
-        str | None, typer.Option(help="Memory for the cache (L1), such as 8GiB. Default: 25 % of free memory.")
+        str | None, typer.Option(help="Memory for the cache (L1), such as 8GiB. Default: 25 % of available memory.")
     ] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file for a server that the command starts.")] = None,
     endpoint: Annotated[

@@ -221,7 +221,9 @@ def _alone(endpoint: str) -> Iterator[None]:
         status = path.parent.lstat()
         if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
             raise EndpointError(
-                "the folder belongs to another user", where=str(path.parent), hint="give another --endpoint"
+                "the folder of the server's socket belongs to another user",
+                where=str(path.parent),
+                hint="give another --endpoint",
             )
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:

@@ -74,7 +74,7 @@ class OpenAI:
                 text += "".join(str(each.get("text") or "") for each in choices)
                 usage = event.get("usage") or usage
         if not ttft_s:
-            raise EndpointError("the answer has no token", where=f"{self.url}/v1/completions")
+            raise EndpointError("the engine's answer has no token", where=f"{self.url}/v1/completions")
         details = usage.get("prompt_tokens_details") or {}
         return Reply(ttft_s, int(usage.get("prompt_tokens") or 0), details.get("cached_tokens"), text)
 
@@ -117,7 +117,7 @@ class OpenAI:
             return urllib.request.urlopen(request, timeout=self._timeout_s, context=self._tls)  # noqa: S310
         except urllib.error.HTTPError as error:
             if error.code in (404, 405):
-                raise _NotFoundError("the path does not exist", where=request.full_url) from None
+                raise _NotFoundError("the engine has no such path", where=request.full_url) from None
             said = error.read(2000).decode(errors="replace").strip()
             hints = dict.fromkeys((401, 403), "give the API key: --api-key-file or $OPENAI_API_KEY")
             hint = hints.get(error.code, "ask for a shorter prompt: --tokens" if error.code == 400 else "")
@@ -134,7 +134,9 @@ class OpenAI:
                 return json.loads(answer.read(_MOST_LINE))
             except ValueError:
                 raise EndpointError(
-                    "the answer is not JSON", where=self.url, hint="check that the URL is an OpenAI-compatible API"
+                    "the engine's answer is not JSON",
+                    where=self.url,
+                    hint="check that the URL is an OpenAI-compatible API",
                 ) from None
 
 

@@ -20,7 +20,7 @@ stop_app, restart_app, logs_app = typer.Typer(), typer.Typer(), typer.Typer()
 
 @stop_app.command("stop", epilog=examples("kvframework stop     L1 is freed; tiers keep their objects"))
 def stop(endpoint: Endpoint = None, config: EndpointConfig = None) -> None:
-    """End the server that `kvframework run` has started, and free its L1. Engines go on, and compute."""
+    """End the server that `kvframework run` has started, and free its L1. Engines go on without the cache."""
     chosen = server_endpoint(endpoint, config)
     keeper = _keeper(chosen)
     if not end_keeper(keeper, chosen):
@@ -30,7 +30,7 @@ def stop(endpoint: Endpoint = None, config: EndpointConfig = None) -> None:
 
 @restart_app.command("restart", epilog=examples("kvframework restart     after an upgrade; L1 is kept"))
 def restart(endpoint: Endpoint = None, config: EndpointConfig = None) -> None:
-    """Have the installed release take over from the server of `run`. L1 stays."""
+    """Replace the server of `kvframework run` by the installed release. L1 keeps its objects."""
     chosen = server_endpoint(endpoint, config)
     _keeper(chosen)
     command = [sys.executable, "-m", "kvframework", "hold", "--reload", "--endpoint", chosen]

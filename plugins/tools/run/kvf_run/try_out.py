@@ -71,7 +71,7 @@ def try_out(
     config: EndpointConfig = None,
     as_json: AsJson = False,
 ) -> None:
-    """Prove a deployment from outside: a prompt that left the engine's own cache is a hit.
+    """Test a deployment through its OpenAI API: a prompt that left the engine's own cache must be a hit.
 
     A new prompt is sent twice. In between it leaves the engine's own cache: a second engine never had it, fillers push
     it out, or --reset drops everybody's. Exit status 1: nothing was found the second time, and the reason is printed.
@@ -178,7 +178,7 @@ def _lines(verdict: Verdict) -> list[str]:
             f"prefill saved: {verdict.estimated_saved_s:.2f} s estimated by the server, {measured:.2f} s measured here"
         )
     times = verdict.cold_ttft_s / verdict.ttft_s if verdict.ttft_s else 0.0
-    lines.append(f"hit: {times:.1f} x as fast" if verdict.hit else f"no hit: {verdict.reason}")
+    lines.append(f"hit: the first token came {times:.1f} x as fast" if verdict.hit else f"no hit: {verdict.reason}")
     return lines
 
 
@@ -188,7 +188,7 @@ def _key(file: Path | None) -> str:
     try:
         return file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigFieldError(f"the key cannot be read: {error}", where="--api-key-file") from None
+        raise ConfigFieldError(f"the API key file cannot be read: {error}", where="--api-key-file") from None
 
 
 def _confirm(url: str) -> None:

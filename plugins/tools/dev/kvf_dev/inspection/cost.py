@@ -38,10 +38,12 @@ def cost_problems(module: str, distributions: Collection[str], cost: Cost) -> It
     if heavy or cost.seconds > MOST_S or cost.nbytes > MOST_BYTES:
         taken = f"{cost.seconds * 1000:.0f} ms of processor time and {cost.nbytes / 1e6:.0f} MB"
         limit = f"at most {MOST_S * 1000:.0f} ms and {MOST_BYTES >> 20} MiB, and no library of an accelerator"
-        yield problem("heavy-import", module, f"the import takes {taken}, with {', '.join(others) or 'nothing'}", limit)
+        yield problem(
+            "heavy-import", module, f"importing the plugin takes {taken}, with {', '.join(others) or 'nothing'}", limit
+        )
     for root in others:
         if root not in heavy:
-            yield problem("eager-import", module, f"the import brings in {root}")
+            yield problem("eager-import", module, f"importing the plugin imports {root}")
 
 
 def _roots() -> set[str]:

@@ -36,7 +36,7 @@ def signature_problems(provider: AnyProvider, title: str) -> Iterator[Problem]:
         place = f"{title}: {field.name}"
         if not callable(function) or not _takes(function, len(parameters)):
             expected = f"a function of {len(parameters)}, see {type(provider).__name__}"
-            yield problem("wrong-signature", place, f"it does not take {len(parameters)} arguments", expected)
+            yield problem("wrong-signature", place, f"the method does not take {len(parameters)} arguments", expected)
         if inspect.iscoroutinefunction(function):
             yield problem("async-method", place, "it is asynchronous", "def")
 
@@ -56,7 +56,7 @@ def created(provider: AnyProvider, title: str, given: Mapping[str, object]) -> I
     contract = typing.get_args(hint)[1]
     fields = msgspec.structs.fields(provider.options)
     needed = [each.encode_name for each in fields if each.required and each.encode_name not in given]
-    reason = "it needs an engine" if provider.kind == "transport" else provider.probe()
+    reason = "creating the object needs an engine" if provider.kind == "transport" else provider.probe()
     if needed and not reason:
         lacks = f"option {needed[0]} has" if len(needed) == 1 else f"options {', '.join(needed)} have"
         reason = f"its {lacks} no default, give {' '.join(f'--set {name}=VALUE' for name in needed)}"
@@ -121,7 +121,7 @@ def _object_problems(made: object, contract: type[Any], title: str) -> Iterator[
         if inspect.iscoroutinefunction(own) or inspect.isasyncgenfunction(own):
             yield problem("async-method", f"{name_of_class}.{name}", "it is asynchronous", "def")
         elif not _serves(own, required):
-            fact = f"it takes {inspect.signature(own)}"
+            fact = f"the method takes {inspect.signature(own)}"
             yield problem("wrong-signature", f"{name_of_class}.{name}", fact, f"{name}{inspect.signature(required)}")
 
 

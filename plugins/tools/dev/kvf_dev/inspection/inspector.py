@@ -124,18 +124,23 @@ def _exists(module: str) -> bool:
 def metadata_problems(target: Target) -> Iterator[Problem]:
     """Problems of the metadata. Blocking: reads metadata files."""
     if not target.offers:
-        fact = "no installed distribution has an entry point for it"
+        fact = "no installed distribution has an entry point for the plugin"
         yield problem("not-installed", target.module, fact, f'[project.entry-points."{ENTRY_POINT_GROUP}"]')
     for rival in target.rivals:
-        yield problem("name-conflict", rival.title, f"{rival.origin} offers it too", "a name of its own")
+        yield problem(
+            "name-conflict",
+            rival.title,
+            f"{rival.origin} offers a plugin of the same name",
+            "a name that no other distribution offers",
+        )
     ours = {each.title for each in target.offers if each.api_major == API_VERSION[0]}
     for offer in target.offers:
         if offer.title not in ours:
-            fact = f"its entry point is of plugin API {offer.api_major}"
+            fact = f"the plugin's entry point is of plugin API {offer.api_major}"
             hint = "offer it in this group as well"
             yield problem("api-version", offer.title, fact, f"the group {ENTRY_POINT_GROUP}", hint)
         if offer.kind not in KINDS:
-            fact = "its entry point names no kind of plugin"
+            fact = "the plugin's entry point names no kind of plugin"
             yield problem("entry-point-name", offer.title, fact, f"KIND.NAME, with one of {', '.join(KINDS)}")
         elif fault := name_fault(offer.kind, offer.name):
             hint = f"call it {offer.kind}.{fault.nearest}" if fault.nearest else ""
@@ -150,14 +155,14 @@ def _distribution_problems(name: str) -> Iterator[Problem]:
     except metadata.PackageNotFoundError:
         return
     if not found.metadata["Requires-Python"]:
-        fact = "its metadata has no Requires-Python"
+        fact = "the distribution's metadata has no Requires-Python"
         yield problem("no-requires-python", name, fact, 'requires-python = ">=3.10"')
     if wanted := release_wanted(name):
         expected = f"a range with kvframework {kvframework.__version__}"
-        yield problem("api-version", name, f"it requires kvframework {wanted}", expected)
+        yield problem("api-version", name, f"the distribution requires kvframework {wanted}", expected)
     needed = {re.split(r"[^A-Za-z0-9._-]", each.strip(), maxsplit=1)[0].lower() for each in found.requires or ()}
     if "kvframework" not in {*needed, name.lower()}:
-        fact = "its metadata does not depend on kvframework"
+        fact = "the distribution's metadata does not depend on kvframework"
         yield problem("no-dependency", name, fact, 'dependencies = ["kvframework>=..."]')
 
 
@@ -185,7 +190,7 @@ def import_problems(module: str) -> Iterator[Problem]:
         for node in ast.walk(tree):
             for imported in filter(_internal, _imported(node)):
                 where = f"{name}, line {getattr(node, 'lineno', 0)}"
-                yield problem("internal-import", where, f"it imports {imported}", f"only {', '.join(_PUBLIC)}")
+                yield problem("internal-import", where, f"the plugin imports {imported}", f"only {', '.join(_PUBLIC)}")
 
 
 def _imported(node: ast.AST) -> Iterator[str]:

@@ -82,7 +82,7 @@ def _entry_points(target: Target, providers: dict[str, AnyProvider]) -> Iterator
             yield problem("entry-point-name", offer.title, fact, ", ".join(providers))
     for title in providers if titles and not target.chosen else ():
         if title not in titles:
-            yield problem("no-entry-point", title, "no entry point names it", f'"{title}" = "{target.value}"')
+            yield problem("no-entry-point", title, "no entry point names the plugin", f'"{title}" = "{target.value}"')
 
 
 def _provider(provider: AnyProvider, title: str, options: Mapping[str, object]) -> Iterator[Line]:
@@ -91,7 +91,7 @@ def _provider(provider: AnyProvider, title: str, options: Mapping[str, object]) 
     except PluginError as error:
         yield Line(problem=_of_loader(error, title))
     if not isinstance(provider.summary, str) or not provider.summary.strip():
-        yield Line(problem=problem("no-summary", title, "its summary is empty", "a line of text"))
+        yield Line(problem=problem("no-summary", title, "the plugin's summary is empty", "a line of text"))
     yield Line(step=f"the probe of {title}", dies="probe-fails", where=title)
     try:
         probed(provider, title)
@@ -198,5 +198,5 @@ def _wrong_default(options: type[Options], name: str, default: object) -> str:
     except NotImplementedError:
         return ""  # its type has no conversion from plain values, so the default cannot be checked here
     except (ConfigFieldError, TypeError, ValueError) as error:
-        return f"its default {default!r} is refused: {error}"
+        return f"the option's default {default!r} is refused: {error}"
     return "" if read == default else f"its default {default!r} comes back as {read!r}"

@@ -129,9 +129,9 @@ def _taken(names: PluginNames) -> Iterator[str]:
         if (offer.kind, offer.name) == (names.kind, names.name):
             yield f"{offer.origin} already offers {names.title}"
     with contextlib.suppress(metadata.PackageNotFoundError):
-        yield f"there is a distribution {names.distribution} already, {metadata.version(names.distribution)}"
+        yield f"a distribution {names.distribution} is already installed, {metadata.version(names.distribution)}"
     if found := importlib.util.find_spec(names.module):
-        yield f"there is a module {names.module} already, at {found.origin}"
+        yield f"a module {names.module} already exists at {found.origin}"
 
 
 def render(names: PluginNames) -> dict[str, str]:
@@ -211,7 +211,7 @@ def write_distribution(folder: Path, files: Mapping[str, str]) -> None:
         folder.mkdir(parents=True)
     except FileExistsError as error:
         hint = "remove the folder, or give another --path"
-        raise FolderExists(f"{folder} exists already", where="--path", hint=hint) from error
+        raise FolderExists(f"the folder {folder} already exists", where="--path", hint=hint) from error
     except OSError as error:
         raise _failed(folder, error) from error
     try:

@@ -134,12 +134,12 @@ class CodecConformance(NamedKit):
     def parts_of(self, codec: Codec, data: memoryview, dtype: str | None = None) -> Sequence[memoryview]:
         """Return what `encode` or `encode_elements` answers; fails unless that is a sequence of views of bytes."""
         parts = codec.encode(data) if dtype is None else codec.encode_elements(data, dtype)
-        must = "the packed form is a sequence of 1-D views of bytes, gone through several times"
-        assert isinstance(parts, Sequence), f"encode answered a {type(parts).__name__}: {must}"
+        must = "the packed form must be a sequence of 1-D views of bytes that can be read several times"
+        assert isinstance(parts, Sequence), f"encode returned a {type(parts).__name__}: {must}"
         for part in parts:
-            assert isinstance(part, memoryview), f"encode answered a part that is a {type(part).__name__}: {must}"
+            assert isinstance(part, memoryview), f"encode returned a part that is a {type(part).__name__}: {must}"
             form = (part.ndim, part.itemsize, part.c_contiguous)
-            assert form == (1, 1, True), f"a part has (ndim, itemsize, contiguous) {form}: {must}"
+            assert form == (1, 1, True), f"encode returned a part with (ndim, itemsize, contiguous) {form}: {must}"
         return parts
 
     def unpack(self, codec: Codec, packed: bytes, nbytes: int, *, shift: int = 0) -> bytes:
@@ -151,13 +151,13 @@ class CodecConformance(NamedKit):
                 codec.decode_into(memoryview(packed), place)
             finally:
                 beside = arena[:begin] + arena[begin + nbytes :]
-                assert set(beside) == {FILLING}, "bytes beside the object's place were written"
+                assert set(beside) == {FILLING}, "the codec wrote bytes outside the object's buffer"
             return bytes(place)
 
     def must_unpack(self, codec: Codec, packed: bytes, data: bytes, why: str = "", *, shift: int = 0) -> None:
         """Fail unless `packed` unpacks to `data`."""
         found = self.unpack(codec, packed, len(data), shift=shift)
-        must_be_equal(found, data, f"another object's bytes, of an object of {len(data)} bytes{', ' * bool(why)}{why}")
+        must_be_equal(found, data, f"the codec unpacked other bytes, of {len(data)} bytes{', ' * bool(why)}{why}")
 
     def refused_or(self, codec: Codec, packed: bytes, nbytes: int) -> bytes | None:
         """Return the unpacked bytes, None if they were refused. Any other error counts as a bug of the codec."""
@@ -167,18 +167,18 @@ class CodecConformance(NamedKit):
             return None
         except Exception as error:  # noqa: BLE001  reported as the test's failure
             kind = f"{type(error).__module__}.{type(error).__qualname__}"
-            pytest.fail(f"damaged bytes raised {kind} ({error}) instead of ValueError")
+            pytest.fail(f"for damaged bytes the codec raised {kind} ({error}) instead of ValueError")
 
     def must_refuse(self, codec: Codec, packed: bytes, nbytes: int, why: str) -> None:
         """Fail unless unpacking raises `ValueError`."""
         if self.refused_or(codec, packed, nbytes) is not None:
-            pytest.fail(f"unpacked instead of raising ValueError: {why}")
+            pytest.fail(f"the codec unpacked damaged bytes instead of raising ValueError: {why}")
 
     def must_notice(self, codec: Codec, packed: bytes, data: bytes, why: str) -> None:
         """Fail if damaged bytes are unpacked to another object than `data`."""
         found = self.refused_or(codec, packed, len(data))
         if found not in (None, data) and self.detects_damage:
-            pytest.fail(f"changed bytes were unpacked to others: {why}")
+            pytest.fail(f"the codec unpacked damaged bytes to another object: {why}")
 
     def most_memory(self, work: Callable[[], object]) -> int:
         """Return the bytes that `work` has allocated at most."""
@@ -191,8 +191,8 @@ class CodecConformance(NamedKit):
 
     def test_its_name_fits_into_an_envelope(self, codec: Codec) -> None:
         self.must_be_named(codec.name)
-        assert codec.name.isascii(), f"{codec.name!r} is not ASCII"
-        assert len(codec.name) <= MAX_CODEC_NAME, f"{codec.name!r} is longer than {MAX_CODEC_NAME} (MAX_CODEC_NAME)"
+        assert codec.name.isascii(), f"the codec's name {codec.name!r} is not ASCII"
+        assert len(codec.name) <= MAX_CODEC_NAME, f"{codec.name!r} is longer than MAX_CODEC_NAME, {MAX_CODEC_NAME}"
 
     @pytest.mark.parametrize("content", CONTENTS)
     def test_what_is_packed_is_unpacked(self, codec: Codec, content: str) -> None:
@@ -201,7 +201,7 @@ class CodecConformance(NamedKit):
         packed = self.pack(codec, data)
         self.must_unpack(codec, packed, data, content)
         for again in (packed, packed + packed, packed[: len(packed) // 2], packed[:4] + CONTENTS["text"]):
-            self.must_unpack(codec, self.pack(codec, again), again, "which are packed bytes themselves")
+            self.must_unpack(codec, self.pack(codec, again), again, "whose content is packed bytes")
 
     def test_any_size_comes_back(self, codec: Codec) -> None:
         """Blocks and words of a format end somewhere, and so do those of a page, a sector and a cache line."""
@@ -220,7 +220,7 @@ class CodecConformance(NamedKit):
         for content, data in CONTENTS.items():
             for nbytes in {len(data), max(0, len(data) - 1), max(0, len(data) - 3)}:
                 packed = self.pack(codec, data[:nbytes], dtype)
-                self.must_unpack(codec, packed, data[:nbytes], f"{content}, told as elements of {dtype!r}")
+                self.must_unpack(codec, packed, data[:nbytes], f"{content}, declared as elements of {dtype!r}")
 
     def test_a_batch_is_packed_before_it_is_sent(self, codec: Codec) -> None:
         """The return value of `encode` stays unchanged while the codec packs other objects."""
@@ -228,9 +228,9 @@ class CodecConformance(NamedKit):
         batch = [self.parts_of(codec, memoryview(data)) for data in objects]
         packed = [b"".join(parts) for parts in batch]
         for data in reversed(objects):
-            self.must_unpack(codec, self.pack(codec, data), data, "while others are packed")
+            self.must_unpack(codec, self.pack(codec, data), data, "while the codec packs others")
         changed = sum(b"".join(parts) != before for parts, before in zip(batch, packed, strict=True))
-        assert not changed, f"the packed bytes of {changed} objects were written over"
+        assert not changed, f"a later call of encode changed the packed bytes of {changed} objects"
         for each, data in zip(packed, objects, strict=True):
             self.must_unpack(codec, each, data, "of a batch")
 
@@ -252,7 +252,7 @@ class CodecConformance(NamedKit):
             for at in (0, 1, 63, 64, 4095, 4096, 9_999, 10_000, 19_935, 19_998, 19_999):
                 held[at] ^= 0x55
                 packed = b"".join(self.parts_of(codec, view))
-                self.must_unpack(codec, packed, bytes(held), f"which differs from the one before in byte {at}")
+                self.must_unpack(codec, packed, bytes(held), f"which differs from the object before in byte {at}")
 
     def test_it_keeps_nothing_of_its_calls(self, codec: Codec) -> None:
         def use(index: int) -> None:
@@ -261,9 +261,9 @@ class CodecConformance(NamedKit):
 
         before = held()
         grown = self.grown(use, _TIMES, _TIMES)
-        assert grown < _TIMES * 100, f"{grown} bytes are kept of {_TIMES} objects"
+        assert grown < _TIMES * 100, f"the codec keeps {grown} bytes after {_TIMES} objects"
         opened = len(held() - before)
-        assert opened < _TIMES // 2, f"{opened} descriptors and threads are kept of {2 * _TIMES} objects"
+        assert opened < _TIMES // 2, f"the codec keeps {opened} descriptors and threads after {2 * _TIMES} objects"
 
     def test_what_another_process_packed_is_unpacked(self, codec: Codec) -> None:
         """The other process stands for the server before a restart, or another node."""
@@ -284,12 +284,12 @@ class CodecConformance(NamedKit):
             seen.add(bytes(given))
 
         packed = b"".join(interleaved(lambda: codec.encode(memoryview(given)), other))
-        assert seen <= {data}, "the object was written while it was packed, and others read it"
+        assert seen <= {data}, "encode changed the object while other threads read it"
         given, place = bytearray(packed), bytearray(len(data))
         seen.clear()
         interleaved(lambda: codec.decode_into(memoryview(given), memoryview(place)), other)
-        assert seen <= {packed}, "packed bytes were written while they were unpacked, and others read them"
-        must_be_equal(place, data, "another object's bytes, beside one that is packed and unpacked")
+        assert seen <= {packed}, "decode_into changed the packed bytes while other threads read them"
+        must_be_equal(place, data, "the codec unpacked other bytes while another thread used the codec")
 
     @pytest.mark.parametrize("kind", ["bytes", "bytearray", "mapping"])
     def test_any_memory_is_packed_and_left_as_it_is(self, codec: Codec, kind: str) -> None:
@@ -303,7 +303,7 @@ class CodecConformance(NamedKit):
             self.must_unpack(codec, b"".join(parts), data, f"packed from a {kind}")
             del parts
             assert memory[:] == held, (
-                "the object was changed: what is packed is still the caller's, and may be read by others meanwhile"
+                "encode changed the object, which belongs to the caller and which other threads may read"
             )
 
     @pytest.mark.parametrize("content", ["text", "numbers", "noise", "every pair"])
@@ -321,7 +321,7 @@ class CodecConformance(NamedKit):
             moved = bytes(shift) + packed + b"\x99"
             place = bytearray(len(data))
             codec.decode_into(memoryview(moved)[shift:-1], memoryview(place))
-            must_be_equal(place, data, f"another object's bytes, unpacked from an address moved by {shift}")
+            must_be_equal(place, data, f"the codec unpacked other bytes from an address moved by {shift}")
 
     @pytest.mark.parametrize("cut", [0, 1], ids=["whole", "damaged"])
     def test_memory_is_let_go_when_a_call_has_ended(self, codec: Codec, cut: int) -> None:
@@ -378,7 +378,7 @@ class CodecConformance(NamedKit):
         """The bound holds whatever the packed bytes unpack to."""
         packed = self.pack(codec, bytes(32 * _MIB))
         most = self.most_memory(lambda: self.must_refuse(codec, packed, 1000, "32 MiB in the place of 1000 bytes"))
-        assert most < 2 * len(packed) + 4 * _MIB, f"{most} bytes were allocated for a place of 1000"
+        assert most < 2 * len(packed) + 4 * _MIB, f"the codec allocated {most} bytes for an object of 1000 bytes"
 
     def test_a_claim_takes_no_memory(self, codec: Codec) -> None:
         """The packed bytes are forged: somewhere at their beginning or end they claim a large number."""
@@ -391,4 +391,4 @@ class CodecConformance(NamedKit):
                     forged = packed[:at] + number + packed[at + width :]
                     most = self.most_memory(partial(self.refused_or, codec, forged, len(data)))
                     bound = 8 * (len(packed) + len(data)) + 4 * _MIB
-                    assert most < bound, f"{most} bytes were allocated for {len(data)}: bytes {at} on claim {claim}"
+                    assert most < bound, f"the codec allocated {most} bytes for {len(data)}: byte {at} claims {claim}"

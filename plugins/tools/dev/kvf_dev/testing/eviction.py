@@ -51,20 +51,20 @@ def must_offer(policy: EvictionPolicy, keys: Iterable[PackedKey]) -> list[Packed
     wanted, offered = set(keys), dict[PackedKey, None]()
     for key in walk(policy):
         # Not all at once: a walk may have no end.
-        assert key not in offered, "a key is offered twice"
-        assert key in wanted, "a key is offered that is not in"
+        assert key not in offered, "victims() offers a key twice"
+        assert key in wanted, "victims() offers a key that the policy does not hold"
         offered[key] = None
     missing = len(wanted) - len(offered)
-    assert not missing, f"a key that is in is not offered: {missing} of {len(wanted)}"
+    assert not missing, f"victims() does not offer {missing} of {len(wanted)} keys that the policy holds"
     return list(offered)
 
 
 def walk(policy: EvictionPolicy) -> Iterator[PackedKey]:
     """Yield the victims; fail if one is no key."""
     victims = policy.victims()
-    assert isinstance(victims, Iterator), f"victims answered a {type(victims).__name__}, no iterator"
+    assert isinstance(victims, Iterator), f"victims() returned a {type(victims).__name__}, not an iterator"
     for key in victims:
-        assert isinstance(key, bytes), f"victims offered a {type(key).__name__}, no key"
+        assert isinstance(key, bytes), f"victims() offers a {type(key).__name__}, not a key of bytes"
         yield key
 
 
@@ -131,7 +131,7 @@ class _Machine(RuleBasedStateMachine):
         self._policy.on_uses(used, facts)
         admitted = self._policy.admits(new, sizes, chunks, facts)
         is_count = isinstance(admitted, int) and not isinstance(admitted, bool) and 0 <= admitted <= len(new)
-        assert is_count, f"admits answered {str(admitted)[:80]} for {len(new)} keys: a number of the first of them"
+        assert is_count, f"admits() returned {str(admitted)[:80]}, not a number from 0 to {len(new)}"
         self.ask_for_all()  # what was asked for may still not come, and what was refused come by another request
         self._policy.on_inserts(new, sizes, chunks, facts)
         self._inside.update(new)
@@ -146,10 +146,10 @@ class _Machine(RuleBasedStateMachine):
     def evict(self, count: int, kept: set[int]) -> None:
         offered = list(islice(walk(self._policy), count))
         wanted = min(count, len(self._inside))
-        assert len(offered) == len(set(offered)) == wanted, f"{len(set(offered))} keys are offered, of {wanted}"
+        assert len(offered) == len(set(offered)) == wanted, f"victims() offers {len(set(offered))} of {wanted} keys"
         for index, key in enumerate(offered):
             if index not in kept:
-                assert key in self._inside, "a key is offered that is not in"
+                assert key in self._inside, "victims() offers a key that the policy does not hold"
                 self._policy.on_remove(key)
                 self._inside.remove(key)
 
@@ -186,7 +186,7 @@ def _seconds(policy: EvictionPolicy, size: int) -> dict[str, float]:
         measure("on_access_many", lambda batch=batch: policy.on_access_many(batch))  # type: ignore[misc]
         victim = measure("victims", lambda: next(policy.victims()))
         measure("ten_victims", lambda: list(islice(policy.victims(), 10)))
-        assert isinstance(victim, bytes), f"victims() yields a {type(victim).__name__}, no key of bytes"
+        assert isinstance(victim, bytes), f"victims() offers a {type(victim).__name__}, not a key of bytes"
         measure("on_remove", lambda victim=victim: policy.on_remove(victim))  # type: ignore[misc]
         del inside[victim]
         measure("on_insert", lambda new=new: policy.on_insert(new, MIB))  # type: ignore[misc]
@@ -254,7 +254,7 @@ class EvictionConformance(NamedKit):
             order, other = must_offer(one_by_one, keys), must_offer(at_once, keys)
             if order == must_offer(again, keys) == must_offer(one_by_one, keys) and order != other:
                 at = next(at for at, pair in enumerate(itertools.zip_longest(order, other)) if pair[0] != pair[1])
-                pytest.fail(f"{len(batch)} keys at once: victim {at} is another than one by one")
+                pytest.fail(f"on_access_many({len(batch)} keys) is not as single calls: victim {at} differs")
 
     def test_a_client_cannot_have_all_that_it_stores_kept(self, make_policy: MakePolicy) -> None:
         """Half of a full L1 should be kept, while others store twice as much as it holds."""
@@ -272,7 +272,7 @@ class EvictionConformance(NamedKit):
                 inside = inside - {victim} | {key}
             left.append(sum(key in inside for key in mine))
         without, hinted = left
-        assert hinted <= without + 40, f"{hinted} of 60 objects to be kept stay, of 120 that are in; else {without}"
+        assert hinted <= without + 40, f"the policy keeps {hinted} of 60 objects with a hint, {without} without"
 
     def test_it_behaves_like_a_set(self, make_policy: MakePolicy) -> None:
         class Machine(_Machine):
@@ -310,7 +310,7 @@ class EvictionConformance(NamedKit):
         """The shortest of several calls counts, and a difference of some ten microseconds does not."""
         few = _seconds(make_policy(), _TIMED_FEW)
         waits = [f"{call}: {1e3 * taken:.1f} ms" for call, taken in few.items() if taken > _LONG_S]
-        assert not waits, f"a call must not block: {'; '.join(waits)}"
+        assert not waits, f"a call of the policy blocks: {'; '.join(waits)}"
         for size in _TIMED_MANY:
             many = _seconds(make_policy(), size)
             slow = [
@@ -338,7 +338,7 @@ class EvictionConformance(NamedKit):
         insert(policy, fresh_keys(100))
         grown = self.grown(come_and_go, _TIMES, self.remembered_keys + 1000)
         assert grown < _TIMES * 16, (
-            f"{grown} bytes are kept of {_TIMES} objects that came, were used {uses} times and went"
+            f"the policy keeps {grown} bytes of {_TIMES} objects that were inserted, used {uses} times and removed"
         )
 
     def test_requests_and_walks_are_not_kept_one_by_one(self, policy: EvictionPolicy) -> None:
@@ -352,7 +352,7 @@ class EvictionConformance(NamedKit):
             list(islice(policy.victims(), 2))
 
         grown = self.grown(use, _TIMES, 4000)
-        assert grown < _TIMES * 16, f"{grown} bytes are kept of {_TIMES} requests that used 100 objects, and of walks"
+        assert grown < _TIMES * 16, f"the policy keeps {grown} bytes of {_TIMES} requests of 100 objects"
         must_offer(policy, keys)
 
     def test_an_object_may_be_used_very_often(self, policy: EvictionPolicy) -> None:

@@ -17,12 +17,12 @@ _RESET = struct.pack("ii", 1, 0)  # linger for no time: a close sends a reset
 _CONNECT_S = 1.0
 _SWITCH_S = 10.0
 WIRE_FAULTS = {
-    "slow": "every piece of a reply waits for `amount` seconds",
-    "cut": "a connection is closed once `amount` bytes of replies went through it",
-    "flip": "one bit of every `amount`-th byte of a connection's replies is another",
-    "refuse": "connections are reset, the open ones at once and new ones as they come",
-    "stall": "nothing passes, and nothing is closed",
-    "reset": "a connection is reset when the first byte of a reply comes",
+    "slow": "the proxy delays every piece of a reply by `amount` seconds",
+    "cut": "the proxy closes a connection after `amount` bytes of replies",
+    "flip": "the proxy flips one bit of every `amount`-th byte of a connection's replies",
+    "refuse": "the proxy resets all open connections at once, and every new connection",
+    "stall": "the proxy forwards no bytes and closes no connection",
+    "reset": "the proxy resets a connection when the first byte of a reply arrives",
 }
 _AMOUNTS = {"slow": 0.01, "cut": 100.0, "flip": 100.0}
 Address = tuple[str, int]

@@ -68,7 +68,7 @@ def must_change(before: bytes, after: bytes, chunk: int, what: str) -> None:
     __tracebackhide__ = True
     one, other = split(before), split(after)
     if len(one) != len(other):
-        pytest.fail(f"{what}: {len(other)} digests instead of {len(one)}")
+        pytest.fail(f"{what}: the hasher returned {len(other)} digests instead of {len(one)}")
     for index, (was, became) in enumerate(zip(one, other, strict=True)):
         if index < chunk and was != became:
             pytest.fail(f"{what}, which is in chunk {chunk}, changes the digest of chunk {index} before it")
@@ -120,17 +120,17 @@ class HasherConformance(NamedKit):
     def test_it_has_the_plugins_name_and_a_fingerprint(self, make_hasher: MakeHasher) -> None:
         one, other = make_hasher(), make_hasher()
         self.must_be_named(one.name)
-        assert isinstance(one.fingerprint, str), f"`fingerprint` is a str, not {one.fingerprint!r}"
-        assert one.fingerprint, "`fingerprint` is empty"
+        assert isinstance(one.fingerprint, str), f"the hasher's `fingerprint` must be a str, but is {one.fingerprint!r}"
+        assert one.fingerprint, "the hasher's `fingerprint` is empty"
         one.chunk_digests(packed(range(64)), 16)
-        assert one.fingerprint == other.fingerprint, "engines and the server compare fingerprints, and two differ"
+        assert one.fingerprint == other.fingerprint, "two hashers with the same options have different fingerprints"
 
     @pytest.mark.parametrize("chunk", CHUNKS)
     def test_there_is_one_digest_for_each_whole_chunk(self, hasher: KeyHasher, chunk: int) -> None:
         for count in (0, 1, chunk - 1, chunk, chunk + 1, 3 * chunk - 1, 3 * chunk, 40 * chunk + chunk // 2):
             for parent in (b"", bytes(range(DIGEST_BYTES))):
                 digests = hasher.chunk_digests(packed(range(count)), chunk, parent=parent)
-                assert type(digests) is bytes, f"digests are `bytes`, not {type(digests).__name__}"
+                assert type(digests) is bytes, f"chunk_digests() returned {type(digests).__name__}, not bytes"
                 assert len(digests) == count // chunk * DIGEST_BYTES, (
                     f"{count} tokens in chunks of {chunk}: {len(digests)} bytes instead of 32 for each whole chunk"
                 )
@@ -145,7 +145,7 @@ class HasherConformance(NamedKit):
         ):
             first, *others = (int.from_bytes(digest, "big") for digest in digests)
             found = _rank([number ^ first for number in others])
-            assert found == _BITS, f"{how}: {found} of the {_BITS} bits of a digest count, others follow from them"
+            assert found == _BITS, f"{how}: only {found} of the {_BITS} bits of a digest are independent"
 
     @pytest.mark.parametrize("chunk", [*CHUNKS, 1024, 4096])
     @pytest.mark.parametrize("ids", ["small", "large"])
@@ -180,10 +180,10 @@ class HasherConformance(NamedKit):
         for order in itertools.permutations(range(4)):
             orders[f"chunks in the order {order}"] = [token for index in order for token in chunks[index]]
         for pair in ([1, 23], [12, 3], [123, 0], [1, 11], [11, 1], [0, 123], [1230, 0], [0x1, 0x1A], [0x11, 0xA]):
-            orders[f"{pair} again and again"] = pair * (count // 2)
+            orders[f"{pair} repeated"] = pair * (count // 2)
         unique = {tuple(order): name for name, order in orders.items()}
         digests = [(name, hasher.chunk_digests(packed(order), chunk)) for order, name in unique.items()]
-        must_differ(digests, "the order counts")
+        must_differ(digests, "the order of tokens and chunks must change the digest")
 
     @pytest.mark.parametrize("chunk", [4, 256])
     def test_the_parent_counts(self, hasher: KeyHasher, chunk: int) -> None:
@@ -200,7 +200,7 @@ class HasherConformance(NamedKit):
             found.append((f"the parent without bit {bit}", hasher.chunk_digests(tokens, chunk, parent=other)))
         for index in range(3):
             digests = [(name, each[: (index + 1) * DIGEST_BYTES]) for name, each in found]
-            must_differ(digests, f"the parent counts in chunk {index}")
+            must_differ(digests, f"the parent must change the digest of chunk {index}")
 
     @pytest.mark.parametrize("chunk", CHUNKS)
     def test_what_is_behind_the_last_whole_chunk_does_not_count(self, hasher: KeyHasher, chunk: int) -> None:
@@ -225,7 +225,7 @@ class HasherConformance(NamedKit):
                 found = hasher.chunk_digests(tokens, chunk, extras={at: extra})
                 must_change(plain, found, at, f"an extra of {len(extra)} bytes")
                 named.append((f"extra {number} ({len(extra)} bytes) at chunk {at}", found))
-        must_differ(named, "extras differ in content, length or chunk")
+        must_differ(named, "extras of other content, length or chunk must change the digest")
 
     def test_an_extra_is_not_taken_for_a_parent(self, hasher: KeyHasher) -> None:
         """The digest of an image is as long as a parent digest."""
@@ -234,7 +234,7 @@ class HasherConformance(NamedKit):
             with_parent = hasher.chunk_digests(tokens, 4, parent=digest, extras={0: rest} if rest else None)
             for extra in (digest + rest, rest + digest):
                 assert with_parent != hasher.chunk_digests(tokens, 4, extras={0: extra}), (
-                    "an extra of the length of a digest is taken for a parent"
+                    "the hasher takes an extra of a digest's length for a parent"
                 )
 
     def test_the_order_and_the_type_of_the_mapping_do_not_count(self, hasher: KeyHasher) -> None:
@@ -242,13 +242,13 @@ class HasherConformance(NamedKit):
         extras = {3: b"c", 0: b"a", 2: b"b", 9: b"behind"}
         expected = hasher.chunk_digests(tokens, 4, extras={0: b"a", 2: b"b", 3: b"c"})
         found = hasher.chunk_digests(tokens, 4, extras=extras)
-        assert extras == {3: b"c", 0: b"a", 2: b"b", 9: b"behind"}, "the call changes the caller's extras"
-        must_be_equal(found, expected, "the order in which extras are given counts")
+        assert extras == {3: b"c", 0: b"a", 2: b"b", 9: b"behind"}, "chunk_digests() changed the caller's extras"
+        must_be_equal(found, expected, "the order of the extras changes the digests")
         read_only = hasher.chunk_digests(tokens, 4, extras=MappingProxyType(extras))
         must_be_equal(read_only, expected, "extras in a read-only mapping give other digests than in a dict")
         plain = hasher.chunk_digests(tokens, 4)
-        must_be_equal(hasher.chunk_digests(tokens, 4, parent=b"", extras=None), plain, "extras=None is not `no extras`")
-        must_be_equal(hasher.chunk_digests(tokens, 4, extras={}), plain, "extras={} is not `no extras`")
+        must_be_equal(hasher.chunk_digests(tokens, 4, parent=b"", extras=None), plain, "extras=None changes digests")
+        must_be_equal(hasher.chunk_digests(tokens, 4, extras={}), plain, "extras={} changes digests")
 
     @pytest.mark.parametrize("chunk", [1, 16, 256])
     def test_a_request_of_many_chunks_goes_on_anywhere(self, hasher: KeyHasher, chunk: int) -> None:
@@ -261,7 +261,7 @@ class HasherConformance(NamedKit):
                 piece = packed(tokens[start * chunk : None if end is None else end * chunk])
                 here = {index - start: extra for index, extra in extras.items() if index >= start}
                 found += hasher.chunk_digests(piece, chunk, parent=found[-DIGEST_BYTES:], extras=here)
-            must_be_equal(found, whole, f"going on behind chunks {splits} of {chunk} tokens differs from one call")
+            must_be_equal(found, whole, f"calls split at chunks {splits} of {chunk} tokens differ from one call")
 
     @pytest.mark.parametrize(
         "form", ["bytes", "bytearray", "memoryview", "read-only", "words", "signed", "bytes of 'c'", "odd place"]
@@ -281,7 +281,7 @@ class HasherConformance(NamedKit):
         }
         found = hasher.chunk_digests(forms[form], _CHUNK)
         must_be_equal(found, hasher.chunk_digests(tokens, _CHUNK), f"tokens as {form} give other digests than as bytes")
-        assert bytes(forms[form]) == tokens, "tokens are the caller's, and the call changed them"
+        assert bytes(forms[form]) == tokens, "chunk_digests() changed the caller's tokens"
 
     def test_memory_is_not_kept(self, hasher: KeyHasher) -> None:
         """Neither a view of the tokens nor a reference: they are the caller's memory."""
@@ -293,11 +293,11 @@ class HasherConformance(NamedKit):
                 try:
                     tokens.append(0)
                 except BufferError:
-                    pytest.fail("a view of the tokens is kept after the call")
+                    pytest.fail("the hasher keeps a view of the tokens after the call")
                 left = weakref.ref(tokens)
                 del tokens
                 gc.collect()
-                assert left() is None, "a reference to the tokens is kept after the call"
+                assert left() is None, "the hasher keeps a reference to the tokens after the call"
 
     @pytest.mark.parametrize(
         ("nbytes", "chunk"), [*((nbytes, _CHUNK) for nbytes in (1, 5, 31, 33, 40, 64)), (32, 0), (0, -1)]
@@ -329,16 +329,16 @@ class HasherConformance(NamedKit):
             memory[: len(ids)] = ids
             with memoryview(memory) as view, view[: len(ids)] as place:
                 found = hasher.chunk_digests(place, chunk, **more)
-            must_be_equal(found, alone[index], "a call gives other digests after other calls than with a new hasher")
+            must_be_equal(found, alone[index], "a used hasher computes other digests than a new hasher")
 
     def test_an_engine_without_the_options_finds_the_same_or_is_refused(self, make_hasher: MakeHasher) -> None:
         """Engines make the hasher by its name alone. What depends on options belongs into the fingerprint."""
         if not (self.use and self.options):
-            pytest.skip("there are no options")
+            pytest.skip("the kit's class sets no options")
         server, engine = make_hasher(), self.by_name({})()
         tokens = packed(mixed(64))
         if server.chunk_digests(tokens, _CHUNK) != engine.chunk_digests(tokens, _CHUNK):
-            assert server.fingerprint != engine.fingerprint, "options change the digests and not the fingerprint"
+            assert server.fingerprint != engine.fingerprint, "options change the digests, not the fingerprint"
 
     @pytest.mark.parametrize("seed", [1, 2])
     def test_another_process_finds_the_same(self, hasher: KeyHasher, seed: int) -> None:
@@ -350,12 +350,12 @@ class HasherConformance(NamedKit):
             for extras in (None, {5: b"adapter", 1: b"image"})
         )
         there = self.elsewhere(hasher, _ELSEWHERE, seed=seed)
-        must_be_equal(there[: len(here)], here, "another process finds other digests")
-        assert there[len(here) :].decode() == hasher.fingerprint, "another process has another fingerprint"
+        must_be_equal(there[: len(here)], here, "a hasher in another process computes other digests")
+        assert there[len(here) :].decode() == hasher.fingerprint, "a hasher in another process has another fingerprint"
 
     def test_a_call_is_not_disturbed_at_any_step(self, hasher: KeyHasher) -> None:
         """Before each instruction of a call another thread makes another: no time is too short to be in the way."""
         tokens, others = (packed(mixed((2 + seed) * _CHUNK)[seed:]) for seed in range(2))
         alone = hasher.chunk_digests(tokens, _CHUNK)
         found = interleaved(lambda: hasher.chunk_digests(tokens, _CHUNK), lambda: hasher.chunk_digests(others, _CHUNK))
-        must_be_equal(found, alone, "threads disturb each other")
+        must_be_equal(found, alone, "calls of several threads change each other's digests")

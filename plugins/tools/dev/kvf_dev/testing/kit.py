@@ -82,7 +82,7 @@ class Hooks:
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
         if (case := _kit_of(item)) in self._ended:
-            pytest.skip(f"{self._ended[case]} did not end: the rest of its class is left out")
+            pytest.skip(f"{self._ended[case]} did not end, so the other tests of its class are skipped")
         with self._limited(item):
             return (yield)
 

@@ -112,7 +112,7 @@ MakeSubject = Callable[[Slab, int, int], LayoutSubject]
 def declare(layout: Layout, subject: LayoutSubject) -> KVLayout:
     """Return the declaration of an instance; its view learns of it."""
     declared = layout.describe(subject.kv_caches, block_size=subject.block_size)
-    assert isinstance(declared, KVLayout), f"describe() returns a KVLayout, not a {type(declared).__name__}"
+    assert isinstance(declared, KVLayout), f"describe() returned a {type(declared).__name__}, not a KVLayout"
     subject.view.declared(declared)
     return declared
 
@@ -243,11 +243,11 @@ def must_be_the_engines(views: BlockViews, subject: LayoutSubject) -> None:
     for number, (place, view) in enumerate(places(views)):
         written = pattern(view, 2 * number)
         subject.view.write(*place, written)
-        assert same(view, written), f"{place}: what the engine writes there is not in the layout's view"
+        assert same(view, written), f"{place}: the layout's view does not show what the engine wrote"
         written = pattern(view, 2 * number + 1)
         view.copy_(written)
         found: torch.Tensor = subject.view.read(*place)
-        assert same(found, written), f"{place}: what is written through the layout's view is not what the engine reads"
+        assert same(found, written), f"{place}: the engine does not read what was written through the layout's view"
 
 
 class LayoutConformance(NamedKit):
@@ -301,27 +301,27 @@ class LayoutConformance(NamedKit):
         try:
             validate_layout(declared)
         except KVFrameworkError as error:
-            pytest.fail(f"the declaration contradicts itself: {error}")
-        assert declare(layout, subject) == declared, "describe() answers something else the second time"
+            pytest.fail(f"describe() returned a declaration that contradicts itself: {error}")
+        assert declare(layout, subject) == declared, "describe() returns another declaration at its second call"
 
     def test_every_layer_is_in_one_group(self, subject: LayoutSubject, declared: KVLayout) -> None:
         names = [name for group in declared.groups for name in group.layer_names]
         assert len(names) >= LAYERS, f"{len(names)} layers are declared; the kit asked `make_subject` for {LAYERS}"
-        assert len(set(names)) == len(names), f"a layer is declared twice: {sorted(names)}"
+        assert len(set(names)) == len(names), f"describe() declares a layer twice: {sorted(names)}"
         order = list(subject.kv_caches)
         # One tensor may hold several layers, and unequal keys and values of one layer may be in two groups.
         entries = {name: max((each for each in order if _is_of(name, each)), key=len, default="") for name in names}
-        assert "" not in entries.values(), f"layers are declared by their names in kv_caches, and not as {names[:4]}"
+        assert "" not in entries.values(), f"describe() must name layers as in kv_caches, but names them {names[:4]}"
         missing = set(order) - set(entries.values())
-        assert not missing, f"layers are not declared: {sorted(missing)}"
+        assert not missing, f"describe() does not declare layers: {sorted(missing)}"
         for index, group in enumerate(declared.groups):
             places = [(order.index(entries[name]), _number(name)) for name in group.layer_names]
-            assert places == sorted(places), f"group {index} is not in the engine's order of layers, of kv_caches"
+            assert places == sorted(places), f"group {index} has other order of layers than kv_caches"
 
     def test_the_sizes_are_the_engines(self, subject: LayoutSubject, declared: KVLayout) -> None:
         for index, group in enumerate(declared.groups):
             expected = subject.blocks[index] if subject.blocks else BLOCKS
-            assert declared.blocks_of(index) in (0, expected), f"group {index} of the engine has {expected} blocks"
+            assert declared.blocks_of(index) in (0, expected), f"group {index} must have {expected} blocks"
             read = subject.view.read(index, group.num_layers - 1, group.planes - 1, expected - 1)
             form = ((group.slots, group.heads, group.head_dim), f"torch.{group.dtype}")
             assert (tuple(read.shape), str(read.dtype)) == form, f"group {index}: the engine reads other blocks"
@@ -336,12 +336,12 @@ class LayoutConformance(NamedKit):
 
     def test_views_have_the_declared_shapes(self, layout: Layout, subject: LayoutSubject, declared: KVLayout) -> None:
         views = layout.block_views(declared, subject.kv_caches)
-        assert len(views) == len(declared.groups), f"views of {len(views)} groups; {len(declared.groups)} are declared"
+        assert len(views) == len(declared.groups), f"block_views() has {len(views)} groups, not {len(declared.groups)}"
         for index, (planes, group) in enumerate(zip(views, declared.groups, strict=True)):
             blocks = subject.blocks[index] if subject.blocks else BLOCKS
             form = ((blocks, group.slots, group.heads, group.head_dim), f"torch.{group.dtype}")
             found = [[(tuple(view.shape), str(view.dtype)) for view in layers] for layers in planes]
-            why = f"group {index}: views are [plane][layer], of the shape [blocks, slots, heads, head_dim]"
+            why = f"group {index}: block_views() must return [plane][layer], each [blocks, slots, heads, head_dim]"
             assert found == [[form] * group.num_layers] * group.planes, why
 
     def test_making_views_changes_nothing(self, layout: Layout, subject: LayoutSubject) -> None:
@@ -351,9 +351,9 @@ class LayoutConformance(NamedKit):
         declared = layout.describe(subject.kv_caches, block_size=subject.block_size)
         views = layout.block_views(declared, subject.kv_caches)
         for tensor, was in zip(tensors_of(subject.kv_caches), before, strict=True):
-            assert same(tensor, was), "describe() or block_views() writes to the engine's memory"
+            assert same(tensor, was), "describe() or block_views() wrote to the engine's memory"
         again = layout.block_views(declared, subject.kv_caches)
-        assert same_memory(views, again), "block_views() answers something else the second time"
+        assert same_memory(views, again), "block_views() returns other views at its second call"
 
     def test_views_are_the_engines_memory(
         self, layout: Layout, subject: LayoutSubject, declared: KVLayout, memory: Slab
@@ -390,10 +390,10 @@ class LayoutConformance(NamedKit):
             return compute_namespace(model="m", desc=desc, hasher_fingerprint="h", world_size=1)
 
         own = namespace()
-        assert namespace() == own, "object_desc answers something else the second time"
+        assert namespace() == own, "object_desc() returns another description at its second call"
         more = namespace(num_blocks=declared.num_blocks + 1)
-        assert more == own, "engines with other numbers of blocks share no objects"
-        assert namespace(replace(first, strides=())) == own, "engines with other strides share no objects"
+        assert more == own, "the number of blocks changes the namespace, so engines share no objects"
+        assert namespace(replace(first, strides=())) == own, "strides change the namespace, so engines share no objects"
         for name, value in {
             "num_layers": first.num_layers + 1,
             "head_dim": first.head_dim + 8,
@@ -403,7 +403,7 @@ class LayoutConformance(NamedKit):
             if name == "window" and first.state:
                 continue
             other = namespace(replace(first, **{name: value, "layer_names": ()}))
-            assert other != own, f"objects with another {name} have the same namespace: engines load foreign KV"
+            assert other != own, f"objects with another {name} have the same namespace, so engines load wrong KV"
 
     def test_other_tensors_than_declared_are_refused(
         self, layout: Layout, subject: LayoutSubject, declared: KVLayout
@@ -425,7 +425,7 @@ class LayoutConformance(NamedKit):
             found = layout.block_views(declared, dict(list(subject.kv_caches.items())[::-1]))
         except BadLayout:
             return
-        assert same_memory(found, expected), "with kv_caches in another order the views are of other layers"
+        assert same_memory(found, expected), "block_views() returns other layers when kv_caches has another order"
 
     @pytest.mark.parametrize("what", ["no layers", "block_size 0", "block_size -1"])
     def test_what_cannot_be_described_is_refused(self, layout: Layout, subject: LayoutSubject, what: str) -> None:
@@ -442,11 +442,11 @@ class LayoutConformance(NamedKit):
         subjects = (subject, other, like)
         alone = [declare(self.of_engine(make_layout, each), each) for each in subjects]
         declared = [declare(layout, each) for each in subjects]
-        assert declared == alone, "an instance is described otherwise when the layout object has described another one"
+        assert declared == alone, "describe() depends on an instance that was described before"
         for instance, found in zip(subjects, declared, strict=True):
             expected = instance.blocks or [blocks[id(instance)]] * len(found.groups)
             of_others = any(found.blocks_of(at) not in (0, count) for at, count in enumerate(expected))
-            assert not of_others, "an instance is described with the number of blocks of another one"
+            assert not of_others, "block_views() uses the number of blocks of another instance"
             must_be_the_engines(layout.block_views(found, instance.kv_caches), instance)
 
     def test_nothing_is_kept_of_the_tensors(self, make_subject: MakeSubject, make_layout: MakeLayout) -> None:

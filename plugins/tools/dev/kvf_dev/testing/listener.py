@@ -99,7 +99,7 @@ class ListenerConformance(NamedKit):
         heard.end()
         assert not heard.thread.is_alive(), f"`listen` has not returned {STOP_S:g} s after the end of the records"
         assert heard.error is None, f"`listen` raised {heard.error!r}"
-        assert not heard.reader.waiting, "`listen` returned before it had taken all records"
+        assert not heard.reader.waiting, "the listener's `listen` returned before the end of the records"
 
     def test_it_bears_a_gap(self, heard: _Heard, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("kvframework.record_ring.MOST_BYTES", 1000)

@@ -87,34 +87,34 @@ class MemoryConformance(NamedKit):
 
     @_of_every_size
     def test_all_of_it_is_there_and_writable(self, memory: Memory, request: pytest.FixtureRequest) -> None:
-        assert isinstance(memory.capacity, int), "`capacity` is a number of bytes"
+        assert isinstance(memory.capacity, int), "the memory's `capacity` must be a number of bytes"
         asked = request.node.callspec.params["memory"]
-        assert memory.capacity >= asked, "`capacity` is less than the bytes that were asked for"
+        assert memory.capacity >= asked, "the memory's `capacity` is less than the requested bytes"
         assert not os.get_inheritable(memory.fd), "`fd` is inheritable: every child process would hold the memory"
         if _taken(memory.fd) is not None:
             nbytes = os.fstat(memory.fd).st_size
-            assert nbytes >= memory.capacity, f"`fd` has {nbytes} bytes, and `capacity` is {memory.capacity}"
+            assert nbytes >= memory.capacity, f"`fd` has {nbytes} bytes, but `capacity` is {memory.capacity}"
         with memory.view() as view:
-            assert view.nbytes == memory.capacity, f"view() has {view.nbytes} of the {memory.capacity} bytes"
-            assert (view.format, view.ndim) == ("B", 1), "view() is one-dimensional, of the format B"
-            assert not view.readonly, "view() is not writable"
-            assert view.contiguous, "view() is not contiguous"
+            assert view.nbytes == memory.capacity, f"view() returned {view.nbytes} of the {memory.capacity} bytes"
+            assert (view.format, view.ndim) == ("B", 1), "view() must return a one-dimensional view of the format B"
+            assert not view.readonly, "view() returned a view that is not writable"
+            assert view.contiguous, "view() returned a view that is not contiguous"
             _mark(view, 3)
             wrong = _wrong_page(view, 3)
-            assert wrong is None, f"byte {wrong} is not what was written there: two places are one"
+            assert wrong is None, f"byte {wrong} changed after it was written: two places of the memory overlap"
 
     def test_every_view_shows_the_same_bytes(self, memory: Memory) -> None:
         one, other = memory.view(), memory.view()
         _mark(one, 5)
-        assert _wrong_page(other, 5) is None, "what is written to one view is not in another one"
+        assert _wrong_page(other, 5) is None, "a view does not show what was written to another view"
         one.release()
         try:
-            assert _wrong_page(other, 5) is None, "a view shows other bytes after another one was released"
+            assert _wrong_page(other, 5) is None, "a view shows other bytes after another view was released"
         except ValueError:
-            pytest.fail("releasing one view releases another one: view() gives a new view each time")
+            pytest.fail("releasing one view releases another view: view() must return a new view at each call")
         other.release()
         with memory.view() as later:
-            assert _wrong_page(later, 5) is None, "a new view does not show what was written before"
+            assert _wrong_page(later, 5) is None, "a new view does not show what was written to an earlier view"
 
     @_of_every_size
     def test_a_client_maps_the_descriptor_and_shares_the_bytes(self, memory: Memory) -> None:
@@ -125,30 +125,30 @@ class MemoryConformance(NamedKit):
             except OSError as error:
                 pytest.fail(f"a client cannot use the descriptor: {error}")
             with client, memoryview(client) as seen:
-                assert _wrong_page(seen, 1) is None, "a client does not see what the server wrote there"
+                assert _wrong_page(seen, 1) is None, "a client's mapping does not show what the server wrote"
                 _mark(seen, 2)
-            assert _wrong_page(view, 2) is None, "what a client writes is not in view(): the mapping is not shared"
+            assert _wrong_page(view, 2) is None, "view() does not show what a client wrote: the mapping is not shared"
 
     def test_two_have_nothing_in_common(self, make_memory: MakeMemory, memory: Memory) -> None:
         other = make_memory(_CAPACITY)
         with memory.view() as ours:
             try:
                 _mark(ours, 7)
-                assert other.fd != memory.fd, "two memories have one descriptor"
+                assert other.fd != memory.fd, "two memory objects have the same descriptor"
                 with other.view() as theirs:
                     _mark(theirs, 8)
-                assert _wrong_page(ours, 7) is None, "what is written to one memory is in another one"
+                assert _wrong_page(ours, 7) is None, "a write to one memory object changes another memory object"
             finally:
                 other.close()
-            assert _wrong_page(ours, 7) is None, "closing one memory changes another one"
+            assert _wrong_page(ours, 7) is None, "closing one memory object changes another memory object"
             try:
                 os.fstat(memory.fd)
             except OSError:
-                pytest.fail("closing one memory closes the descriptor of another one")
+                pytest.fail("closing one memory object closes the descriptor of another memory object")
 
     def test_memory_that_cannot_be_had_is_refused(self, make_memory: MakeMemory) -> None:
         with _leaving_nothing("an ArenaError"):
-            must_refuse("making 2^60 bytes, which are not there,", lambda: make_memory(1 << 60).close(), ArenaError)
+            must_refuse("making memory of 2^60 bytes", lambda: make_memory(1 << 60).close(), ArenaError)
 
     # readiness
 
@@ -168,15 +168,15 @@ class MemoryConformance(NamedKit):
 
         try:
             memory.start(on_ready)
-            assert not ends, "start() waits for what on_ready does, instead of returning at once"
+            assert not ends, "start() must return at once, but waits for on_ready"
         finally:
             started.set()
         self._until_all_is_ready(memory, ends)
-        assert not late, "start() waits for what on_ready does, instead of returning at once"
-        assert ends == sorted(set(ends)), f"the n of on_ready(n) grows with each call, but was {ends[:8]}"
-        assert ends[0] > 0, "on_ready(0) reports nothing"
-        assert ends[-1] == memory.capacity, f"on_ready({ends[-1]}) is beyond the capacity, {memory.capacity}"
-        assert threading.get_ident() not in threads, "on_ready is called in the thread of start()"
+        assert not late, "start() must return at once, but waits for on_ready"
+        assert ends == sorted(set(ends)), f"n of on_ready(n) must grow with each call: {ends[:8]}"
+        assert ends[0] > 0, "the memory called on_ready(0), which reports no bytes"
+        assert ends[-1] == memory.capacity, f"the last on_ready({ends[-1]}) is not the capacity, {memory.capacity}"
+        assert threading.get_ident() not in threads, "the memory called on_ready in the thread of start()"
 
     def test_what_is_reported_is_there_and_stays(self, memory: Memory) -> None:
         """The core hands out what lies below n, and an engine's store must not wait for the kernel: a write there takes
@@ -187,14 +187,14 @@ class MemoryConformance(NamedKit):
 
         def on_ready(end: int) -> None:
             if not calls.acquire(blocking=False):
-                wrong.append("on_ready is called while an earlier call is under way: n would not grow")
+                wrong.append("the memory called on_ready during an earlier call, so n may not grow")
                 return
             found = _taken(memory.fd)
             with memory.view() as place, place[ends[-1] : end] as piece:
                 piece[:] = b"\7" * len(piece)
             after = _taken(memory.fd)
             if found is not None and after is not None and (found < end // _PAGE * _PAGE or after > found):
-                wrong.append(f"on_ready({end}) is called while {found} bytes are resident, and {after} after a write")
+                wrong.append(f"at on_ready({end}) {found} bytes are resident, and {after} after a write")
             ends.append(end)
             calls.release()
 
@@ -204,14 +204,14 @@ class MemoryConformance(NamedKit):
             assert not wrong, wrong[0]
             for start, end in itertools.pairwise(ends):
                 same = view[start:end] == b"\7" * (end - start)
-                assert same, f"bytes [{start}, {end}) were written when they were ready, and changed since"
+                assert same, f"the memory changed bytes [{start}, {end}), which were written after on_ready"
 
     def test_a_view_from_before_the_start_stays_the_memory(self, memory: Memory) -> None:
         with memory.view() as before:
             self._started(memory)
             with memory.view() as after:
                 _mark(after, 9)
-            assert _wrong_page(before, 9) is None, "a view from before the start and one from after it differ"
+            assert _wrong_page(before, 9) is None, "a view from before start() and a view from after start() differ"
 
     # the end; the tests keep the closed objects: it is `close` that frees, not the garbage collector
 
@@ -242,7 +242,7 @@ class MemoryConformance(NamedKit):
         wait_until(lambda: ends, "the first on_ready", self.patience_s)
         closing.set()
         self._must_close(memory, before, "while it became usable", is_closed.set)
-        assert not late, "on_ready is called after close"
+        assert not late, "the memory called on_ready after close()"
 
     def test_closing_twice_closes_nothing_of_others(self, make_memory: MakeMemory) -> None:
         memory = make_memory(_CAPACITY)
@@ -256,7 +256,7 @@ class MemoryConformance(NamedKit):
         try:
             os.close(number)
         except OSError:
-            pytest.fail("a second close() closes a descriptor that belongs to somebody else by now")
+            pytest.fail("a second close() closes a descriptor that another file has by now")
 
     def test_leaving_is_quick_while_views_are_there(self, make_memory: MakeMemory) -> None:
         """The process ends right afterwards. A `BufferError` is fine: the memory stays until then."""
@@ -267,7 +267,7 @@ class MemoryConformance(NamedKit):
                 self._in_time(memory.leave, "leave()")
             view[0] = 1
         memory.close()
-        assert not (name and os.path.exists(name)), f"{name} outlives leave() and close()"
+        assert not (name and os.path.exists(name)), f"the file {name} remains after leave() and close()"
 
     def _in_time(self, call: Callable[[], None], what: str) -> None:
         began = time.monotonic()
@@ -276,7 +276,7 @@ class MemoryConformance(NamedKit):
         except BufferError:
             raise
         except Exception as error:  # noqa: BLE001  any is the bug
-            pytest.fail(f"{what} raises {type(error).__name__}: {error}; it is idempotent")
+            pytest.fail(f"{what} raises {type(error).__name__}: {error}; close() and leave() must be idempotent")
         assert time.monotonic() - began < self.patience_s, f"{what} takes longer than {self.patience_s:g} s"
 
     def _must_close(
@@ -308,15 +308,15 @@ class MemoryConformance(NamedKit):
             with contextlib.closing(make_kept_memory(_SIZES[size], kept)) as memory:
                 assert memory.capacity == len(engines), f"`capacity` was {len(engines)} and is {memory.capacity}"
                 with memory.view() as view:
-                    assert _wrong_page(view, 4) is None, "kept memory shows other bytes before the start"
+                    assert _wrong_page(view, 4) is None, "kept memory shows other bytes before start()"
                     ends: list[int] = []
                     memory.start(ends.append)
                     self._until_all_is_ready(memory, ends)
-                    assert ends == sorted(set(ends)), f"the n of on_ready(n) grows with each call, but was {ends[:8]}"
-                    assert zlib.crc32(view) == before, "kept memory has changed while it became usable"
+                    assert ends == sorted(set(ends)), f"n of on_ready(n) must grow with each call: {ends[:8]}"
+                    assert zlib.crc32(view) == before, "kept memory changed between start() and the last on_ready"
                     _mark(view, 6)
                 with mmap.mmap(memory.fd, len(engines)) as client, memoryview(client) as seen:
-                    assert _wrong_page(seen, 6) is None, "`fd` of kept memory is not what view() shows"
+                    assert _wrong_page(seen, 6) is None, "`fd` and view() of kept memory show different bytes"
                 # The journal names the arena's file, and the kernel's locks are on it.
                 assert os.path.samestat(os.fstat(memory.fd), was), "`fd` of kept memory is another file"
                 assert not os.get_inheritable(memory.fd), "`fd` of kept memory is inheritable"

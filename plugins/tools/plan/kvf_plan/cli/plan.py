@@ -58,7 +58,7 @@ def plan(
         typer.Option(
             metavar="TOKENS/S",
             parser=count_of,
-            help="Your engine's prefill speed for short prompts, in tokens per second, such as 25k.",
+            help="The engine's prefill speed for short prompts, in tokens per second, such as 25k.",
         ),
     ] = None,
     attention: Annotated[
@@ -130,11 +130,11 @@ def plan(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Plan memory, tiers and policies for a trace: what they do for the time to the first token, and the cheapest
+    """Plan memory, tiers and policies for a trace: their effect on the time to the first token, and the cheapest
     configuration that meets a goal.
 
-    It says how much is worth keeping at all, what LRU finds at each capacity, and what simulated servers do: the
-    code that serves, under a virtual clock. A goal that nothing meets is named with what comes closest, nothing is
+    The tables show the size of the reused KV, the hit rate of LRU at each capacity, and simulated servers: the
+    server's code under a virtual clock. If no configuration meets the goal, the closest one is shown, no file is
     written, and the exit status is 1.
     """
     if catalogue:

@@ -112,7 +112,7 @@ def _short(short: Shortfall, at: str) -> str:
     unit = " s" if short.limit == "ttft" else ""
     name = f"{at} {_LIMITS[short.limit]}" if short.limit == "ttft" else _LIMITS[short.limit]
     over = f", {short.over:.0%} over" if short.wanted else ""
-    return f"{name}: {short_number(short.has)}{unit} at best, not {short_number(short.wanted)}{unit}{over}"
+    return f"{name}: at best {short_number(short.has)}{unit}, not {short_number(short.wanted)}{unit}{over}"
 
 
 def _said(row: Row) -> str:
@@ -220,7 +220,7 @@ def write_out(plan: Plan, file: Path) -> None:
         with file.open("x") as out:
             out.write(toml_of(plan.chosen.setting, about(plan, plan.chosen)))
     except OSError as error:
-        raise PlanError(f"cannot be written: {error.strerror}", where=f"--out {file}") from None
+        raise PlanError(f"the file cannot be written: {error.strerror}", where=f"--out {file}") from None
     stderr.print(f"wrote {file}; check it on the server's machine: kvframework doctor --config {file}", markup=False)
 
 

@@ -66,7 +66,7 @@ def simulate(
         typer.Option(
             min=0,
             metavar="PROMPTS",
-            help="So many prompts for each engine are looked up before their turn; without it each as it comes.",
+            help="Prompts per engine that are looked up before their turn; default: all, on arrival.",
         ),
     ] = None,
     chunk_tokens: Annotated[
@@ -74,7 +74,7 @@ def simulate(
     ] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Say what the requests of a trace would find in the cache of a server.
+    """Simulate which tokens the requests of a trace would find in the cache of a server.
 
     The server's own code runs, with its eviction, write policies and tiers' queues, on a virtual clock: nothing is
     stored, read or sent, and no tier is connected to. An hour of requests takes seconds, with tiers up to a minute. It

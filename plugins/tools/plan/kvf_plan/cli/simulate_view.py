@@ -13,7 +13,7 @@ from kvframework.text import short_count, short_duration, short_number
 
 _NOT = (
     "not simulated: decoding, batching and chunked prefill (an engine computes one prompt at a time), the copy between "
-    "L1 and the engine, its own prefix cache, several nodes, tenants, codecs, and what a tier forgets by itself"
+    "L1 and the engine, the engine's prefix cache, several nodes, tenants, codecs, and what a tier forgets by itself"
 )
 
 
@@ -35,7 +35,7 @@ def outcome_view(outcome: Outcome, name: str) -> RenderableType:
     )
     if outcome.misses:
         reasons = sorted(outcome.misses.items(), key=lambda each: -each[1])
-        parts.append(Text("lookups that missed something: " + ", ".join(f"{count} {name}" for name, count in reasons)))
+        parts.append(Text("lookups with missing tokens: " + ", ".join(f"{count} {name}" for name, count in reasons)))
     price = outcome.status.get("price", {})
     if price.get("lookups"):
         parts.append(

@@ -123,7 +123,7 @@ def engine(model: str, gpu: str, gpus: int = 0) -> Engine:
         share = known.assumed.mixture if shape.mixture else known.assumed.dense
         r = gpus * share * peak * 1e12 / (2 * shape.active_parameters)
         basis: Basis = "assumed"
-        note, source = f"{share:.0%} of the peak of {gpus} {gpu}: nothing published is known here", shape.source
+        note, source = f"{share:.0%} of the peak of {gpus} {gpu}, as no published speed is known", shape.source
     else:
         # What was measured is the mean over a prompt, with its attention.
         r = found.tokens_per_s * (1 + found.prompt_tokens / (2 * a))

@@ -18,7 +18,7 @@ class Chunks:
     def __init__(self, ours: int, theirs: int, *, whole: bool) -> None:
         if ours % theirs and theirs % ours:
             raise SimulationError(
-                f"the trace has chunks of {theirs} tokens, the server chunks of {ours}",
+                f"the trace has chunks of {theirs} tokens, the simulated server chunks of {ours}",
                 where="[server] chunk_size",
                 available=f"multiples and divisors of {theirs}",
                 hint=f"simulate chunks as in the trace: --set server.chunk_size={theirs}",

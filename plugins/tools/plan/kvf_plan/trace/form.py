@@ -27,7 +27,7 @@ def readable(path: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        raise no_trace(path, "the file does not exist", "check the path") from None
+        raise no_trace(path, "the trace file does not exist", "check the path") from None
     except OSError as error:
         raise no_trace(path, error.strerror or type(error).__name__, "check the path and its permissions") from None
 

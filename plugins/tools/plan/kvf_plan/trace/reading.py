@@ -60,7 +60,7 @@ def open_trace(path: str | Path, *, chunk_tokens: int = 0) -> Trace:
             return _Lines(path, _read_header(path))
         if form == MOONCAKE:
             return _Lines(path, Header(chunk_tokens or MOONCAKE_CHUNK_TOKENS, path.name, MOONCAKE))
-    raise no_trace(path, "the file has an unknown format" if head.strip() else "the file is empty", RECORD)
+    raise no_trace(path, "the trace file has an unknown format" if head.strip() else "the trace file is empty", RECORD)
 
 
 class _Lines:

@@ -67,7 +67,7 @@ class WireFaultTests(TierKit):
             outcomes = tier.get_into(keys, parts_of(buffers), deadline=deadline)
             for key, buffer, outcome in zip(keys, buffers, outcomes, strict=True):
                 if outcome == len(buffer) and kind != "flip":
-                    must_be_equal(buffer, values[key], "wrong bytes came back as if they were right")
+                    must_be_equal(buffer, values[key], "get_into returned wrong bytes as a hit")
 
         for _ in range(1 if kind == "stall" else TURNS):
             batch = chance.sample(list(values), chance.randint(1, 5))
@@ -75,11 +75,11 @@ class WireFaultTests(TierKit):
             self.in_time(partial(tier.put, batch, parts_of(values[key] for key in batch)))
             self.in_time(partial(tier.contains, [other]))
             self.in_time(partial(tier.delete, [other]))
-        assert proxy.injected[kind], "the fault did not take place: does the tier talk through the proxy?"
+        assert proxy.injected[kind], "the proxy injected no fault: connect the tier through the proxy"
         proxy.heal()
         for key, value in values.items():
             outcome, found = persist(partial(tier.load, key, len(value)), self.patience_s)
-            assert outcome is MISSING or (outcome, found) == (len(value), value), "a fault left a value that is wrong"
+            assert outcome is MISSING or (outcome, found) == (len(value), value), "a fault left a wrong value"
         persist(partial(tier.store_all, values), self.patience_s)
         for key, value in values.items():
             self.must_be_there(tier, key, value)
@@ -93,7 +93,7 @@ class WireFaultTests(TierKit):
         tier.store_all({one: b"one", two: b"two"})
         proxy.inject("stall")
         late = partial(tier.get_into, [one], parts_of([bytearray(3)]), deadline=time.monotonic() + 0.1)
-        why = "nothing came before the deadline"
+        why = "no reply came before the deadline"
         self.in_threads(lambda: self.must_raise("get_into", late, why), within_s=self.patience_s)
         proxy.heal()
         for _ in range(10):
@@ -112,7 +112,7 @@ class WireFaultTests(TierKit):
 
         def wait() -> None:
             try:
-                self.must_raise(name, lambda: self.call(tier, name, key, far), "the tier was closed meanwhile")
+                self.must_raise(name, lambda: self.call(tier, name, key, far), "the tier was closed during the call")
             finally:
                 ended.set()
 
@@ -123,7 +123,7 @@ class WireFaultTests(TierKit):
             in_time = ended.wait(self.grace_s)
             proxy.heal()
             assert in_time, (
-                f"{name} still waits for the wire {self.grace_s:g} s after `close`: close ends calls in flight"
+                f"{name} still waits for the wire {self.grace_s:g} s after `close`, which must end calls in flight"
             )
 
         self.in_threads(wait, close, within_s=self.patience_s + self.grace_s)
@@ -147,16 +147,16 @@ class WireFaultTests(TierKit):
         one_by_one = [fail("reset", 1) for _ in range(BREAKS)]
         # A few more may be those of a pool that grows to its size.
         grown = one_by_one[-1] - min(one_by_one[:2])
-        assert grown <= BREAKS // 2, f"{grown} descriptors more after {BREAKS} connections that broke: close each"
+        assert grown <= BREAKS // 2, f"the tier keeps {grown} descriptors of {BREAKS} broken connections"
         many = [fail(kind, FAILURES) for kind in ("reset", "refuse", "reset", "refuse")]
         grown = many[-1] - many[0]
-        assert grown < FAILURES, f"{grown} descriptors more after {3 * FAILURES} more failures"
+        assert grown < FAILURES, f"the tier keeps {grown} descriptors after {3 * FAILURES} failures"
 
     def must_be_there(self, tier: WatchedTier, key: PackedKey, value: bytes) -> None:
         """Fail unless the value is found after a fault, with patience for `TierError`."""
         received, found = persist(lambda: tier.load(key, len(value)), self.patience_s)
-        assert received == len(value), f"after the fault get_into answered {said(received)}, not {len(value)} bytes"
-        must_be_equal(found, value, "wrong bytes after a fault on the wire")
+        assert received == len(value), f"after the fault get_into returned {said(received)}, not {len(value)} bytes"
+        must_be_equal(found, value, "get_into returned wrong bytes after a fault on the wire")
 
     def in_time(self, call: Callable[..., object]) -> None:
         """Make a call, which may raise `TierError`; fail if it takes much longer than `DEADLINE_S`."""

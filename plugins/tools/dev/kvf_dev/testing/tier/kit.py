@@ -175,7 +175,7 @@ class TierKit(NamedKit):
             answer = call()
         except TierError:
             return
-        pytest.fail(f"{name} answered {answer!r} instead of raising TierError: {why}")
+        pytest.fail(f"{name} returned {answer!r} instead of raising TierError: {why}")
 
     def in_threads(self, *works: Callable[[], object], within_s: float | None = None) -> None:
         super().in_threads(*works, within_s=3 * self.patience_s if within_s is None else within_s)

@@ -81,14 +81,14 @@ class LifecycleTests(TierKit):
 
         def close() -> None:
             for _ in range(8):
-                assert begun.acquire(timeout=self.patience_s), "calls of four threads do not end: none gets its turn"
+                assert begun.acquire(timeout=self.patience_s), "calls of four threads do not end"
             closed = time.monotonic()
             watched.close()
-            assert time.monotonic() - closed < self.grace_s, "close took too long"
+            assert time.monotonic() - closed < self.grace_s, "the tier's close took too long"
             ended.append(closed)
 
         self.in_threads(close, *(partial(work, put) for put in (True, False, True, False)))
-        assert max(ended) - min(ended) < self.grace_s, "a call went on after the tier was closed"
+        assert max(ended) - min(ended) < self.grace_s, "a call of the tier went on after close"
 
     def test_values_outlive_the_tier(self, watched: WatchedTier) -> None:
         """They are counted and listed as before, too."""
@@ -108,20 +108,20 @@ class LifecycleTests(TierKit):
             again.must_load(key, value)
         assert again.contains([gone]) == [MISSING]
         then, after = self._seen(again, values)
-        assert then == used, "usage after the store was opened again, and before"
+        assert then == used, "usage() changed when the store was opened again"
         assert {key: entry.nbytes for key, entry in after.items()} == {
             key: entry.nbytes for key, entry in before.items()
-        }, "other values are listed after the store was opened again"
+        }, "scan lists other values after the store was opened again"
         for key, entry in before.items():
             moved = 0.0 if entry.used_at is None else abs((after[key].used_at or 0.0) - entry.used_at)
-            assert moved <= self.time_step_s, f"opening the store moved a time of use by {moved:.1f} s"
+            assert moved <= self.time_step_s, f"opening the store again moved used_at by {moved:.1f} s"
         again.store(gone, b"a value of the next life")
         again.close()
         third = self.another(watched)
         third.must_load(gone, b"a value of the next life")
         assert third.delete([*values, gone]) == [DELETED] * (len(values) + 1)
         left = self._seen(third, values)[0] - empty
-        assert left <= 0, f"{left} bytes are still in use after all was deleted"
+        assert left <= 0, f"the tier's used_bytes are {left} too high after all values were deleted"
 
     def _seen(self, tier: WatchedTier, values: dict[bytes, bytes]) -> tuple[int, dict[bytes, TierEntry]]:
         """Return what `usage` counts, and what `scan` lists of these keys; nothing where the tier lacks the method."""
@@ -165,7 +165,7 @@ class LeakTests(TierKit):
         deadline = time.monotonic() + self.grace_s
         while len(left := held()) > len(before) and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert len(left) <= len(before), f"left behind: {', '.join(sorted(left - before))}"
+        assert len(left) <= len(before), f"the tier leaves behind after close: {', '.join(sorted(left - before))}"
 
 
 class CrashTests(TierKit):
@@ -185,13 +185,13 @@ class CrashTests(TierKit):
                 writer.stdout.readline()
                 time.sleep(chance.random() * 2 * (time.monotonic() - began))  # so long as a put takes here
                 writer.kill()
-            assert started, "another process cannot write to the store"
+            assert started, "a tier in another process cannot write to the store"
             with contextlib.closing(self.watch(self.open_by_name())) as again:
                 self._must_be_whole(again)
         with contextlib.closing(self.watch(self.open_by_name())) as again:
             for key in _KEYS:
                 again.store(key, b"after the crash")
-                again.must_load(key, b"after the crash", "a crash left something in the way")
+                again.must_load(key, b"after the crash", "a value cannot be replaced after a crash of its writer")
             again.delete(_KEYS)
 
     def _writer(self) -> subprocess.Popen[bytes]:
@@ -210,10 +210,10 @@ class CrashTests(TierKit):
             received, found = tier.load(key, max(_LENGTHS.values()))
             if received is MISSING:
                 continue
-            assert isinstance(received, int), f"a killed writer left a value that is {received}"
+            assert isinstance(received, int), f"get_into returned {received} for a value of a killed writer"
             value = found[:received]
             whole = bool(value) and _LENGTHS.get(value[0]) == len(value) and value == value[:1] * len(value)
-            assert whole, f"a killed writer left a value in part, or a mixture of two: {received} bytes"
+            assert whole, f"get_into returned a part or a mixture of values of a killed writer: {received} bytes"
         if "scan" in tier.capabilities():
             # What the writer had sent may arrive in between: then another listing is right.
             wrong = self._listed_wrongly(tier) and self._listed_wrongly(tier) and self._listed_wrongly(tier)
@@ -223,5 +223,5 @@ class CrashTests(TierKit):
         for key, entry in tier.listed(_KEYS).items():
             received = tier.load(key, max(_LENGTHS.values()))[0]
             if received != entry.nbytes:
-                return f"{entry.nbytes} bytes are listed, and {received} are there"
+                return f"scan lists {entry.nbytes} bytes, but get_into returned {received}"
         return ""

@@ -49,14 +49,14 @@ class WatchedTier(Tier):
         outcomes = _outcomes("get_into", answer, keys)
         for outcome, room in zip(outcomes, rooms, strict=True):
             if isinstance(outcome, int) and not 0 <= outcome <= room:
-                pytest.fail(f"get_into received {outcome} bytes into a place of {room}")
+                pytest.fail(f"get_into returned {outcome} bytes for a buffer of {room}")
         return outcomes
 
     def put(self, keys: Sequence[PackedKey], parts: Parts, *, deadline: float | None = None) -> list[Outcome]:
         before = _sums("put", parts)
         answer = self._call("put", deadline, self.inner.put, keys, parts)
         if before != _sums("put", parts):
-            pytest.fail("put changed the bytes of the caller, which are only lent to be read")
+            pytest.fail("put changed the caller's bytes, which it may only read")
         return _outcomes("put", answer, keys)
 
     def delete(self, keys: Sequence[PackedKey], *, deadline: float | None = None) -> list[Outcome]:
@@ -68,16 +68,16 @@ class WatchedTier(Tier):
     def usage(self, *, deadline: float | None = None) -> TierUsage:
         found = self._call("usage", deadline, self.inner.usage)
         if not isinstance(found, TierUsage):
-            pytest.fail(f"usage answered {found!r}, no TierUsage")
+            pytest.fail(f"usage() returned {found!r}, not a TierUsage")
         for name, nbytes in (("used_bytes", found.used_bytes), ("capacity_bytes", found.capacity_bytes)):
             if not _is_number(nbytes) or nbytes < 0:
-                pytest.fail(f"{name} of usage is {nbytes!r}, no number of bytes")
+                pytest.fail(f"{name} of usage() is {nbytes!r}, not a number of bytes")
         return found
 
     def scan(self, *, deadline: float | None = None) -> Iterator[TierEntry]:
         entries = self._call("scan", deadline, self.inner.scan)
         if not isinstance(entries, Iterator):
-            pytest.fail(f"scan answered a {type(entries).__name__}, no iterator")
+            pytest.fail(f"scan returned a {type(entries).__name__}, not an iterator")
         return self._entries(entries)
 
     def capabilities(self) -> frozenset[str]:
@@ -107,29 +107,29 @@ class WatchedTier(Tier):
     def must_answer(self, key: PackedKey, nbytes: int, expected: int | Outcome) -> None:
         """Fail unless a get into `nbytes` ends so."""
         outcome, _ = self.load(key, nbytes)
-        assert outcome == expected, f"get_into of {nbytes} bytes answered {said(outcome)}, not {said(expected)}"
+        assert outcome == expected, f"get_into of {nbytes} bytes returned {said(outcome)}, not {said(expected)}"
 
     def must_load(self, key: PackedKey, value: bytes, why: str = "") -> None:
         """Fail unless `value` is found."""
         outcome, found = self.load(key, len(value))
         assert outcome == len(value), (
-            f"get_into of {len(value)} bytes answered {said(outcome)}: {why or 'it was stored'}"
+            f"get_into of {len(value)} bytes returned {said(outcome)}: {why or 'the value was stored'}"
         )
-        must_be_equal(found, value, why or "other bytes")
+        must_be_equal(found, value, why or "get_into returned other bytes")
 
     def listed(self, keys: Collection[PackedKey]) -> dict[PackedKey, TierEntry]:
         """Return what `scan` lists under `keys`; fail if one of them is listed twice."""
         found: dict[PackedKey, TierEntry] = {}
         for entry in self.scan():
             if entry.key in keys:
-                assert entry.key not in found, "a value is listed twice"
+                assert entry.key not in found, "scan lists a value twice"
                 found[entry.key] = entry
         return found
 
     def _entries(self, entries: Iterator[TierEntry]) -> Iterator[TierEntry]:
         while (entry := self._timed("scan", float("inf"), partial(next, entries, None))) is not None:
             if not isinstance(entry, TierEntry) or type(entry.key) is not bytes or not _is_number(entry.nbytes):
-                pytest.fail(f"scan listed {entry!r}, no TierEntry of a key of bytes and a number of bytes")
+                pytest.fail(f"scan listed {entry!r}, not a TierEntry with a key of bytes and a number of bytes")
             yield entry
 
     def _call(self, name: str, deadline: float | None, call: Callable[..., T], *arguments: object) -> T:
@@ -147,8 +147,8 @@ class WatchedTier(Tier):
             raise
         except Exception as error:  # noqa: BLE001  reported as the test's failure
             pytest.fail(
-                f"{name} raised {shown(error)}: what fails for one key is FAILED, and an operation"
-                " that fails as a whole raises TierError"
+                f"{name} raised {shown(error)}: a failure of one key must be FAILED, and an operation"
+                " that fails as a whole must raise TierError"
             )
         finally:
             late = time.monotonic() - deadline
@@ -169,14 +169,14 @@ def said(outcome: object) -> str:
 def _outcomes(name: str, answer: list[R], keys: Sequence[PackedKey]) -> list[R]:
     __tracebackhide__ = True
     if not isinstance(answer, list):
-        pytest.fail(f"{name} answered a {type(answer).__name__}, no list of outcomes")
+        pytest.fail(f"{name} returned a {type(answer).__name__}, not a list of outcomes")
     if len(answer) != len(keys):
-        pytest.fail(f"{name} answered {len(answer)} outcomes for {len(keys)} keys: one for each key, in order")
+        pytest.fail(f"{name} returned {len(answer)} outcomes for {len(keys)} keys, not one for each key")
     for outcome in answer:
         if not (
             outcome in _PERMITTED[name] if isinstance(outcome, Outcome) else name == "get_into" and _is_number(outcome)
         ):
-            pytest.fail(f"{outcome!r} is no outcome of {name}")
+            pytest.fail(f"{name} returned {outcome!r}, which is not one of its outcomes")
     return answer
 
 
@@ -186,7 +186,7 @@ def _sums(name: str, parts: Parts) -> list[list[int]]:
         # By index: a test may watch whether the tier iterates.
         return [[zlib.crc32(part) for part in parts[index]] for index in range(len(parts))]
     except ValueError:
-        pytest.fail(f"{name} released a memoryview of the caller's")
+        pytest.fail(f"{name} released a memoryview of the caller")
 
 
 def _is_number(answer: object) -> bool:

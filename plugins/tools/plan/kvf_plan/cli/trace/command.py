@@ -12,12 +12,12 @@ from kvframework.api.command import AsJson, Endpoint, EndpointConfig, QuickGroup
 
 app = typer.Typer(
     cls=QuickGroup,
-    help="Record, check and describe traces, which hold when requests came and which tokens they share.",
+    help="Record, check and describe traces: the times of requests and the tokens that they share.",
     no_args_is_help=True,
 )
 
 
-File = Annotated[Path, typer.Argument(metavar="FILE", help="A trace.")]
+File = Annotated[Path, typer.Argument(metavar="FILE", help="The trace file.")]
 ChunkTokens = Annotated[
     int,
     typer.Option(min=0, max=1 << 20, help="Tokens per chunk, if the file does not say; 0: 512."),
@@ -32,7 +32,7 @@ ChunkTokens = Annotated[
     ),
 )
 def record(
-    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write, which must not exist.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The new file to write.")],
     seconds: Annotated[
         float | None,
         typer.Option("--for", metavar="TIME", parser=seconds_of, help="How long to record, such as 90s, 10m or 2h."),
@@ -41,7 +41,7 @@ def record(
     config: EndpointConfig = None,
     timeout: Annotated[float, typer.Option(min=0.01, max=3600, help="Seconds to wait for the server.")] = 5.0,
 ) -> None:
-    """Write what a running server is asked into a trace: no text, no token, no name.
+    """Record a running server's lookups into a trace, without text, tokens and names.
 
     A line holds the time of a lookup, its length, what was hit, and an id for each chunk, which is equal where prompts
     are equal. The ids mean nothing outside of this file. Run it as the server's user on its node. Whatever ends it,
@@ -68,7 +68,7 @@ def info(
     chunk_tokens: ChunkTokens = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a trace holds, and the least memory that would have it all."""
+    """Show the requests of a trace, and the least memory that holds all KV it uses again."""
     import msgspec
 
     from kvf_plan.cli.trace.recording import table_of

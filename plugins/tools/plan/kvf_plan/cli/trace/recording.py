@@ -113,9 +113,9 @@ class Recorder:
             return self._client.request("TRACE", asked, m.TraceReply, timeout=self._timeout_s)
         except UnknownRequest:
             raise VersionMismatch(
-                "this server's release is older and records no traces",
+                "the server is of an older release that records no traces",
                 where=self._client.endpoint,
-                hint="install this release on the server",
+                hint="install kvframework of this command's release on the server",
             ) from None
 
     def _write(self, file: TraceFile, reply: m.TraceReply, recorded_at: float) -> None:
@@ -169,20 +169,22 @@ def table_of(header: Header, summary: Summary) -> Table:
     table.add_column(no_wrap=True, justify="right")
     table.add_column()
     again = summary.chunks - summary.unique_chunks
-    rate = f", {summary.requests / summary.span_s:.2f} a second" if summary.span_s else ""
+    rate = f", {summary.requests / summary.span_s:.2f} per second" if summary.span_s else ""
     for name, value, meaning in (
-        ("form", header.form, f"{header.chunk_tokens} tokens a chunk"),
+        ("form", header.form, f"{header.chunk_tokens} tokens per chunk"),
         ("requests", short_count(summary.requests), f"in {short_duration(summary.span_s)}{rate}"),
         ("tokens", short_count(summary.tokens), f"of prompts, and {short_count(summary.output_tokens)} of answers"),
-        ("chunks", short_count(summary.chunks), f"{short_count(summary.unique_chunks)} different ones"),
-        ("again", _share(again, summary.chunks), "of the chunks had been there: the most that any cache can have"),
-        ("live set", short_count(summary.live_chunks), f"chunks, {_live(header, summary)}: the least that has it all"),
+        ("chunks", short_count(summary.chunks), f"{short_count(summary.unique_chunks)} different chunks"),
+        ("again", _share(again, summary.chunks), "of the chunks came before: the highest hit rate of any cache"),
+        (
+            "live set",
+            short_count(summary.live_chunks),
+            f"chunks, {_live(header, summary)}: the least L1 for the highest hit rate",
+        ),
     ):
         table.add_row(name, value, meaning)
     if summary.hit_tokens != UNKNOWN:
-        table.add_row(
-            "hit", _share(summary.hit_tokens, summary.asked_tokens), "of what was asked of the recorded server"
-        )
+        table.add_row("hit", _share(summary.hit_tokens, summary.asked_tokens), "of the recorded server's prompt tokens")
     if summary.tenants > 1 or summary.models > 1:
         table.add_row("tenants", short_count(summary.tenants), f"with {short_count(summary.models)} models")
     if summary.lost:
