@@ -259,5 +259,5 @@ def _extras(event: _Stored, *, first: bool) -> dict[int, bytes]:
 
 def _key(raw: msgspec.Raw) -> Any:
     if memoryview(raw).nbytes > LONGEST_KEY:
-        raise ValueError(f"an extra key in the event is longer than {LONGEST_KEY} bytes")
+        raise ValueError(f"the length of an extra key in the event is more than {LONGEST_KEY} bytes")
     return _ANY.decode(raw)
