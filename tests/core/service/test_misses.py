@@ -110,7 +110,7 @@ def other(**changes: Any) -> NamespaceRecord:
             [row(other(), namespace=THERE), row(salt="s")],
             MissReason("other_salt", "stored with a salt, asked without one"),
         ),
-        ([row(rank=1)], MissReason("never_stored", "another rank or layer group than rank 0 stored the chunk")),
+        ([row(rank=1)], MissReason("never_stored", "rank 0 did not store the chunk, but another rank or group did")),
     ],
 )
 def test_where_else_the_chunk_is_says_why_it_is_not_here(rows: list[Row], expected: MissReason | None) -> None:
