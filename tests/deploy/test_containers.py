@@ -240,7 +240,8 @@ def test_an_update_after_a_kill_and_a_drain_loses_nothing(
     podman("exec", server, "sh", "-c", f"kill -9 {killed}")
     wait_until(lambda: pid() not in (0, killed), 300.0, "the next server of the keeper")
     engine(podman, directory, "load", ENGINES[1])
-    podman("exec", server, "kvframework", "drain", "--timeout", "60s")
+    # The end of the container may end the command before it reports.
+    podman("exec", server, "kvframework", "drain", "--timeout", "60s", check=False)
     assert podman("wait", server).strip() == "0"
     start_server(podman, "next", next_image)
     assert "0.3.9" in podman("exec", "next", "kvframework", "--version")

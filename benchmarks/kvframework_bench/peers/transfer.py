@@ -126,7 +126,7 @@ class _Loads:
         got = self._tier.get_into(self._keys, parts, deadline=time.monotonic() + _PATIENCE_S)
         expected = HEADER_BYTES + self._places[0].nbytes
         if any(each != expected for each in got):
-            raise BenchFailed(f"a load from the peer node returned {got[0]}")
+            raise BenchFailed(f"a load from the peer node returned {got[0]} bytes of a value, expected {expected}")
         if check:
             for key, header, place in zip(self._keys, self._headers, self._places, strict=True):
                 unseal(header, key, place, received=expected)

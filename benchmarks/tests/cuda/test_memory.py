@@ -23,10 +23,10 @@ def pieces(memory: DeviceMemory, layer: int, block: int) -> list[int]:
     """Return the addresses of a block's parts in one layer, a plane's or all of it, by the tensor's own strides."""
     tensor = memory.kv[f"layers.{layer}"]
     axes, size = memory.shape.axes, tensor.element_size()
-    at = tensor.data_ptr() + block * tensor.stride(axes.index("block")) * size
+    at = tensor.data_ptr() + block * tensor.stride()[axes.index("block")] * size
     if axes[0] != "plane":
         return [at]
-    return [at + plane * tensor.stride(0) * size for plane in range(2)]
+    return [at + plane * tensor.stride()[0] * size for plane in range(2)]
 
 
 def load(memory: DeviceMemory, chunks: int, *, from_layer: int = 0) -> None:

@@ -97,7 +97,7 @@ class CopyKernel:
             nbytes >= STREAMING_BYTES,
         )
         if self._copy(ctypes.byref(product), min(max(nbytes // BYTES_PER_THREAD, 1), self._threads)) != 0:
-            raise ValueError(f"a copy of {len(batch.steps)} steps with runs of {batch.run} bytes")
+            raise ValueError(f"the kernel refuses a copy of {len(batch.steps)} steps with runs of {batch.run} bytes")
 
 
 def load_kernel(threads: int = 0) -> CopyKernel | None:

@@ -171,7 +171,7 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
             return self._spec.tokens_per_block[0], self._spec.slot_bytes
         if self._options.load == "sync":
             raise ConfigFieldError(
-                f"'sync', and this model has {len(kinds)} KV cache groups: {', '.join(kinds)}",
+                f"'sync' is not possible: this model has {len(kinds)} KV cache groups, {', '.join(kinds)}",
                 where="kvframework.load",
                 available="auto, async",
                 hint="loads within a step need a model with one group of full attention",
