@@ -146,4 +146,4 @@ class CudaRig(TransportRig):
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return math.prod(tensor.shape) * tensor.element_size()
