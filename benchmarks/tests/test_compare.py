@@ -136,7 +136,7 @@ def test_of_every_spread_and_latency_it_is_said_what_it_means() -> None:
 def test_every_bench_has_its_figures() -> None:
     from kvframework_bench.command import app
 
-    assert {each.name for each in app.registered_commands} - {"compare"} == FIGURES.keys()
+    assert {each.name for each in app.registered_commands} - {"compare", "gpu-report"} == FIGURES.keys()
     assert set(FIGURES.values()) == set(typing.get_args(Figures))
 
 
