@@ -16,7 +16,6 @@ from tests.docs import (
     option_tables,
     reference_tables,
     registry_table,
-    ttft_plot,
 )
 from tests.docs.install_commands import in_step
 from tests.docs.prose import PAGES
@@ -46,7 +45,6 @@ def generated() -> dict[Path, str]:
     files[deploy / "grafana" / "kvframework-fleet.json"] = dashboards.fleet()
     files[deploy / "prometheus" / "kvframework.rules.yml"] = alerts.prometheus(documentation)
     files[DOCS / "engines" / "README.md"] = NOTE + engine_table.page()
-    files[DOCS / "ttft.svg"] = ttft_plot.drawn(files[DOCS / "benchmarks.md"])
     files |= {reference / name: NOTE + text for name, text in api_reference.pages().items()}
     files[reference / "status.md"] += f"\n## Counters\n{counter_table.table()}"
     return {file: in_step(text) for file, text in files.items()}

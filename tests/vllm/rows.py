@@ -1,17 +1,12 @@
-"""What the connector is measured and proven by: each row a new engine process of vLLM with the same prompt.
-
-`python -m tests.vllm.rows --size mid` prints the table. The rows are also the tests of `test_rows.py`.
-"""
+"""What the connectors are proven by: each run is a new engine process of vLLM with the same prompt."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +20,6 @@ from tests.support.redis_server import RedisServer
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 from tests.vllm.engine import SERVER_PID, STEPS, Ask, Order, encode, kvframework_transfer
-from tests.vllm.model import make, prompt
 
 # Two blocks of vLLM's on a CPU.
 CHUNK = 256
@@ -150,19 +144,6 @@ def _answers(stream: TextIO, on_wait: Callable[[], None] | None) -> Iterator[Ans
             yield Answer(**{key: event[key] for key in names}, logprobs=event.get("logprobs", []))
 
 
-@dataclass(frozen=True)
-class Row:
-    name: str
-    answer: Answer
-    cold: Answer
-
-    @property
-    def same(self) -> int:
-        """How many tokens from the first one on are those of the cold run."""
-        pairs = zip(self.answer.tokens, self.cold.tokens, strict=True)
-        return next((index for index, (one, other) in enumerate(pairs) if one != other), len(self.cold.tokens))
-
-
 def server_for(*settings: str, capacity: str = "1GiB") -> ServerProcess:
     return ServerProcess(f"server.chunk_size={CHUNK}", *settings, capacity=capacity)
 
@@ -230,10 +211,6 @@ def example(folder: Path) -> dict[str, Any]:
 
 def cold(bench: Bench) -> Answer:
     return bench.run(None, bench.ask())[0]
-
-
-def local_hit(bench: Bench) -> Answer:
-    return bench.run(None, bench.ask(), bench.ask())[1]
 
 
 def store_and_load(bench: Bench) -> tuple[Answer, Answer]:
@@ -305,51 +282,3 @@ def wrong_kv(bench: Bench) -> Answer:
     with server_for() as server:
         bench.run(server, bench.ask())
         return bench.run(server, bench.ask(), connector="WrongKv")[0]
-
-
-def all_rows(bench: Bench) -> Iterator[Row]:
-    first = cold(bench)
-    yield Row("cold, no connector", first, first)
-    yield Row("local prefix hit", local_hit(bench), first)
-    stored, loaded = store_and_load(bench)
-    yield Row("cold, storing", stored, first)
-    yield Row("load in a new process", loaded, first)
-    yield Row("load after a restart, from disk", load_from_disk(bench), first)
-    yield Row("load after a restart, from Redis", load_from_redis(bench), first)
-    third = len(bench.prompt) // 3 // 128 * 128
-    yield Row(f"{third} tokens local, the rest loaded", local_and_external(bench, third), first)
-    yield Row("one object lost", one_lost(bench, 5), first)
-    yield Row("one object corrupted in Redis", corrupted_in_redis(bench, 5), first)
-    yield Row("server killed before the load", server_dies(bench, "ServerDiesBeforeLoad"), first)
-    yield Row("server killed during the load", server_dies(bench, "ServerDiesDuringLoad"), first)
-    yield Row("wrong KV (must differ)", wrong_kv(bench), first)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", default="mid")
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "kvf-vllm-models")
-    parser.add_argument("--load", default="async")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="kvf-rows-") as directory:
-        bench = Bench(
-            make(arguments.models / arguments.size, arguments.size),
-            Path(directory),
-            prompt(arguments.tokens),
-            arguments.new_tokens,
-            {"kvframework.load": arguments.load},
-        )
-        print(f"| {'row':36} | TTFT s | prefill tokens computed | tokens equal to cold |")
-        print(f"|{'-' * 38}|-------:|------------------------:|---------------------:|")
-        started = time.monotonic()
-        for row in all_rows(bench):
-            computed = row.answer.computed if row.answer.computed >= 0 else arguments.tokens - row.answer.cached
-            same = f"{row.same} of {len(row.cold.tokens)}"
-            print(f"| {row.name:36} | {row.answer.ttft:6.3f} | {computed:23} | {same:>20} |", flush=True)
-        print(f"{time.monotonic() - started:.0f} s in all", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    main()

@@ -27,7 +27,7 @@ from tests.vllm.rows import Answer, Bench, written_back
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
-# Correctness does not need the large model: `python -m tests.vllm.rows` has the figures.
+# Correctness does not need the large model: `kvframework bench serving` has figures.
 SIZE = os.environ.get("KVF_VLLM_SIZE", "tiny")
 TOKENS = 2048
 CHUNK = rows.CHUNK
