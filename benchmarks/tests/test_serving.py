@@ -251,6 +251,17 @@ def test_a_peer_that_does_not_run_is_named_with_its_first_error(run: Callable[..
     assert {row.contender for row in figures.rows} == {NONE}
 
 
+def test_a_peer_whose_server_does_not_start_is_named_with_that_error(run: Callable[..., ServingFigures]) -> None:
+    @contextmanager
+    def opened(_directory: Path, _capacity: int) -> Iterator[Offload]:
+        raise BenchFailed("the server has ended")
+        yield
+
+    figures = run(Contender(PEER, opened, needed=False), contender(NONE))
+    assert [(each.what, each.reason) for each in figures.skipped] == [(PEER, "the server has ended")]
+    assert {row.contender for row in figures.rows} == {NONE}
+
+
 @pytest.mark.parametrize("fault", ["dies", "dies-when-asked"])
 def test_an_engine_that_ends_is_the_error_with_the_end_of_its_log(
     run: Callable[..., ServingFigures], fault: str

@@ -164,6 +164,7 @@ def _started(
         place = directory / str(number)
         place.mkdir()
         own = stack.enter_context(ExitStack())
+        each: _Running | None = None
         try:
             offload = own.enter_context(contender.open(place, sizes.capacity_bytes))
             started = partial(_engines, own, contender.name, settings, offload, place, launch)
@@ -175,7 +176,7 @@ def _started(
         except BenchFailed as error:
             if contender.needed:
                 raise
-            why = next(filter(None, (engine.why() for engine in each.engines)), error.fact)
+            why = next(filter(None, (engine.why() for engine in (each.engines if each else ()))), error.fact)
             skipped.append(Skipped(contender.name, why, "the contender's engine does not start"))
             own.close()
         else:
