@@ -201,7 +201,7 @@ def test_an_engine_runs_without_a_server_that_cannot_start(node: Node, options: 
     assert done.stdout == f"{node.endpoint}\n"
     assert "no server is available, so the engine runs without the cache:" in done.stderr
     assert said in done.stderr
-    assert node.processes() == []
+    wait_until(lambda: node.processes() == [], SLOW_S, "the end of what was started")
 
 
 def test_a_run_that_is_killed_while_it_starts_a_server_leaves_one_that_stop_knows(node: Node) -> None:
