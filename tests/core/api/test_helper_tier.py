@@ -157,7 +157,8 @@ def test_a_refusal_and_a_bug_come_back_and_end_nothing(wrong: HelperTier) -> Non
 def test_a_tier_that_cannot_be_made_is_a_tier_error_at_once() -> None:
     tier = HelperTier(tiers.unmakeable, NoOptions(), name="unmakeable", where="[[l2]] #1")
     for _ in range(3):
-        with pytest.raises(TierError, match="the helper process ended with status 1"):
+        # On a busy machine its interpreter may need longer to end than the supervisor waits.
+        with pytest.raises(TierError, match=r"the helper process ended (with status 1|by signal SIGKILL)"):
             tier.contains([key("k")], deadline=soon())
     tier.close()
 
