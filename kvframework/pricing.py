@@ -32,11 +32,11 @@ class LearnedPrice:
         """Learn from work that took so long. What cannot be true is ignored."""
         if first > 0 and 0 <= seconds <= MOST_S:
             self.samples.append((second / first, max(seconds, 1e-9) / first))
-        if len(self.samples) >= (SEEDS if self.prices is None else 1):
-            self.prices = self._line()
+            if len(self.samples) >= (SEEDS if self.prices is None else 1):
+                self.prices = self._line()
 
     def _line(self) -> tuple[float, float]:
-        pairs = [sorted(pair) for pair in combinations(self.samples, 2)]
+        pairs = combinations(sorted(self.samples), 2)
         slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairs if b[0] > 2 * a[0]]
         slope = max(median(slopes), 0.0) if slopes else 0.0
         least = median([each for _, each in self.samples]) / 100
