@@ -11,7 +11,7 @@ from typing import ClassVar
 
 
 class KVFrameworkError(Exception):
-    """Base of all errors of the framework.
+    """The base class of all errors of kvframework.
 
     `fact` says what is wrong, `where` names the place (file, TOML table, field, frame), `available` lists what
     would be accepted, `hint` is one thing to do about it.
@@ -53,34 +53,34 @@ class KVFrameworkError(Exception):
 
 
 class RemoteError(KVFrameworkError, RuntimeError, code="remote"):
-    """The peer answered with an error code that this version does not know.
+    """The other side answered with an error code that this release does not know.
 
-    What to do: the text is the peer's; install the same release on both sides."""
+    What to do: read the other side's text; install the same release on both sides."""
 
 
 class ConfigError(KVFrameworkError, ValueError, code="config.invalid"):
     """The configuration is wrong: a file, a table, a field or a value.
 
-    What to do: correct the place in the TOML that it names; `kvframework config check FILE` says the same."""
+    What to do: correct the place in the TOML that the error names, and run `kvframework config check FILE`."""
 
 
 class ConfigFileError(ConfigError, code="config.file"):
     """The configuration file cannot be read or is no TOML.
 
-    What to do: check the path and its permissions, or correct the line that it names."""
+    What to do: check the path and its permissions, or correct the line that the error names."""
 
 
 class ConfigFieldError(ConfigError, code="config.field"):
     """A field of the configuration is unknown, missing, of the wrong type or nested too deep.
 
-    What to do: correct the field that it names; `kvframework plugins info KIND.NAME` lists a plugin's options."""
+    What to do: correct the field that the error names; `kvframework plugins info KIND.NAME` lists the options."""
 
 
 class EndpointError(ConfigError, code="config.endpoint"):
     """An endpoint is malformed, too long, not private or already taken by another server.
 
     What to do: choose a short path in a directory of the server's user that no other user may write to; stop the
-    other server that it names; give `tcp://` CURVE keys."""
+    other server that the error names; give `tcp://` CURVE keys."""
 
 
 class CurveKeyError(ConfigError, code="config.curve_key"):
@@ -98,26 +98,26 @@ class PluginError(KVFrameworkError, code="plugin.error"):
 class PluginNotFound(PluginError, LookupError, code="plugin.not_found"):
     """No installed distribution offers a plugin of this kind and name.
 
-    What to do: install the distribution, or correct the name; `kvframework plugins list` shows what is there."""
+    What to do: install the distribution, or correct the name; `kvframework plugins list` lists all plugins."""
 
 
 class PluginConflict(PluginError, code="plugin.conflict"):
     """Two distributions offer the same kind and name.
 
-    What to do: uninstall all but one of the distributions that it names."""
+    What to do: uninstall all but one of the distributions that the error names."""
 
 
 class PluginBroken(PluginError, code="plugin.broken"):
-    """Importing a plugin, registering it, or what its hook returned went wrong, or one of its calls did not return.
+    """A plugin failed: its import, its registration, its hook's result, or a call that did not return.
 
-    What to do: authors: run `kvframework plugins check`; users: report it to the plugin's author, or choose
-    another plugin."""
+    What to do: report the error to the plugin's author, or choose another plugin; authors: run
+    `kvframework plugins check`."""
 
 
 class PluginWrongKind(PluginError, code="plugin.wrong_kind"):
     """A plugin exists under this name, but of another kind, or its hook returned another kind.
 
-    What to do: name the plugin where its kind belongs; authors: return the descriptor that the hook promises."""
+    What to do: name the plugin in a table of its kind; authors: return the descriptor of the hook's kind."""
 
 
 class PluginWrongApi(PluginError, code="plugin.wrong_api"):
@@ -128,15 +128,15 @@ class PluginWrongApi(PluginError, code="plugin.wrong_api"):
 
 
 class PluginUnavailable(PluginError, code="plugin.unavailable"):
-    """A plugin is installed, but its probe says why it cannot run here.
+    """A plugin is installed but cannot run on this machine.
 
-    What to do: the text says what is missing, and the command that installs it."""
+    What to do: install what the error names; the error's text has the command."""
 
 
 class ProtocolError(KVFrameworkError, code="protocol.error"):
     """A message breaks the wire protocol.
 
-    What to do: look for a client that is not kvframework's; between the same releases it is a bug to report."""
+    What to do: look for a client that is not part of kvframework; between equal releases, report a bug."""
 
 
 class MalformedFrames(ProtocolError, ValueError, code="protocol.frames"):
@@ -155,13 +155,13 @@ class UnknownRequest(ProtocolError, LookupError, code="protocol.unknown_request"
 class InvalidPayload(ProtocolError, ValueError, code="protocol.payload"):
     """The payload frame does not decode into the request's struct.
 
-    What to do: send the struct that the request's table names; fields are added, never retyped."""
+    What to do: install the same release on both sides; authors of a plugin: send the struct of the request."""
 
 
 class MessageTooLarge(ProtocolError, ValueError, code="protocol.too_large"):
     """A message, frame or field is larger than the bound for it.
 
-    What to do: keep to the bound that it names: fewer chunks, shorter names, or a smaller `chunk_size`."""
+    What to do: keep to the bound that the error names: fewer chunks, shorter names, or a smaller `chunk_size`."""
 
 
 class VersionMismatch(ProtocolError, code="protocol.version"):
@@ -177,21 +177,21 @@ class HelloRequired(ProtocolError, code="protocol.hello_required"):
 
 
 class RequestError(KVFrameworkError, ValueError, code="request.invalid"):
-    """A well-formed request asks for something impossible.
+    """The server understood the request but cannot do what it asks for.
 
-    What to do: the text says what was asked for and what would be accepted."""
+    What to do: correct the value that the error names; its text lists the values that are accepted."""
 
 
 class NotRegistered(RequestError, LookupError, code="request.not_registered"):
-    """No context is registered under this instance id by this client.
+    """This client has not registered an instance with this id.
 
     What to do: register the instance (again): `WorkerAdapter` does so by itself."""
 
 
 class AlreadyRegistered(RequestError, code="request.already_registered"):
-    """A context is registered under this instance id already.
+    """Another registration uses this instance id.
 
-    What to do: give every worker process an instance id of its own, or unregister first."""
+    What to do: give every worker process another instance id, or unregister the old instance first."""
 
 
 class NamespaceMismatch(RequestError, code="request.namespace"):
@@ -210,17 +210,17 @@ class BadRange(RequestError, code="request.range"):
 class BadBlockIds(RequestError, code="request.block_ids"):
     """Block ids are out of range, or not as many as the key's tokens need.
 
-    What to do: pass a list of ids for each layer group, below its number of blocks, as many as the tokens fill."""
+    What to do: pass one list of block ids per layer group, with as many existing blocks as the tokens need."""
 
 
 class BadLayout(RequestError, code="request.layout"):
     """A layout declaration is contradictory, ambiguous or too large.
 
-    What to do: declare the axis, group or size that it names; nothing is guessed. See `docs/plugins/layouts.md`."""
+    What to do: declare the axis, group or size that the error names. See `docs/plugins/layouts.md`."""
 
 
 class BadDtype(BadLayout, code="request.dtype"):
-    """A dtype name that does not exist.
+    """The dtype's name does not exist.
 
     What to do: give torch's name without `torch.`."""
 
@@ -228,7 +228,7 @@ class BadDtype(BadLayout, code="request.dtype"):
 class LeaseUnknown(RequestError, LookupError, code="request.lease"):
     """The lease or ticket does not exist, has ended, or belongs to another client.
 
-    What to do: treat it as failed and ask again; leases end with their time, their client, or a restart."""
+    What to do: look up again. Leases end after their time, with the client or with the server."""
 
 
 class TransportMismatch(RequestError, code="request.transport"):
@@ -241,51 +241,51 @@ class TransportMismatch(RequestError, code="request.transport"):
 class DeadlineExceeded(KVFrameworkError, TimeoutError, code="run.deadline"):
     """A wait ended before the answer came.
 
-    What to do: take it as a miss; if it repeats, `kvframework status` shows what the server waits for."""
+    What to do: nothing: the engine computes. If the error repeats, see `kvframework status`."""
 
 
 class ServerGone(KVFrameworkError, ConnectionError, code="run.server_gone"):
-    """The server cannot be reached, has ended or was replaced by another boot.
+    """The server cannot be reached, has ended or has restarted.
 
-    What to do: nothing: the client connects again by itself, and misses until then. Look why the server ended."""
+    What to do: start the server, or see its log. The client reconnects by itself; until then all lookups miss."""
 
 
 class Cancelled(KVFrameworkError, code="run.cancelled"):
     """The request was cancelled.
 
-    What to do: nothing: a caller asked for it."""
+    What to do: nothing: the engine cancelled the request."""
 
 
 class HandlerFailed(KVFrameworkError, RuntimeError, code="run.handler"):
     """A request handler raised an unexpected exception; the server's log holds the traceback.
 
-    What to do: read the server's log and report it; for a plugin's request, to its author."""
+    What to do: read the server's log, and report the traceback; for a plugin's request, to the plugin's author."""
 
 
 class ShuttingDown(KVFrameworkError, ConnectionError, code="run.shutting_down"):
     """The server is stopping.
 
-    What to do: nothing: the client connects again once a server is there."""
+    What to do: nothing: the client connects to the next server by itself."""
 
 
 class ServerFull(KVFrameworkError, ConnectionError, code="run.server_full"):
     """The server takes no further client: too many sessions are open, or too many of its descriptors are in use.
 
-    What to do: nothing for a moment: the client tries again by itself, and misses until then. If it stays, see who
-    holds so many connections, or raise the server's limit (`LimitNOFILE`)."""
+    What to do: nothing at first: the client retries by itself. If the error stays, end the process that holds the
+    connections, or raise the server's limit (`LimitNOFILE`)."""
 
 
 class OutOfResources(KVFrameworkError, OSError, code="run.resources"):
     """This process has too few descriptors or threads left for a connection to the server.
 
-    What to do: raise the limit that it names; the client connects by itself once there are enough, and misses until
-    then."""
+    What to do: raise the limit that the error names; the client then connects by itself. Until then lookups
+    miss."""
 
 
 class StorageError(KVFrameworkError, code="storage.error"):
-    """Storage failed.
+    """The server could not store or read an object.
 
-    What to do: raise `[l1] capacity` if it says that there is no room; else see the server's log."""
+    What to do: raise `[l1] capacity` if the error says that L1 has no room; else see the server's log."""
 
 
 class ArenaError(StorageError, MemoryError, code="storage.arena"):
@@ -295,19 +295,19 @@ class ArenaError(StorageError, MemoryError, code="storage.arena"):
 
 
 class TierError(StorageError, OSError, code="storage.tier"):
-    """A whole operation of an L2 tier failed. Distinct from a key that is missing.
+    """A call to an L2 tier failed.
 
-    What to do: look at the store that it names; until it is back its values are misses."""
+    What to do: repair the store that the error names. Until the store works, its values are misses."""
 
 
 class DeviceError(KVFrameworkError, RuntimeError, code="device.error"):
     """One operation on an accelerator failed; others may work.
 
-    What to do: nothing for a single one: it is a miss. If it repeats, see the device's and the kernel's log."""
+    What to do: nothing: the transfer is a miss. If the error repeats, see the device's and the kernel's log."""
 
 
 class DeviceLost(DeviceError, code="device.lost"):
-    """An accelerator's context is poisoned, its copier process ended or the device is lost: nothing works until a new
-    process opens it.
+    """The device's context is broken, its copier process ended, or the device is lost. A new process must open
+    the device.
 
     What to do: nothing: the copier starts again, and instances register again. If it repeats, check the device."""

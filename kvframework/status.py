@@ -285,15 +285,15 @@ class L1Counters(Part, frozen=True):
 
     stored: Annotated[int, Counter("objects", "were stored by engines", False, _L1_OBJECTS)] = 0
     loaded: Annotated[int, Counter("objects", "were loaded from L2", False, _L1_OBJECTS)] = 0
-    aborted: Annotated[int, Counter("objects", "were aborted by their writer", False, _L1_OBJECTS)] = 0
+    aborted: Annotated[int, Counter("objects", "were aborted by the storing client", False, _L1_OBJECTS)] = 0
     dropped: Annotated[int, Counter("objects", "had no room in L1", True, _L1_OBJECTS)] = 0
     retrieves: Annotated[int, Counter("RETRIEVEs", "", False, "retrieves_total")] = 0
-    retrieve_misses: Annotated[int, Counter("RETRIEVEs", "found an object missing", False, "retrieve_misses_total")] = 0
-    lapsed: Annotated[int, Counter("pins", "outlived their lease", True, "pins_lapsed_total")] = 0
+    retrieve_misses: Annotated[int, Counter("RETRIEVEs", "missed an object", False, "retrieve_misses_total")] = 0
+    lapsed: Annotated[int, Counter("pins", "expired after ticket_s or retrieve_lease_s", True, "pins_lapsed_total")] = 0
     over_share: Annotated[
         int, Counter("leases", "were ended or refused because of pin_share", True, "pins_over_share_total")
     ] = 0
-    quarantined: Annotated[int, Counter("stores", "outlived their lease", True, "stores_quarantined_total")] = 0
+    quarantined: Annotated[int, Counter("stores", "exceeded store_lease_s", True, "stores_quarantined_total")] = 0
 
 
 class L1(Part, frozen=True):
@@ -346,22 +346,24 @@ class Latency(Part, frozen=True):
 class TierCounters(Part, frozen=True):
     """Values, bytes and failed calls of a tier since the start."""
 
-    hits: Annotated[int, Counter("values", "were found", False, _VALUES, "hit")] = 0
-    misses: Annotated[int, Counter("values", "were not found", False, _VALUES, "miss")] = 0
+    hits: Annotated[int, Counter("values", "were loaded", False, _VALUES, "hit")] = 0
+    misses: Annotated[int, Counter("values", "were missing", False, _VALUES, "miss")] = 0
     stored: Annotated[int, Counter("values", "were stored", False, _VALUES)] = 0
     evicted: Annotated[int, Counter("values", "were evicted to keep below the high watermark", False, _VALUES)] = 0
     read_failed: Annotated[int, Counter("values", "could not be read", True, _VALUES)] = 0
     store_failed: Annotated[int, Counter("values", "could not be stored", True, _VALUES)] = 0
-    corrupt: Annotated[int, Counter("values", "were damaged and are deleted", True, _VALUES)] = 0
+    corrupt: Annotated[int, Counter("values", "were damaged and were deleted", True, _VALUES)] = 0
     codec_failed: Annotated[int, Counter("values", "could not be unpacked", True, _VALUES)] = 0
     foreign_codec: Annotated[int, Counter("values", "were packed by a codec that is not allowed", True, _VALUES)] = 0
     bytes_read: Annotated[int, Counter("bytes of values", "were read", False, "tier_bytes_total", "read")] = 0
     bytes_written: Annotated[int, Counter("bytes of values", "were written", False, "tier_bytes_total", "write")] = 0
-    errors: Annotated[int, Counter("calls of the tier", "failed", True, _CALLS_FAILED, "error")] = 0
-    bugs: Annotated[int, Counter("calls of the tier", "failed by a bug of the plugin", True, _CALLS_FAILED, "bug")] = 0
-    refused: Annotated[int, Counter("calls", "were skipped because the tier is down", True, _CALLS_FAILED)] = 0
-    write_dropped: Annotated[int, Counter("objects", "had no room in its queue", True, _NEVER_WRITTEN, "dropped")] = 0
-    write_lost: Annotated[int, Counter("objects", "left L1 before they were written", True, _NEVER_WRITTEN, "lost")] = 0
+    errors: Annotated[int, Counter("tier calls", "failed", True, _CALLS_FAILED, "error")] = 0
+    bugs: Annotated[int, Counter("tier calls", "failed because of a bug in the plugin", True, _CALLS_FAILED, "bug")] = 0
+    refused: Annotated[int, Counter("tier calls", "were skipped: the tier is down", True, _CALLS_FAILED)] = 0
+    write_dropped: Annotated[int, Counter("objects", "had no room in write_queue", True, _NEVER_WRITTEN, "dropped")] = 0
+    write_lost: Annotated[
+        int, Counter("objects", "left L1 before the tier wrote them", True, _NEVER_WRITTEN, "lost")
+    ] = 0
     write_given_up: Annotated[int, Counter("objects", "could not be written", True, _NEVER_WRITTEN, "given_up")] = 0
 
 
@@ -412,10 +414,10 @@ class LostBy(Part, frozen=True):
 class Losses(Part, frozen=True):
     """Calls that failed at clients, those that have ended included."""
 
-    lookups: Annotated[int, Counter("lookups", "of clients failed", True, _LOST)] = 0
-    loads: Annotated[int, Counter("loads", "of clients failed", True, _LOST)] = 0
-    stores: Annotated[int, Counter("stores", "of clients failed", True, _LOST)] = 0
-    bytes: Annotated[int, Counter("bytes", "of clients were not moved", False, "client_lost_bytes_total")] = 0
+    lookups: Annotated[int, Counter("client lookups", "failed", True, _LOST)] = 0
+    loads: Annotated[int, Counter("client loads", "failed", True, _LOST)] = 0
+    stores: Annotated[int, Counter("client stores", "failed", True, _LOST)] = 0
+    bytes: Annotated[int, Counter("bytes", "of failed client calls were lost", False, "client_lost_bytes_total")] = 0
     recent: tuple[LostBy, ...] = ()
 
 
@@ -423,7 +425,7 @@ class Prefetch(Part, frozen=True):
     """Loads from L2 under way."""
 
     in_flight: int = 0
-    refused: Annotated[int, Counter("loads", "were refused as too many at once", True, "prefetch_refused_total")] = 0
+    refused: Annotated[int, Counter("loads", "were refused: too many at once", True, "prefetch_refused_total")] = 0
 
 
 class Drain(Part, frozen=True):
@@ -459,14 +461,14 @@ class EventsCounters(Part, frozen=True):
     """Batches of events and questions for replays since the start."""
 
     batches: Annotated[int, Counter("batches", "were sent to routers", False, _EVENTS)] = 0
-    replays: Annotated[int, Counter("answers", "repeated missing events for a router", False, _EVENTS)] = 0
-    unread_replays: Annotated[int, Counter("answers", "were not read by their router", False, _EVENTS)] = 0
+    replays: Annotated[int, Counter("replays", "of missed events were sent to routers", False, _EVENTS)] = 0
+    unread_replays: Annotated[int, Counter("replays", "were not read by their router", False, _EVENTS)] = 0
     subscribers: Annotated[int, Counter("subscriptions", "", False, _EVENTS)] = 0
-    bad_requests: Annotated[int, Counter("requests of routers", "were malformed", False, _EVENTS)] = 0
-    curve_refused: Annotated[int, Counter("readers of events", "had an unknown key", True, _EVENTS)] = 0
-    dropped: Annotated[int, Counter("changes", "were lost for routers", True, "events_dropped_total")] = 0
-    mismatched: Annotated[int, Counter("contents", "did not match their digests", True, "events_withheld_total")] = 0
-    withheld: Annotated[int, Counter("contents", "were withheld from routers", False, "events_withheld_total")] = 0
+    bad_requests: Annotated[int, Counter("router requests", "were malformed", False, _EVENTS)] = 0
+    curve_refused: Annotated[int, Counter("event readers", "had an unknown key", True, _EVENTS)] = 0
+    dropped: Annotated[int, Counter("changes of L1", "were not sent to routers", True, "events_dropped_total")] = 0
+    mismatched: Annotated[int, Counter("chunks", "did not match their digest", True, "events_withheld_total")] = 0
+    withheld: Annotated[int, Counter("chunks", "were withheld from routers", False, "events_withheld_total")] = 0
 
 
 class Events(Part, frozen=True):
@@ -485,8 +487,8 @@ class Events(Part, frozen=True):
 class MessagingCounters(Part, frozen=True):
     """Beside these are the answers with an error by its code, as `errors.CODE`."""
 
-    requests: Annotated[int, Counter("requests", "", False, "messages_total")] = 0
-    responses: Annotated[int, Counter("answers", "", False, "messages_total")] = 0
+    requests: Annotated[int, Counter("requests", "were received", False, "messages_total")] = 0
+    responses: Annotated[int, Counter("answers", "were sent", False, "messages_total")] = 0
     errors: Annotated[int, Counter("answers", "were errors", False, "messages_total")] = 0
     sessions_opened: Annotated[int, Counter("clients", "connected", False, "clients_total", "opened")] = 0
     sessions_ended: Annotated[int, Counter("clients", "ended", False, "clients_total", "ended")] = 0
@@ -495,13 +497,13 @@ class MessagingCounters(Part, frozen=True):
     hello_refused: Annotated[int, Counter("clients", "were refused", True, _TROUBLE)] = 0
     late: Annotated[int, Counter("answers", "arrived after their deadline", True, _TROUBLE)] = 0
     liveness_refused: Annotated[int, Counter("liveness sockets", "were refused", True, _TROUBLE)] = 0
-    local_shut: Annotated[int, Counter("times", "local connections waited for free descriptors", True, _TROUBLE)] = 0
-    loop_errors: Annotated[int, Counter("errors of the serving loop", "", True, _TROUBLE)] = 0
+    local_shut: Annotated[int, Counter("times", "local connections waited for descriptors", True, _TROUBLE)] = 0
+    loop_errors: Annotated[int, Counter("internal errors", "occurred in the serving loop", True, _TROUBLE)] = 0
     malformed: Annotated[int, Counter("messages", "were malformed", True, _TROUBLE)] = 0
     server_refused: Annotated[int, Counter("clients", "refused this server", True, _TROUBLE)] = 0
-    tick_errors: Annotated[int, Counter("errors of the server's periodic work", "", True, _TROUBLE)] = 0
+    tick_errors: Annotated[int, Counter("internal errors", "occurred in periodic work", True, _TROUBLE)] = 0
     unanswerable: Annotated[int, Counter("messages", "had no request id", True, _TROUBLE)] = 0
-    unroutable: Annotated[int, Counter("answers", "were for clients that have ended", False, _TROUBLE)] = 0
+    unroutable: Annotated[int, Counter("answers", "were dropped: their client has ended", False, _TROUBLE)] = 0
 
 
 class Descriptors(Part, frozen=True):

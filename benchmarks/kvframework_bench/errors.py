@@ -13,27 +13,27 @@ from kvframework.errors import KVFrameworkError
 
 
 class BenchFailed(KVFrameworkError, RuntimeError, code="bench.failed"):
-    """A benchmark could not run to its end, or something that it needs failed.
+    """A benchmark, or a process that the benchmark needs, failed.
 
-    What to do: the text says which process or check failed."""
+    What to do: see the process or check that the error names."""
 
 
 class BenchUnavailable(KVFrameworkError, code="bench.unavailable"):
-    """Something that a part measures is missing: a package is not installed, or the transport has no such path.
+    """A package or a path of the transport that the benchmark measures is missing.
 
-    What to do: install what it names, or leave that part out."""
+    What to do: install what the error names, or leave that part of the benchmark out."""
 
 
 class WrongBytes(BenchFailed, code="bench.wrong_bytes"):
-    """What came back is not what was stored, so its speed means nothing.
+    """A load returned other bytes than were stored.
 
-    What to do: do not use this build; report it with the machine and the command."""
+    What to do: do not use this build; report the machine and the command."""
 
 
 class Incomparable(KVFrameworkError, ValueError, code="bench.incomparable"):
-    """Two files cannot be compared: one is no document of a bench, or they measured different things.
+    """Two files cannot be compared: one is not a result of `kvframework bench`, or they measured different things.
 
-    What to do: measure both with the same command and the same release of kvframework-bench, `--json`."""
+    What to do: measure both with the same command and the same release of kvframework-bench."""
 
 
 T = TypeVar("T")

@@ -24,11 +24,9 @@ class S3FifoOptions(Options, frozen=True):
     """Options of the policy; both defaults are as published."""
 
     small: Annotated[
-        float, Meta(gt=0, lt=1, description="how much of what is in L1 may wait in the small queue, by bytes")
+        float, Meta(gt=0, lt=1, description="most bytes of objects used once, as a part of all bytes in L1")
     ] = 0.1
-    ghost: Annotated[
-        float, Meta(ge=0, le=10, description="how many keys to remember of what left the small queue, per object in L1")
-    ] = 0.9
+    ghost: Annotated[float, Meta(ge=0, le=10, description="keys remembered of evicted objects, per object in L1")] = 0.9
 
 
 class Entry:

@@ -93,7 +93,7 @@ class ObserveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tls_key: Annotated[str, msgspec.Meta(description="file of the private key of `tls_cert`")] = ""
     token_file: Annotated[
         str,
-        msgspec.Meta(description="file of the token that HTTP clients send, read for each request; empty: no token"),
+        msgspec.Meta(description="file with the token of HTTP clients, read for each request; empty: no token"),
     ] = ""
     traces: Annotated[
         str,

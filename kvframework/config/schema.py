@@ -60,8 +60,8 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
         Meta(
             ge=0,
             le=65536,
-            description="tokens in a stored object, rounded up to whole blocks of the engine; 0: the least "
-            "of 64, 128 and 256 at which a rank's object has 256 KiB",
+            description="tokens in a stored object, rounded up to whole blocks of the engine; 0: the "
+            "smallest of 64, 128 and 256 with which objects have at least 256 KiB",
         ),
     ] = 0
     tp_lcm: Annotated[
@@ -75,12 +75,10 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     pp_lcm: Annotated[
         int, Meta(ge=1, le=64, description="least common multiple of the pipeline-parallel sizes that share objects")
     ] = 1
-    store_lease_s: Annotated[
-        Seconds, Meta(description="longest time an engine may take to write a store into its reservation")
-    ] = 30.0
+    store_lease_s: Annotated[Seconds, Meta(description="longest time an engine may take to copy a store")] = 30.0
     retrieve_lease_s: Annotated[Seconds, Meta(description="longest time an engine may take to copy a load")] = 30.0
     store_share: Annotated[
-        Fraction, Meta(description="share of L1 that one client may reserve at once while other clients have instances")
+        Fraction, Meta(description="share of L1 for one client's unfinished stores while other engines are connected")
     ] = 0.5
     pin_share: Annotated[
         Fraction, Meta(description="share of L1 that one client may pin or reserve while other clients need room")
@@ -89,19 +87,15 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     price: Annotated[
         bool, Meta(description="recompute tokens that the engine computes sooner than a tier loads them")
     ] = False
-    session_timeout_s: Annotated[Seconds, Meta(description="longest silence of a client without a liveness socket")] = (
-        30.0
-    )
+    session_timeout_s: Annotated[Seconds, Meta(description="silence after which a TCP client's session ends")] = 30.0
     idle_stop_s: Annotated[
-        float, Meta(ge=0, le=365 * 24 * 3600.0, description="so long without an engine it drains and ends; 0: never")
+        float, Meta(ge=0, le=365 * 24 * 3600.0, description="time without an engine until the server ends; 0: never")
     ] = 0.0
-    drain_s: Annotated[float, Meta(ge=0, le=3600.0, description="most time to write the rest of L1 after SIGTERM")] = (
-        0.0
-    )
+    drain_s: Annotated[float, Meta(ge=0, le=3600.0, description="most time to write L1 to tiers after SIGTERM")] = 0.0
     workers: Annotated[int, Meta(ge=1, le=256, description="number of threads that copy KV for TCP clients")] = 2
     trace_memory: Annotated[
         ByteSize,
-        Meta(description="most memory for lookups that `kvframework trace record` has not fetched yet; 0: no traces"),
+        Meta(description="most memory for lookups that `kvframework trace record` has not read yet; 0: no traces"),
     ] = ByteSize(32 << 20)
     tcp: Annotated[
         str, Meta(description="second endpoint, `tcp://ADDRESS:PORT`, for other hosts and users; empty: none")
@@ -121,7 +115,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class LogConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """`[log]`: the form of the server's log on standard error."""
 
-    level: Annotated[LogLevel, Meta(description="least level of the log lines that are written")] = "info"
+    level: Annotated[LogLevel, Meta(description="lowest level of the log lines that are written")] = "info"
     format: Annotated[LogFormat, Meta(description="format of the log lines; `json`: one object per line")] = "human"
 
 
@@ -134,12 +128,12 @@ class L1Keys(Struct, frozen=True, forbid_unknown_fields=True):
     ] = 0.9
     ghosts: Annotated[
         int,
-        Meta(ge=0, le=1 << 22, description="number of evicted objects whose reason L1 remembers, about 256 bytes each"),
+        Meta(ge=0, le=1 << 22, description="number of evicted objects that L1 remembers for `explain`, 256 bytes each"),
     ] = 65536
     keep: Annotated[
         Keep,
         Meta(
-            description="`auto`: systemd or `kvframework hold`, if it started the server, keeps L1 when that ends;"
+            description="`auto`: L1 outlives the server if systemd or `kvframework hold` started the server;"
             " `off`: L1 ends with the server"
         ),
     ] = "auto"
@@ -166,12 +160,12 @@ class L2Keys(Struct, frozen=True, forbid_unknown_fields=True):
             " eviction from L1, which needs `high_watermark` of `[l1]` below 1"
         ),
     ] = "write_through"
-    promote: Annotated[bool, Meta(description="also write objects here that a later tier had")] = True
+    promote: Annotated[bool, Meta(description="also write objects to this tier that a later tier had")] = True
     high_watermark: Annotated[
         Fraction, Meta(description="share of the tier's capacity, if known, above which objects are deleted")
     ] = 0.95
     low_watermark: Annotated[
-        Fraction, Meta(description="share of the capacity down to which they are deleted; at most `high_watermark`")
+        Fraction, Meta(description="share of the capacity down to which objects are deleted; at most `high_watermark`")
     ] = 0.85
 
 
@@ -185,7 +179,7 @@ class TenantKeys(Struct, frozen=True, forbid_unknown_fields=True):
     min: Annotated[str, Meta(description="share (`20%`) or size (`4GiB`) of L1 that other tenants never evict")] = "0%"
     max: Annotated[str, Meta(description="most of L1 that the tenant gets: a share or a size")] = "100%"
     load_bandwidth: Annotated[
-        str, Meta(description="most that lookups of the tenant load from L1 and L2, such as `2GB/s`; empty: no limit")
+        str, Meta(description="most bytes per second that the tenant's lookups load, such as `2GB/s`; empty: no limit")
     ] = ""
 
 

@@ -56,12 +56,16 @@ class CounterReport:
 
 def _said(name: str, counter: Counter, amount: int, document: Document) -> str:
     part, _, rest = name.partition(".")
-    tier = document["l2"][int(rest.partition(".")[0])] if part == "l2" else None
-    if tier is not None and name.endswith(".store_failed"):
-        why = f": {one_line(tier['last_error'])}" if tier["last_error"] else ""
-        return f"{counted(amount, counter.unit)} {counter.meaning} in {tier['name']}{why} ({name})"
-    where = f", in {tier['name']}" if tier is not None else ""
-    return f"{' '.join(filter(None, (str(amount), counter.unit, counter.meaning)))}{where} ({name})"
+    said = counted(amount, counter.unit) + f" {counter.meaning}".rstrip()
+    if amount == 1:
+        said = said.replace(" were ", " was ")
+    if part == "l2":
+        tier = document["l2"][int(rest.partition(".")[0])]
+        if name.endswith(".store_failed"):
+            why = f": {one_line(tier['last_error'])}" if tier["last_error"] else ""
+            return f"{said} in {tier['name']}{why} ({name})"
+        said += f", in {tier['name']}"
+    return f"{said} ({name})"
 
 
 def _problems(document: Document) -> Iterator[tuple[str, str]]:

@@ -14,11 +14,11 @@ class SqliteOptions(Options, frozen=True):
 
     path: Annotated[str, Meta(min_length=1, description="the file; made with mode 0600 if it is missing")]
     capacity: Annotated[
-        ByteSize, Meta(description="bytes of values that it may hold; what was used longest ago makes room")
+        ByteSize, Meta(description="most bytes of values; above it the least recently used values are deleted")
     ] = ByteSize(10 << 30)
     sync: Annotated[
         Literal["normal", "full"],
-        Meta(description="what a loss of power may take: normal, the last values; full, nothing, for a sync each"),
+        Meta(description="what a power failure may lose: normal, the last values; full, nothing, at a sync per write"),
     ] = "normal"
 
     def __post_init__(self) -> None:

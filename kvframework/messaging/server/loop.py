@@ -116,7 +116,7 @@ class MessageServer:
         return self._table.sessions()
 
     def configure(self, *, session_timeout_s: float) -> None:
-        """Change the longest silence of a client without a liveness socket."""
+        """Change the longest silence of a TCP client before the server ends its session."""
         self._table.timeout_s = session_timeout_s
 
     def descriptors(self) -> dict[str, object]:

@@ -232,6 +232,6 @@ def _place(transfer: Transfer, index: int) -> ArenaRange:
 
 
 class PinsLost(KVFrameworkError, code="kvf_cpu_gather.pins_lost"):
-    """A retrieve took longer than its lease.
+    """A load took longer than `retrieve_lease_s`.
 
-    What to do: it is a miss; raise `[server] retrieve_lease_s` if transfers take that long."""
+    What to do: nothing: the load is a miss. If transfers take that long, raise `[server] retrieve_lease_s`."""

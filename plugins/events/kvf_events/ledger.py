@@ -42,8 +42,8 @@ _HASHES_AT_ONCE = 1 << 16
 class EventLedgerError(ConfigError, code="config.events_ledger"):
     """The ledger of `[events]` cannot be opened or written.
 
-    What to do: name a folder that the server's user may write to with `[events] state`; one server uses it at a
-    time."""
+    What to do: set `[events] state` to a folder that only this server uses and that the server's user may write
+    to."""
 
 
 class _Numbers(msgspec.Struct, tag=0, array_like=True, gc=False):

@@ -166,19 +166,19 @@ def test_the_report_names_what_has_grown_once() -> None:
     assert report.is_due(100.0 + EVERY_S)
     bad = document(messaging={"counters": {"malformed": 6, "late": 1}})
     assert report.changes(bad, 110.0) == (
-        "1 answers arrived after their deadline (messaging.counters.late); "
+        "1 answer arrived after their deadline (messaging.counters.late); "
         "6 messages were malformed (messaging.counters.malformed)"
     )
     assert not report.is_due(111.0)
     assert report.changes(bad, 120.0) == ""
     worse = document(messaging={"counters": {"malformed": 9, "late": 1}}, prefetch={"refused": 1})
     assert report.changes(worse, 130.0) == (
-        "1 loads were refused as too many at once (prefetch.refused); "
+        "1 load was refused: too many at once (prefetch.refused); "
         "3 messages were malformed (messaging.counters.malformed)"
     )
     worst = document(l2=[tier(corrupt=2)], messaging={"counters": {"errors.request.range": 5}})
     assert report.changes(worst, 140.0) == (
-        "2 values were damaged and are deleted, in redis (l2.0.corrupt); "
+        "2 values were damaged and were deleted, in redis (l2.0.corrupt); "
         "5 requests were answered with an error (messaging.counters.errors.request.range)"
     )
 

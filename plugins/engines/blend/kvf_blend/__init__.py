@@ -22,8 +22,8 @@ class BlendOptions(Options, frozen=True):
         Meta(
             ge=0,
             le=1 << 22,
-            description="segments that the server finds in prompts without marks; those not met for longest are "
-            "forgotten (some 600 bytes of memory each, and 32 more a chunk). Marked ones are found without it",
+            description="number of segments that the server remembers to find them in prompts without separators; "
+            "a segment takes 600 bytes of memory and 32 per chunk. 0: only segments between separators are found",
         ),
     ] = 65536
 

@@ -6,21 +6,21 @@ from kvframework.errors import KVFrameworkError
 
 
 class BadRotary(KVFrameworkError, ValueError, code="kvf_blend.rotary"):
-    """The rotary parameters are missing, contradictory or of a kind that keys cannot be rotated by.
+    """The rotary parameters are missing, contradictory or of an unsupported kind.
 
-    What to do: give the model's own parameters; kinds that are not listed are computed in full.
+    What to do: pass the model's own parameters; with an unsupported kind, compute the whole prompt.
     """
 
 
 class BadSegments(KVFrameworkError, ValueError, code="kvf_blend.segments"):
     """The separator or the ranges do not mark segments of this prompt.
 
-    What to do: mark them as the text says: in order, without overlap, inside the prompt, none empty.
+    What to do: mark non-empty segments inside the prompt, in order and without overlap.
     """
 
 
 class BlendRefused(KVFrameworkError, ValueError, code="kvf_blend.layout"):
     """KV of this layout or model cannot be moved to another position.
 
-    What to do: use the framework without blend for it; prefixes are found as always.
+    What to do: use kvframework without blend for this model; lookups of prefixes still work.
     """

@@ -45,7 +45,7 @@ class RedisOptions(Options, frozen=True):
         ),
     ] = []  # noqa: RUF012  msgspec gives each its own
     master_name: Annotated[str, Meta(description="the sentinels' name of the master; for topology sentinel")] = ""
-    username: Annotated[str, Meta(description="ACL user; takes precedence over the one in url")] = ""
+    username: Annotated[str, Meta(description="ACL user; overrides the user in url")] = ""
     password_env: Annotated[
         str,
         Meta(

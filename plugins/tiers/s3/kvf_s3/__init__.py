@@ -102,7 +102,9 @@ class S3Options(Options, frozen=True):
         str, Meta(description="section of the AWS credentials file; empty: that of AWS_PROFILE, else default")
     ] = ""
     anonymous: Annotated[bool, Meta(description="send requests without credentials, for a public store")] = False
-    tls_ca: Annotated[str, Meta(description="PEM file of certificates trusted besides the system's")] = ""
+    tls_ca: Annotated[
+        str, Meta(description="PEM file of further trusted certificates, in addition to the system's")
+    ] = ""
     sign_payload: Annotated[
         bool,
         Meta(

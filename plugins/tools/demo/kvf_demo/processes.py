@@ -31,9 +31,9 @@ _STATUS_S = 5.0
 
 
 class DemoFailed(KVFrameworkError, code="demo.failed"):
-    """The demo could not be carried out; this says nothing about whether the tokens are equal.
+    """A process of the demo failed, so the demo compared no tokens.
 
-    What to do: the text holds the end of the failed process's log."""
+    What to do: read the end of that process's log, which the error contains."""
 
 
 class DemoChild(Child):

@@ -33,11 +33,11 @@ NOTHING_TRACED = {"exported": 0, "failed": 0, "forgotten": 0}
 USE: dict[str, tuple[str, Type, str]] = {
     "bytes": ("bytes", "gauge", "bytes in L1"),
     "objects": ("objects", "gauge", "objects in L1"),
-    "asked_tokens_total": ("asked_tokens", "counter", "tokens asked for by lookups"),
+    "asked_tokens_total": ("asked_tokens", "counter", "tokens in lookups"),
     "hit_tokens_total": ("hit_tokens", "counter", "tokens found by lookups"),
     "stored_objects_total": ("stored_objects", "counter", "objects stored in L1"),
     "evicted_objects_total": ("evicted_objects", "counter", "objects evicted from L1"),
-    "prefill_saved_seconds_total": ("prefill_saved_s", "counter", "prefill time saved, estimated"),
+    "prefill_saved_seconds_total": ("prefill_saved_s", "counter", "estimated prefill time saved"),
 }
 
 
@@ -85,7 +85,11 @@ OWN = (
     _gauge("round_trip_seconds", "round trip of the last poll through the serving loop", "", number("round_trip_s")),
     _counter("polls_total", "polls of the server by outcome", "", counts("polls"), ("outcome",)),
     _counter(
-        "traced_requests_total", "sampled requests by outcome of the span export", "", counts("traced"), ("outcome",)
+        "traced_requests_total",
+        "requests sampled for traces, by outcome of the export",
+        "",
+        counts("traced"),
+        ("outcome",),
     ),
 )
 
@@ -137,7 +141,7 @@ TABLE: dict[str, tuple[Metric, ...]] = {
             "estimated prefill time saved, by the speed that engines report",
             "lookups.prefill_saved_s",
         ),
-        _counter("lookups_priced_total", "lookups with a priced load", "price.lookups"),
+        _counter("lookups_priced_total", "lookups for which loading and computing were compared", "price.lookups"),
         _counter("lookups_cut_total", "lookups whose load was cut because computing is faster", "price.cut"),
         _counter("lookup_cut_tokens_total", "tokens computed because loading is slower", "price.cut_tokens"),
         _counter(
@@ -215,7 +219,9 @@ TABLE: dict[str, tuple[Metric, ...]] = {
             each({"write": "l1.write_leases", "pin": "l1.pin_leases"}),
             ("kind",),
         ),
-        _counted("l1_object_events_total", "events of L1 objects by kind", ("what",), "l1-full-of-pins"),
+        _counted(
+            "l1_object_events_total", "L1 objects stored, loaded, aborted or dropped", ("what",), "l1-full-of-pins"
+        ),
         _counted("l1_evictions_total", "evictions from L1 by cause", ("cause",), "l1-full"),
         _histogram(
             "l1_evicted_idle_seconds",
@@ -270,11 +276,16 @@ TABLE: dict[str, tuple[Metric, ...]] = {
             ("tier", "op"),
         ),
         _counted("tier_bytes_total", "bytes moved to and from a tier", ("tier", "direction")),
-        _counted("tier_values_total", "tier values by outcome", ("tier", "what"), "tier-values-unusable"),
+        _counted(
+            "tier_values_total",
+            "values read from or written to a tier by outcome",
+            ("tier", "what"),
+            "tier-values-unusable",
+        ),
         _counted("tier_calls_failed_total", "failed and skipped tier calls by cause", ("tier", "why"), "tier-down"),
         _counted("tier_never_written_total", "objects never written to a tier, by cause", ("tier", "why"), "tier-slow"),
-        _tier_gauge("load_bytes_per_second", "learned load speed of a tier, 0 while unknown", "load_bytes_per_s"),
-        _tier_gauge("load_call_seconds", "learned overhead per load call of a tier", "load_call_s"),
+        _tier_gauge("load_bytes_per_second", "measured load speed of a tier, 0 while unknown", "load_bytes_per_s"),
+        _tier_gauge("load_call_seconds", "measured overhead per load call of a tier", "load_call_s"),
         _tier_gauge("load_queued_bytes", "bytes queued for loading from a tier", "load_queued_bytes"),
         _tier_gauge("write_pending", "objects queued for writing to a tier", "write_pending", "tier-slow"),
         _tier_gauge("pending_calls", "tier calls in flight", "pending_calls"),
@@ -377,10 +388,8 @@ TABLE: dict[str, tuple[Metric, ...]] = {
             each({medium: f"events.blocks.{medium}" for medium in ("CPU", "STORAGE")}),
             ("medium",),
         ),
-        _counted("events_total", "messages of KV events by kind", ("what",)),
-        _counted(
-            "events_dropped_total", "changes that the event listener missed and resynchronised", row="events-dropped"
-        ),
+        _counted("events_total", "messages exchanged with routers by kind", ("what",)),
+        _counted("events_dropped_total", "changes of L1 that were not sent to routers", row="events-dropped"),
         _counted("events_withheld_total", "objects withheld from routers by cause", ("why",), "events-mismatched"),
         _gauge("events_waiting", "event records that wait to be announced to routers", "events.waiting"),
         _gauge("events_next_number", "number of the next event batch", "events.next_number"),

@@ -6,18 +6,18 @@ from kvframework.errors import KVFrameworkError
 
 
 class TraceError(KVFrameworkError, ValueError, code="trace.invalid"):
-    """A file of requests is no trace, of a format that is not read, or wrong at the place that it names.
+    """A trace file has an unknown format, or a wrong value at the place that the error names.
 
-    What to do: correct the place that it names, or give a trace of a format in traces.md."""
+    What to do: correct that place, or pass a trace in one of the formats of `docs/traces.md`."""
 
 
 class SimulationError(KVFrameworkError, ValueError, code="simulation.settings"):
-    """A simulation cannot be made: a setting is missing, out of bounds, or does not fit another.
+    """A setting of the simulation is missing, out of bounds, or contradicts another setting.
 
-    What to do: change the setting that it names."""
+    What to do: change the setting that the error names."""
 
 
 class PlanError(KVFrameworkError, ValueError, code="plan.invalid"):
-    """`kvframework plan` is asked for something that does not exist, or that the trace cannot tell.
+    """An option of `kvframework plan` names something unknown, or needs what the trace lacks.
 
-    What to do: correct the option that it names."""
+    What to do: correct the option that the error names."""
