@@ -28,6 +28,7 @@ for _file in [
     for _name, _module in re.findall(r'^"([\w.]+)" = "(kvf_\w+)"$', _file.read_text(), re.MULTILINE):
         ENTRY_POINTS[_module][_name] = _module
 ENTRY_POINTS["kvf_devices"] = {}  # above the drivers: no plugin of its own
+ENTRY_POINTS["kvf_helper_tier"] = {}  # beside the tiers: no plugin itself
 # What the pyproject of each would depend on, beside kvframework and what comes with it.
 DEPENDENCIES = {
     "kvf_blend": {"torch", "transformers", "kvf_transformers"},

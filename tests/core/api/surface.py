@@ -14,12 +14,14 @@ from typing import NamedTuple
 
 import kvf_dev
 import kvf_devices
+import kvf_helper_tier
 import kvframework
 from kvframework.api.plugin import API_VERSION
 
 PACKAGE = Path(kvframework.__file__).parent
 KITS = Path(kvf_dev.__file__).parent
 DEVICES = Path(kvf_devices.__file__).parent
+HELPER = Path(kvf_helper_tier.__file__).parent
 FILE = Path(__file__).parent / "surface.txt"
 RENEW = "python -m tests.core.api.surface"
 # What an author may import: of these modules the names in `__all__`, of one without it every public name that it
@@ -35,6 +37,7 @@ MODULES = (
     "kvframework.client",
     "kvframework.status",
     "kvf_devices",
+    "kvf_helper_tier",
     "kvf_dev.testing",
     "kvf_dev.testing.faults",
     "kvf_dev.testing.layout",
@@ -78,7 +81,8 @@ def surface() -> str:
 
 def source(module: str) -> str:
     top, *parts = module.split(".")
-    place = {"kvframework": PACKAGE, "kvf_dev": KITS, "kvf_devices": DEVICES}[top].joinpath(*parts)
+    folders = {"kvframework": PACKAGE, "kvf_dev": KITS, "kvf_devices": DEVICES, "kvf_helper_tier": HELPER}
+    place = folders[top].joinpath(*parts)
     return (place / "__init__.py" if place.is_dir() else place.with_suffix(".py")).read_text()
 
 

@@ -31,11 +31,10 @@ from typing import TypeVar
 import msgspec
 
 from kvframework.api.copying import copy_bytes
-from kvframework.api.plugin import O
+from kvframework.api.plugin import Options
+from kvframework.api.process import LogLimit, NamedCall, SupervisedChild, end_with_parent, start_connected
 from kvframework.api.tier import Outcome, PackedKey, RegistersMemory, Tier, TierEntry, TierUsage
 from kvframework.errors import KVFrameworkError, TierError
-from kvframework.logs.limit import LogLimit
-from kvframework.supervise.child import NamedCall, SupervisedChild, end_with_parent, start_connected
 
 __all__ = ["FROZEN_S", "START_S", "HelperTier", "RegistersMemory"]
 
@@ -87,6 +86,7 @@ class Answer(msgspec.Struct, array_like=True):
 
 
 M = TypeVar("M", Start, Call, Answer)
+O = TypeVar("O", bound=Options)  # noqa: E741
 
 
 def read(sock: socket.socket, message: type[M], deadline: float | None = None) -> M:
