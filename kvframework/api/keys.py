@@ -49,6 +49,7 @@ class CacheKey(Message, frozen=True):
     token to `end`, as either `tokens` (packed u32 token ids) or `digests` (packed 32-byte chunk digests); `start`
     selects, in tokens. `start` and `end` are multiples of the namespace's chunk. `request_id` and `trace`, the W3C
     traceparent of a sampled request ("" for none), say who asks; of `retain` the first that fits a chunk counts.
+    `conversation` names what can be forgotten together, "" for nothing.
     """
 
     model_name: str
@@ -63,6 +64,7 @@ class CacheKey(Message, frozen=True):
     cache_salt: str = ""
     trace: str = ""
     retain: Annotated[tuple[Retain, ...], msgspec.Meta(max_length=MAX_RETAINS)] = ()
+    conversation: str = ""
 
 
 class ObjectKey(NamedTuple):

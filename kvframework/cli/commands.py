@@ -53,7 +53,10 @@ SECTIONS = {
         "doctor": ("kvframework.doctor.checkup:app", "Check machine, installation and configuration, with advice."),
         "config": ("kvframework.cli.config:app", "Check and show the configuration."),
         "plugins": ("kvframework.cli.plugins:app", "List, describe and check plugins."),
-        "clear": ("kvframework-observe", "Delete all KV that a running server caches; engines recompute it."),
+        "clear": (
+            "kvframework-observe",
+            "Delete KV that a running server caches: all, or what a tenant or a prompt has left.",
+        ),
         "drain": ("kvframework-observe", "Have a running server write to its tiers what only L1 holds, and end."),
         "dump": ("kvframework-observe", "Write the data for a bug report into one file."),
         "keys": ("kvframework-observe", "Make CURVE keys, which protect tcp:// connections."),

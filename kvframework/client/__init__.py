@@ -38,7 +38,7 @@ from kvframework.client.status_source import StatusSource, quiet_connection, ser
 from kvframework.client.worker import WorkerAdapter
 from kvframework.messaging.curve import CurveKeys, LoadedKeys, write_curve_pair
 from kvframework.pricing import EngineSpeed, PrefillMeter
-from kvframework.wire.messages import KeyGroup, LookupReply
+from kvframework.wire.messages import Forget, Forgotten, KeyGroup, LookupReply, PlaceForgotten
 
 __all__ = [
     "WEIGHT_SUFFIXES",
@@ -52,6 +52,8 @@ __all__ = [
     "ErrorNotes",
     "FileDigest",
     "FileState",
+    "Forget",
+    "Forgotten",
     "KVClient",
     "KeyGroup",
     "KvIdentity",
@@ -64,6 +66,7 @@ __all__ = [
     "ModelPart",
     "OpaqueInstance",
     "OpaqueObjects",
+    "PlaceForgotten",
     "PrefillMeter",
     "Prompt",
     "RequestHashes",

@@ -155,10 +155,11 @@ class RequestHashes:
 
     `digests` are those of its first whole chunks, if another process has made them: with their extras. `trace` is the
     request's `traceparent` header: if it says that the request is sampled, the server's part gets spans. `retain` says
-    for how long its KV is of use (`kvframework.api.keys.retain_of`). With `keep_tokens`, for a server that wants them
-    (`KVClient.wants_tokens`), the tokens stay here, 4 bytes each, and go along with stores and loads, so that routers
-    learn of them. `lora_name` is the adapter's name to routers. `grants` are what the last lookup has prepared for
-    loads, in this process or another, see `LookupResult.take_grants`.
+    for how long its KV is of use (`kvframework.api.keys.retain_of`), `conversation` what it is a part of, see
+    `CacheKey`. With `keep_tokens`, for a server that wants them (`KVClient.wants_tokens`), the tokens stay here, 4
+    bytes each, and go along with stores and loads, so that routers learn of them. `lora_name` is the adapter's name to
+    routers. `grants` are what the last lookup has prepared for loads, in this process or another, see
+    `LookupResult.take_grants`.
     """
 
     def __init__(
@@ -171,6 +172,7 @@ class RequestHashes:
         digests: bytes = b"",
         trace: str = "",
         retain: Sequence[Retain] = (),
+        conversation: str = "",
         keep_tokens: bool = False,
         lora_name: str = "",
         grants: Sequence[LoadGrant] = (),
@@ -180,6 +182,7 @@ class RequestHashes:
         self.cache_salt = cache_salt
         self.trace = sampled_parent(trace) if trace else ""
         self.retain = tuple(retain)
+        self.conversation = conversation
         self.chunk_tokens = chunk_tokens
         self._hasher = hasher
         self._digests = bytearray(digests)
@@ -239,6 +242,7 @@ class RequestHashes:
             cache_salt=salt,
             trace=self.trace,
             retain=self.retain,
+            conversation=self.conversation,
         )
 
     def content(

@@ -58,6 +58,7 @@ class Prompt(NamedTuple):
     cache_salt: str = ""
     trace: str = ""
     retain: tuple[Retain, ...] = ()
+    conversation: str = ""
 
 
 class ArenaTicket(NamedTuple):
@@ -164,6 +165,7 @@ class OpaqueInstance:
             cache_salt=prompt.cache_salt,
             trace=prompt.trace,
             retain=prompt.retain,
+            conversation=prompt.conversation,
         )
 
     def _register_first(self) -> None:

@@ -64,6 +64,12 @@ class StatusSource:
         with self._connected() as (client, _):
             return client.request("CLEAR", m.Clear(l2=l2, model=model), m.Cleared, timeout=timeout)
 
+    def forget(self, order: m.Forget, *, timeout: float) -> m.Forgotten:
+        """Delete what an order names from L1 and every tier; return the receipt. Blocks for `timeout` seconds at most,
+        and raises as `ask`; the server goes on with an order whose answer came too late."""
+        with self._connected() as (client, _):
+            return client.request("FORGET", order, m.Forgotten, timeout=timeout)
+
     def drain(self, within_s: float) -> bytes:
         """Have the server drain within that time, and end; return `status.Drain`. Blocks and raises as `ask`."""
         with self._connected() as (client, left):

@@ -29,6 +29,7 @@ from kvframework.record_ring import RecordRing
 from kvframework.service.chunks_over_wire import ChunkTransfers
 from kvframework.service.contexts import Contexts, RegisteredContext, own_context
 from kvframework.service.engine_driven import EngineDrivenTransfers, Grants
+from kvframework.service.forgetting import Forgetting
 from kvframework.service.health import EVERY_S, CounterReport, problems
 from kvframework.service.keys import KeyResolver, check_key
 from kvframework.service.listeners import EVENTS, Listeners
@@ -102,6 +103,9 @@ class CacheService(CacheServices):
         why_missed = lookups.miss_facts.of_retrieve
         transfers = Transfers(self.contexts, self._resolver, storage.table, requests, why_missed, self.chunk_size)
         self._chunks = ChunkTransfers(transfers, workers=config.workers)
+        # Objects just read over the wire count as in use for a moment longer.
+        forgetting = Forgetting(storage, self._tenants, hasher, self._chunks.settle)
+        self._resolver.on_conversation = forgetting.conversations.add
         self._engine_driven = EngineDrivenTransfers(transfers, grants, config)
         self._losses = ClientLosses()
         self._server_facts = {"boot_id": self.boot_id.hex(), **server_facts}
@@ -119,6 +123,7 @@ class CacheService(CacheServices):
             lookups,
             lookups.recording,
             self.finished,
+            forgetting,
         )
         self._of_sessions = (self._losses, lookups, transfers, grants)
 

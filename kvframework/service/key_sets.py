@@ -190,6 +190,9 @@ def key_set(resolver: KeyResolver, key: CacheKey, desc: MemoryLayoutDesc, groups
                 where=f"groups[{index}]",
                 available=f"chunks that begin before the key's end, token {key.end}",
             )
+    if key.conversation:
+        for group in groups:
+            resolver.on_conversation(key.conversation, group.digests)
     prefixes = resolver.prefixes(key.namespace, key.cache_salt, (0,), len(groups))
     return KeySet(desc, prefixes, groups, key.start, key.end)
 

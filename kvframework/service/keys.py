@@ -222,11 +222,13 @@ class KeyGrid:
 @dataclass(eq=False)
 class KeyResolver:
     """Resolves cache keys to object keys. Thread-safe, without state of requests. `orders` maps a namespace to the
-    layer orders of ranks. `on_salts` receives the salts of keys, and that of their request, unless ""."""
+    layer orders of ranks. `on_salts` receives the salts of keys, and that of their request, unless "";
+    `on_conversation` the name of a request's conversation, unless "", and packed digests of its chunks."""
 
     hasher: KeyHasher
     orders: Callable[[bytes], Mapping[int, bytes]] = lambda _namespace: {}
     on_salts: Callable[[str, Iterable[bytes]], None] | None = None
+    on_conversation: Callable[[str, bytes], None] = lambda _conversation, _digests: None
 
     def prefixes(self, namespace: bytes, cache_salt: str, ranks: Sequence[int], groups: int) -> list[bytes]:
         """Return the prefixes of the object keys of `ranks`, rank by rank and in each by layer group."""
@@ -285,6 +287,8 @@ class KeyResolver:
             raise BadRange(f"{unit} has {len(packed)} bytes", where="key", available=available, hint=hint)
         if key.tokens:
             packed = self.hasher.chunk_digests(packed, chunk)
+        if key.conversation:
+            self.on_conversation(key.conversation, packed)
         first = key.start // chunk
         count = len(packed) // DIGEST_BYTES - first
         if count <= _SMALL:  # one call, instead of a slice for each
@@ -326,7 +330,8 @@ def check_key(key: CacheKey) -> None:
         raise NamespaceMismatch(
             f"worker id is {key.worker_id}", where="key", available=f"0 to {key.world_size - 1}, or none for all ranks"
         )
-    for name, text in (("request_id", key.request_id), ("model_name", key.model_name), ("cache_salt", key.cache_salt)):
+    for name in ("request_id", "model_name", "cache_salt", "conversation"):
+        text = getattr(key, name)
         if len(text) > MAX_TEXT:
             raise MessageTooLarge(f"{name} has {len(text)} characters", where="key", available=f"at most {MAX_TEXT}")
     if not 0 <= key.start < key.end:

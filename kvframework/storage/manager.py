@@ -5,23 +5,29 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from kvframework.api.keys import PackedKey
 from kvframework.api.tier import Loan, Node, NodeIdentity
 from kvframework.errors import TierError
-from kvframework.storage.l2.sealed_tier import Shares
+from kvframework.storage.l2.sealed_tier import L2Store, Shares
 from kvframework.storage.l2.tiers import Tiers
 from kvframework.storage.l2.writer import AttachedTier
 from kvframework.storage.namespaces import HEADER_BYTES, is_record_key, seal
 from kvframework.storage.table import AT_ONCE, Table
+from kvframework.wire.messages import PlaceForgotten
 
 log = logging.getLogger(__name__)
 
 
 # Time beyond its timeout that a call to a tier may take before `close` stops waiting for it.
 CLOSE_GRACE_S = 1.0
+# How often `forget` looks at L1 and the tiers, since a load may bring an object back; and how soon again at pins.
+FORGET_ROUNDS = 3
+FORGET_AGAIN_S = 0.05
 
 
 class ClearedObjects(NamedTuple):
@@ -75,6 +81,33 @@ class StorageManager:
         unlisted = tuple(store.name for store in self.tiers.stores if l2 and not store.lists)
         return ClearedObjects(len(dropped), in_use, sum(dropped.values()), values, value_bytes, unlisted)
 
+    def forget(self, wanted: Callable[[PackedKey], bool], wait_s: float) -> tuple[list[PlaceForgotten], int, int]:
+        """Delete the wanted objects in L1 and in every tier, and overwrite what L1 has free: (a receipt by place, bytes
+        overwritten, bytes that stay, because they are reserved). Waits up to `wait_s` for the ends of uses. Raises
+        nothing for a tier that fails: its receipt says so. Blocks, but not other callers.
+
+        An object is pinned while it is written to a tier, so none that L1 lacks is on its way there. A load from a tier
+        may bring an object back as long as the tier has it, so L1 is looked at again behind the tiers."""
+        until = self.clock() + wait_s
+        dropped: dict[PackedKey, int] = {}
+        tiers = [PlaceForgotten(store.name) for store in self.tiers.stores]
+        for _ in range(FORGET_ROUNDS):
+            while True:
+                found, _ = self.table.clear(wanted)
+                dropped |= found
+                here, writing = self.table.held(wanted)
+                if not here + writing or self.clock() >= until:
+                    break
+                time.sleep(FORGET_AGAIN_S)
+            tiers = [_forget(*each, dropped, wanted) for each in zip(self.tiers.stores, tiers, strict=True)]
+            here, writing = self.table.held(wanted)
+            if not here + writing or self.clock() >= until:
+                break
+        erased, reserved = self.table.erase()
+        why = f"{here} are in use and {writing} are being written" if here + writing else ""
+        l1 = PlaceForgotten("L1", len(dropped), sum(dropped.values()), here + writing, why)
+        return [l1, *tiers], erased, reserved
+
     def close(self, drain_s: float = 0.0, end_s: float | None = None, *, process_ends: bool = False) -> None:
         """Wait up to `drain_s` for writes to L2, then close the tiers, which ends calls in flight, stop all threads and
         free the arena within `end_s` (None: the longest timeout of a tier). Idempotent; not for storage threads. A
@@ -99,6 +132,23 @@ class StorageManager:
 
     def status(self) -> dict[str, object]:
         return {"l1": self.table.status(), **self.tiers.status()}
+
+
+def _forget(
+    store: L2Store, before: PlaceForgotten, dropped: Mapping[PackedKey, int], wanted: Callable[[PackedKey], bool]
+) -> PlaceForgotten:
+    """Delete the wanted values of a tier, and count what is left of them; `before` is what an earlier round did."""
+    if store.read_only:
+        return replace(before, left=-1, why="its values are those of other nodes, which delete them themselves")
+    try:
+        objects, nbytes = store.clear(dropped, wanted)
+        left = store.remaining(dropped, wanted)
+    except TierError as error:
+        return replace(before, left=-1, why=error.fact)
+    why = "the tier did not delete them" if left else ""
+    if not store.lists and not left:
+        left, why = -1, "the tier cannot list its values: those that L1 did not hold stay until they expire"
+    return PlaceForgotten(store.name, before.objects + objects, before.nbytes + nbytes, left, why)
 
 
 # What tiers export of L1 to other nodes: objects, pinned and under an envelope that is sealed on demand, and records of

@@ -23,8 +23,9 @@ from kvframework.config.schema import L1Keys
 from kvframework.record_ring import NO_RECORDS, RecordRing
 from kvframework.status import L1Counters, zeros
 from kvframework.storage.l1 import journal as journals
+from kvframework.storage.l1.allocator import ALIGNMENT, rounded
 from kvframework.storage.l1.entries import StoredObject
-from kvframework.storage.l1.eviction import Tenant
+from kvframework.storage.l1.eviction import SALT, Tenant
 from kvframework.storage.l1.eviction_statistics import Cause, EvictionStatistics, Ghost
 from kvframework.storage.l1.journal import Identity, Journal
 from kvframework.storage.l1.leases import INTERNAL_OWNER, Pinned, PromptPart, Reservation
@@ -50,6 +51,9 @@ EVICT_AT_ONCE = 2048
 MOST_DROPPED = 32
 # Objects that `Verification` pins at once, and until a damaged one that a reader has pinned is tried again.
 VERIFY_AT_ONCE = 16
+# Bytes that `erase` withholds from stores at a time, and writes in one step, which keeps the interpreter lock.
+ERASE_AT_ONCE = 32 << 20
+_ZEROS = bytes(1 << 20)
 AGAIN_S = 0.1
 
 
@@ -236,6 +240,52 @@ class Table(ObjectTable):
             dropped.update((stored.key, stored.length) for stored in gone)
             in_use += used
         return dropped, in_use
+
+    def held(self, wanted: Callable[[PackedKey], bool]) -> tuple[int, int]:
+        """Return how many of the wanted objects are here, and how many a client or a load is writing."""
+        here = sum(wanted(stored.key) for stored in self.objects())
+        with self.lock:
+            writing = list(self._writing)
+        return here, sum(map(wanted, writing))
+
+    def salts_of(self, tenant: int) -> set[bytes]:
+        """Return the salts in keys of a tenant's objects, as far as they are remembered or in L1."""
+        here = {stored.key[SALT] for stored in self.objects() if stored.tenant == tenant}
+        with self.lock:
+            return here | self.tenants.salts(tenant)
+
+    def erase(self) -> tuple[int, int]:
+        """Overwrite with zeros every byte of the arena that no object and no reservation has: what objects have left
+        behind. Return (bytes of free ranges, bytes that stay, because they are reserved). Blocks for about 0.3 s a GiB;
+        other callers take turns with it."""
+        erased = start = 0
+        while start < self.allocator.reached:
+            with self.lock:
+                taken = self.allocator.take(start, start + ERASE_AT_ONCE)
+            try:
+                for offset, length in taken:
+                    self._zero(offset, length)
+            finally:
+                with self.lock:
+                    for offset, length in taken:
+                        self.allocator.free(offset, length)
+            erased += sum(length for _, length in taken)
+            start += ERASE_AT_ONCE
+            time.sleep(TURN_S)
+        # An object's last page may end with bytes of an earlier object.
+        objects = self.objects()
+        for part in self._in_turns([stored for stored in objects if stored.length % ALIGNMENT]):
+            for stored in part:
+                if self._objects.get(stored.key) is stored:
+                    end = stored.offset + stored.length
+                    self._zero(end, -end % ALIGNMENT)
+        with self.lock:
+            return erased, self.used_bytes - sum(rounded(stored.length) for stored in self._objects)
+
+    def _zero(self, offset: int, length: int) -> None:
+        for at in range(offset, offset + length, len(_ZEROS)):
+            size = min(len(_ZEROS), offset + length - at)
+            self.arena[at : at + size] = memoryview(_ZEROS)[:size]
 
     @locked
     def write_uses(self) -> None:

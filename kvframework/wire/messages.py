@@ -29,6 +29,7 @@ MAX_LOST, MAX_LOST_CODE, MOST_LOST = 16, 64, 1 << 48
 MAX_FREED = 64  # tickets and grants that one message frees
 # Instances for which one LOOKUP may ask for grants, and the objects of all grants that one answer has.
 MAX_GRANTS, MAX_GRANTED = 64, 4096
+MAX_SALTS = 4096  # of one order to forget
 MAX_TRACED = 1024  # lookups of a trace that one answer holds
 MAX_WAIT_S = 1.0  # for which an answer about a lookup may be held back
 
@@ -443,6 +444,46 @@ class Cleared(Message, frozen=True):
     l2_objects: int = 0
     l2_bytes: int = 0
     unlisted: Names = ()
+
+
+class Forget(Message, frozen=True):
+    """Deletes the objects that all of the given fields name from L1 and every tier, and overwrites what L1 has free:
+    those of a `tenant`, of `salts`, of a `model`, of a `namespace` (16 bytes), of a `conversation` that requests have
+    named, or of the chunks of a prompt, by its `tokens` (packed u32) or packed `digests`, under any salt and namespace.
+    Waits up to `wait_s` for the ends of uses. With `tenant`, `salts` are further ones of this tenant: a server knows
+    only those that requests have used since its start. Clients on the server's node only."""
+
+    tenant: str = ""
+    salts: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_SALTS)] = ()
+    model: str = ""
+    namespace: bytes = b""
+    conversation: str = ""
+    tokens: bytes = b""
+    digests: bytes = b""
+    wait_s: Annotated[float, msgspec.Meta(ge=0.0, le=600.0)] = 5.0
+
+
+class PlaceForgotten(Message, frozen=True):
+    """What left one place, `L1` or a tier: `objects` of `nbytes`. `left` of those that the order names stay, counted
+    after the deletion, -1 for an unknown number, and `why` says the reason."""
+
+    place: str
+    objects: int = 0
+    nbytes: int = 0
+    left: int = 0
+    why: str = ""
+
+
+class Forgotten(Message, frozen=True):
+    """The receipt of a FORGET: its `places`, the `erased_bytes` of L1 that were free and are zeros now, and the
+    `reserved_bytes` of L1 that writers were filling and that are not. `unknown_salts`: under how many salts tiers hold
+    values of no tenant that the server knows; it knows the salts of a tenant that requests have used since its
+    start."""
+
+    places: tuple[PlaceForgotten, ...]
+    erased_bytes: int = 0
+    reserved_bytes: int = 0
+    unknown_salts: int = 0
 
 
 class ApplyConfig(Message, frozen=True):

@@ -45,6 +45,7 @@ _SPECS = (
     RequestSpec("END_SESSION", m.EndSession, m.SessionEnded),
     RequestSpec("CANCEL", m.Cancel, m.CancelReply, deadline_s=30.0),
     RequestSpec("CLEAR", m.Clear, m.Cleared, deadline_s=60.0),
+    RequestSpec("FORGET", m.Forget, m.Forgotten, deadline_s=3600.0),
     RequestSpec("REPORT_STATUS", m.Empty, m.StatusReply),
     RequestSpec("APPLY_CONFIG", m.ApplyConfig, m.ConfigApplied, deadline_s=60.0),
     RequestSpec("DRAIN", m.Drain, m.StatusReply, deadline_s=10.0),
@@ -57,7 +58,7 @@ _SPECS = (
 # Those that may be sent without a wish for an answer: they only give back.
 ONE_WAY_REQUESTS = frozenset({"ABORT", "COMMIT_RETRIEVE", "FREE_LOOKUP_LOCKS", "END_SESSION"})
 # Those that need the room of what their client has given back.
-ROOM_REQUESTS = frozenset({"PREPARE_STORE", "PREPARE_STORE_KEYS", "STORE", "STORE_CPU_CHUNKS", "CLEAR"})
+ROOM_REQUESTS = frozenset({"PREPARE_STORE", "PREPARE_STORE_KEYS", "STORE", "STORE_CPU_CHUNKS", "CLEAR", "FORGET"})
 
 REQUESTS: dict[str, RequestSpec] = {spec.name: spec for spec in _SPECS}
 

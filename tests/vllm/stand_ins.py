@@ -88,11 +88,13 @@ class FakeServer:
         self.served = served
 
     def hashes(
-        self, request_id: str, salt: str, trace: str = "", retain: Sequence[Retain] = ()
+        self, request_id: str, salt: str, trace: str = "", retain: Sequence[Retain] = (), conversation: str = ""
     ) -> RequestHashes | None:
         if not self.reachable:
             return None
-        return RequestHashes(Sha256(), CHUNK, request_id=request_id, cache_salt=salt, trace=trace, retain=retain)
+        hashes = RequestHashes(Sha256(), CHUNK, request_id=request_id, cache_salt=salt, trace=trace, retain=retain)
+        hashes.conversation = conversation
+        return hashes
 
     def tells(self, salt: str) -> bool:
         return self.telling and not salt

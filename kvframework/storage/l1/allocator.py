@@ -15,6 +15,8 @@ class RangeAllocator:
     def __init__(self) -> None:
         self.limit = 0
         self.free_bytes = 0
+        # No byte behind it has been allocated.
+        self.reached = 0
         # The free ranges: (length, offset) in order, and by where they begin and end.
         self._by_size: list[tuple[int, int]] = []
         self._length_at: dict[int, int] = {}
@@ -30,7 +32,7 @@ class RangeAllocator:
     def restore(self, gaps: Sequence[tuple[int, int]], end: int) -> None:
         """Begin with what an earlier server has allocated: all bytes up to `end` except `gaps`, (offset, length), of
         which none touches another. The allocator is empty before."""
-        self.limit = end
+        self.limit = self.reached = end
         self.free_bytes = sum(length for _, length in gaps)
         self._by_size = sorted((length, offset) for offset, length in gaps)
         self._length_at = dict(gaps)
@@ -46,7 +48,23 @@ class RangeAllocator:
         self._take(offset, size, at)
         if size > length:
             self._insert(offset + length, size - length)
+        if offset + length > self.reached:
+            self.reached = offset + length
         return offset
+
+    def take(self, start: int, end: int) -> list[tuple[int, int]]:
+        """Allocate what is free of the bytes `[start, end)`; return its ranges, (offset, length)."""
+        taken = []
+        for offset, length in list(self._length_at.items()):
+            first, last = max(offset, start), min(offset + length, end)
+            if first < last:
+                self._take(offset, length)
+                taken.append((first, last - first))
+                if offset < first:
+                    self._insert(offset, first - offset)
+                if last < offset + length:
+                    self._insert(last, offset + length - last)
+        return taken
 
     def free(self, offset: int, nbytes: int) -> None:
         """Free a range, with the length of its allocation, and merge it with its free neighbours."""

@@ -116,6 +116,10 @@ class Tenants:
     def knows(self, salt: bytes) -> bool:
         return salt in self._salts
 
+    def salts(self, tenant: int) -> set[bytes]:
+        """Return the salts in keys that are remembered as a tenant's."""
+        return {salt for salt, number in self._salts.items() if number == tenant}
+
     def of(self, key: PackedKey) -> int:
         """Return whose an object with this key is; 0 for a salt that is not remembered."""
         return self._salts.get(key[SALT], 0) if self._salts else 0

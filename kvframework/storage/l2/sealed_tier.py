@@ -196,6 +196,12 @@ class L2Store(TierCalls):
         deleted = self.delete(list(sizes))
         return len(deleted), sum(sizes[key] for key in deleted)
 
+    def remaining(self, dropped: Iterable[PackedKey], wanted: Callable[[PackedKey], bool]) -> int:
+        """Return how many of the `wanted` values the tier lists, or without a listing has of `dropped`. Blocks."""
+        if self.lists:
+            return self._listed(lambda found: sum(wanted(each.key) for each in found))
+        return sum(self.contains(list(dropped)))
+
     def listed_namespaces(self) -> set[bytes]:
         """Return the namespaces of the values in a tier that can list them, else none. Blocks for a listing."""
         return self._listed(lambda found: {each.key[:16] for each in found}) if self.lists else set()

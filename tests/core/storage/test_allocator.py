@@ -16,6 +16,7 @@ steps = st.lists(
     st.one_of(
         st.tuples(st.just("allocate"), st.integers(1, 6 * UNIT)),
         st.tuples(st.just("free"), st.integers(0, 1 << 16)),
+        st.tuples(st.just("take"), st.integers(0, 40)),
         st.tuples(st.just("grow"), st.integers(0, 40 * UNIT)),
     ),
     max_size=80,
@@ -47,6 +48,15 @@ def test_behaves_like_a_map_of_units(script: Steps) -> None:
         elif action == "free" and held:
             offset = sorted(held)[number % len(held)]
             allocator.free(offset, held.pop(offset))
+        elif action == "take":
+            start, end = number * UNIT, (number + 7) * UNIT
+            taken = dict(allocator.take(start, end))
+            assert all(start <= offset and offset + length <= end for offset, length in taken.items())
+            free_before = sum(free_runs(limit, held))
+            held |= taken
+            assert sum(free_runs(limit, held)) == free_before - sum(taken.values())
+            outside = {limit: UNIT * 99, start: min(end, limit) - start} if start < limit else {}
+            assert free_runs(limit, held | outside) == free_runs(limit, held)
         elif action == "allocate":
             before = free_runs(limit, held)
             found = allocator.allocate(number)

@@ -189,6 +189,7 @@ class AttachedInstance:
             digests=op.digests,
             trace=op.trace,
             retain=op.retain,
+            conversation=op.conversation,
             grants=op.grants,
         )
         # One stage's word is enough, as one rank's is.

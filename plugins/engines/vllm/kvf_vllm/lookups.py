@@ -52,10 +52,10 @@ class ServerLookups:
         ]
 
     def hashes(
-        self, request_id: str, salt: str, trace: str = "", retain: Sequence[Retain] = ()
+        self, request_id: str, salt: str, trace: str = "", retain: Sequence[Retain] = (), conversation: str = ""
     ) -> RequestHashes | None:
-        """A new empty digest list; `trace` is the request's traceparent, `retain` what it says of its KV's future. None
-        as long as the server has never been reached."""
+        """A new empty digest list; `trace` is the request's traceparent, `retain` what it says of its KV's future,
+        `conversation` what it is a part of. None as long as the server has never been reached."""
         # Only `usable` guarantees that no call waits for a first handshake.
         if not self._adapters or not self._client.usable:
             return None
@@ -64,7 +64,13 @@ class ServerLookups:
         except KVFrameworkError:
             return None
         return RequestHashes(
-            hasher, self._chunk_tokens, request_id=request_id, cache_salt=salt, trace=trace, retain=retain
+            hasher,
+            self._chunk_tokens,
+            request_id=request_id,
+            cache_salt=salt,
+            trace=trace,
+            retain=retain,
+            conversation=conversation,
         )
 
     def tells(self, salt: str) -> bool:

@@ -73,6 +73,7 @@ def _wrong(fact: str, expected: str) -> RequestError:
 
 PREFIX = "kvframework."
 _MAX_SALT = 256
+_MAX_CONVERSATION = 256
 
 
 class EngineRequest(Protocol):
@@ -100,7 +101,8 @@ class EngineRequest(Protocol):
 class Wish:
     """The permissions of a request. `own_salt`: part of the salt is the connector's own option, which vLLM's block
     hashes do not cover. `reason` says why the request is left out, "" if it is not. `retain` is what it says of the
-    future of its KV, and `ignored` what was wrong with that, "" for nothing: it is no more than a hint."""
+    future of its KV, and `ignored` what was wrong with that, "" for nothing: it is no more than a hint. What has the
+    same `conversation` can be forgotten together."""
 
     load: bool = True
     store: bool = True
@@ -109,6 +111,7 @@ class Wish:
     reason: str = ""
     retain: tuple[Retain, ...] = ()
     ignored: str = ""
+    conversation: str = ""
 
 
 class Asking(Protocol):
@@ -123,8 +126,9 @@ class Asking(Protocol):
 
 def wish_of(request: EngineRequest) -> Wish:
     """The wish in the request itself and its `kv_transfer_params`: `kvframework.load`, `kvframework.store` (booleans),
-    `kvframework.salt` and `kvframework.retain` (see `retain_of`), without which vLLM's `kv_hints` count. An unknown key
-    or value leaves the request out; only a wrong `retain` is ignored, since it is a hint."""
+    `kvframework.salt`, `kvframework.conversation` and `kvframework.retain` (see `retain_of`), without which vLLM's
+    `kv_hints` count. An unknown key or value leaves the request out; only a wrong `retain` is ignored, since it is a
+    hint: a request that could not be forgotten by its conversation is not cached."""
     reason = _left_out(request)
     if reason:
         return Wish(False, False, reason=reason)
@@ -138,14 +142,15 @@ def wish_of(request: EngineRequest) -> Wish:
         if isinstance(key, str) and key.startswith(PREFIX)
     }
     load, store, salt = wishes.pop("load", True), wishes.pop("store", True), wishes.pop("salt", "")
-    hint = wishes.pop("retain", None)
-    if wishes or not (isinstance(load, bool) and isinstance(store, bool) and isinstance(salt, str)):
+    hint, conversation = wishes.pop("retain", None), wishes.pop("conversation", "")
+    texts = isinstance(salt, str) and isinstance(conversation, str) and len(conversation) <= _MAX_CONVERSATION
+    if wishes or not (isinstance(load, bool) and isinstance(store, bool) and texts):
         return Wish(False, False, reason="kv_transfer_params")
     # Requests that need every prompt token computed (for their log-probabilities) read no cache.
     load = load and not request.skip_reading_prefix_cache
     retain, ignored = _retained(hint, request)
     salt_of_both = _joined(request.cache_salt or "", salt)
-    return Wish(load, store, salt_of_both, own_salt=bool(salt), retain=retain, ignored=ignored)
+    return Wish(load, store, salt_of_both, bool(salt), "", retain, ignored, conversation)
 
 
 def current_wish(request: EngineRequest, once: LogLimit, *, weights_updated: bool) -> Wish:

@@ -369,9 +369,9 @@ class SchedulerSide:
             return None
         if tracked.hashes is None:
             salt = salted(tracked.wish.salt, self._names.generation)
-            retain = tracked.wish.retain
+            wish = tracked.wish
             tracked.hashes = self._service.hashes(
-                tracked.request.request_id, salt, traceparent(tracked.request), retain
+                tracked.request.request_id, salt, traceparent(tracked.request), wish.retain, wish.conversation
             )
         if tracked.hashes is not None and tracked.fed < tracked.request.num_tokens:
             tokens = tracked.request.all_token_ids[tracked.fed :]
@@ -432,6 +432,7 @@ class SchedulerSide:
             tracked.adapter,
             self._content(tracked, hashes, start, end),
             tracked.wish.retain,
+            tracked.wish.conversation,
         )
 
     def _content(self, tracked: _Tracked, hashes: RequestHashes, start: int, end: int) -> ChunkContent | None:

@@ -70,6 +70,7 @@ class TransferOp:
     adapter: AdapterUse | None = None
     content: ChunkContent | None = None
     retain: tuple[Retain, ...] = ()
+    conversation: str = ""
     skip: int = 0
     grants: tuple[LoadGrant, ...] = ()
     is_within: bool = False

@@ -140,7 +140,7 @@ class Engine:
         salt = salted(wish.salt, self.names.generation)
         if tracked.adapter is not None:
             salt = salted(salt, f"lora {tracked.adapter.content}")
-        return Prompt(request.request_id, start, end, salt, traceparent(request), wish.retain)
+        return Prompt(request.request_id, start, end, salt, traceparent(request), wish.retain, wish.conversation)
 
     def keys(self, tracked: Tracked, group: Group, hashes: Sequence[bytes], ends: Sequence[int]) -> KeyGroup:
         """Return the server's keys of a group's chunks; `hashes` are vLLM's of each, `ends` where they end. The keys of
