@@ -12,15 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from kvf_dev.scaffold import PluginNames, render
 from tests.support.wheels import install_wheels, run_own_tests
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # Each with how many of its tests must have passed at least.
 PROVEN = {"kvf-llamacpp": 150, "kvf-s3fifo": 10, "kvf-sqlite": 108, "kvf-tensorrt-llm": 9}
 TORCH = {"kvf-llamacpp", "kvf-tensorrt-llm"}
-# By other tests: docs/, beside the guide that is made of it, engines/, where its engine is there, and the environment
-# `nixl` of tox.ini, where NIXL is.
-ELSEWHERE = {"kvf-simdev", "kvf-mlx", "kvf-nixl"}
+# By other tests: docs/, beside the guide that is made of it, engines/, where its engine is there, and the environments
+# `nixl` and `opencl` of tox.ini, where NIXL and an OpenCL platform are.
+ELSEWHERE = {"kvf-simdev", "kvf-mlx", "kvf-nixl", "kvf-opencl"}
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +39,12 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_example_is_proven_somewhere() -> None:
     assert {project.parent.name for project in EXAMPLES.glob("*/pyproject.toml")} == {*PROVEN, *ELSEWHERE}
+
+
+def test_what_the_scaffold_writes_needs_no_change_for_another_device() -> None:
+    written = render(PluginNames("transport", "opencl", "async"))
+    for file in ("kvf_opencl/copies.py", "kvf_opencl/context.py"):
+        assert (EXAMPLES / "kvf-opencl" / file).read_text() == written[file]
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.torch] * (name in TORCH)) for name in PROVEN])
