@@ -43,6 +43,7 @@ app = typer.Typer(
         "kvframework bench blend                   answers over shuffled documents",
         "kvframework bench serving --trace FILE    vLLM: time to first token",
         "kvframework bench decode                  vLLM's next token beside loads",
+        "kvframework bench outside --trace FILE --folder cells   others' benchmarks",
         "kvframework bench cuda --sweep            fragments and copy engines",
         "kvframework bench gpu-report gpu.tar.gz   all of a first run on a GPU",
         "kvframework bench compare old.json new.json",
@@ -95,6 +96,12 @@ class CudaPart(str, enum.Enum):
     submits = "submits"
     matmul = "matmul"
     decode = "decode"
+
+
+class OutsideTool(str, enum.Enum):
+    aiperf = "aiperf"
+    vllm = "vllm-bench"
+    lmcache = "lmcache-bench"
 
 
 class CudaEngine(str, enum.Enum):
@@ -533,6 +540,65 @@ def decode(
     sizes = QUICK if quick else FULL
     sizes = msgspec.structs.replace(sizes, rounds=rounds or sizes.rounds)
     _run("decode", lambda stage: bench_decode(sizes, model=model, stage=stage), quick, as_json, markdown, plot)
+
+
+@app.command("outside")
+def outside(
+    trace: Annotated[pathlib.Path, typer.Option(help="Trace file of kvframework or Mooncake.")],
+    folder: Annotated[
+        pathlib.Path,
+        typer.Option(help="Folder of finished cells: what it has is not measured again. Made if it is not there."),
+    ],
+    tool: Annotated[list[OutsideTool] | None, typer.Option(help="Run only this tool; repeatable.")] = None,
+    model: Annotated[
+        pathlib.Path | None,
+        typer.Option(help="A folder with a model and its tokenizer. Default: a small random model."),
+    ] = None,
+    aiperf: Annotated[
+        pathlib.Path | None, typer.Option(help="AIPerf's command, in a separate environment. Default: that of PATH.")
+    ] = None,
+    contender: Annotated[
+        list[str] | None, typer.Option(help="Measure only this contender; repeatable. An unknown name lists all.")
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Number of rounds; each runs all tools for every contender. Default: 2.")
+    ] = None,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    markdown: Markdown = False,
+    plot: Plot = None,
+) -> None:
+    """Run benchmarks that others wrote, unchanged, against vLLM: AIPerf, vLLM's bench serve, LMCache's bench engine.
+
+    Each against no offload, an endless KV cache (ideal), both ways into kvframework and LMCache's server: time to first
+    token as the tool says it, hits and computed tokens as the engine says them. A run that was ended goes on with the
+    same --folder, which also keeps the tools' files. Needs vLLM; takes five minutes a round and 3 GB of memory.
+    """
+    from kvframework_bench.errors import require_vllm
+
+    require_vllm()
+    from kvframework_bench.outside.load import FULL, QUICK
+    from kvframework_bench.outside.run import bench_outside, chosen_contenders, known_tools
+
+    known = known_tools(aiperf)
+    tools = [known[each.value] for each in tool or OutsideTool]
+    _run(
+        "outside",
+        lambda stage: bench_outside(
+            QUICK if quick else FULL,
+            trace=trace,
+            folder=folder,
+            tools=tools,
+            contenders=chosen_contenders(contender or ()),
+            model=model,
+            rounds=rounds or (1 if quick else 2),
+            stage=stage,
+        ),
+        quick,
+        as_json,
+        markdown,
+        plot,
+    )
 
 
 @app.command("cuda")

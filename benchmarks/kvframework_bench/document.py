@@ -13,6 +13,7 @@ from kvframework_bench.l2.figures import L2Figures
 from kvframework_bench.machine import Load, Machine
 from kvframework_bench.node.figures import NodeFigures
 from kvframework_bench.observe.figures import ObserveFigures
+from kvframework_bench.outside.figures import OutsideFigures
 from kvframework_bench.policy.figures import PolicyFigures
 from kvframework_bench.rounds import Latency, Spread
 from kvframework_bench.route.figures import RouteFigures
@@ -160,6 +161,7 @@ Figures = (
     | NodeFigures
     | ServingFigures
     | DecodeFigures
+    | OutsideFigures
 )
 
 
@@ -182,6 +184,7 @@ FIGURES: dict[str, type[Figures]] = {
     "blend": BlendFigures,
     "serving": ServingFigures,
     "decode": DecodeFigures,
+    "outside": OutsideFigures,
 }
 
 

@@ -15,6 +15,7 @@ from kvframework_bench.events.figures import EventsFigures
 from kvframework_bench.l2.figures import L2Figures
 from kvframework_bench.node.figures import NodeFigures
 from kvframework_bench.observe.figures import NONE, ObservedLookup, ObserveFigures
+from kvframework_bench.outside.figures import OutsideFigures
 from kvframework_bench.policy.figures import PolicyFigures
 from kvframework_bench.rounds import Latency, Spread
 from kvframework_bench.route.figures import RouteFigures
@@ -112,6 +113,19 @@ def panels(figures: Figures) -> list[Panel]:
         return [
             Bars("time between tokens, p99", "ms", [spread_bar(row.beside, row.p99_ms) for row in figures.rows]),
             Bars("time between tokens, p99, ratio to alone", "x", ratios),
+        ]
+    if isinstance(figures, OutsideFigures):
+        return [
+            Bars(
+                f"{tool.name}, first token, mean",
+                "ms",
+                [
+                    spread_bar(f"{row.workload}, {row.contender}", row.first_mean_ms)
+                    for row in figures.rows
+                    if row.tool == tool.name
+                ],
+            )
+            for tool in figures.tools
         ]
     return _l2(figures)
 

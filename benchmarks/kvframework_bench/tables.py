@@ -29,6 +29,7 @@ from kvframework_bench.l2.figures import L2Figures, l2_tables
 from kvframework_bench.machine import Machine
 from kvframework_bench.node.figures import NodeFigures, node_tables
 from kvframework_bench.observe.figures import ObserveFigures, observe_tables
+from kvframework_bench.outside.figures import OutsideFigures, outside_tables
 from kvframework_bench.policy.figures import PolicyFigures, policy_tables
 from kvframework_bench.route.figures import RouteFigures, route_tables
 from kvframework_bench.scale.figures import ScaleFigures, scale_tables
@@ -99,6 +100,8 @@ def tables(document: Document, *, markdown: bool = False) -> list[Table]:
         made = serving_tables(figures)
     elif isinstance(figures, DecodeFigures):
         made = decode_tables(figures)
+    elif isinstance(figures, OutsideFigures):
+        made = outside_tables(figures)
     else:
         made = [_store(figures)]
     for table in made:

@@ -2,7 +2,8 @@
 other-tokens, never-loads or leaves-a-child.
 
 Its answers follow from the prompt; it says of a prompt's first half that it was cached if it has answered it before.
-Its metrics say that it has loaded what it has answered before, but for the last two of long prompts, which it holds.
+Its metrics say that it has loaded what it has answered before, but for the last two of long prompts, which it holds,
+and that each prompt had 100 tokens, of which it has computed 40.
 Of long answers a token comes every two milliseconds.
 """
 
@@ -20,7 +21,7 @@ PORT, FAULT = int(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else ""
 LONG = 500
 seen: set[str] = set()
 held: list[str] = []
-loaded = 0
+loaded = answered = 0
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -30,13 +31,20 @@ class Handler(BaseHTTPRequestHandler):
         return
 
     def do_GET(self) -> None:
-        text = f'kvframework:loaded_tokens_total{{engine="0"}} {float(loaded)}\n'.encode()
+        values = {
+            "kvframework:loaded_tokens_total": loaded,
+            "vllm:prompt_tokens_total": 100 * answered,
+            "vllm:request_prefill_kv_computed_tokens_sum": 40 * answered,
+        }
+        text = "".join(f'{name}{{engine="0"}} {float(value)}\n' for name, value in values.items()).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
         self.wfile.write(text)
 
     def do_POST(self) -> None:
+        global answered
+        answered += 1
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if FAULT == "dies-when-asked" and len(asked["prompt"]) != 1024:  # not the first one, which warms up
             print("RuntimeError: no blocks are left", flush=True)

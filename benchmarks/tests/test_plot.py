@@ -50,6 +50,10 @@ from kvframework_bench.l2.figures import (
 )
 from kvframework_bench.machine import Load, describe_machine
 from kvframework_bench.observe.figures import NONE, ObservedLookup, ObserveFigures, ServerMemory
+from kvframework_bench.outside.cells import Cell
+from kvframework_bench.outside.figures import OutsideFigures, ToolFigures
+from kvframework_bench.outside.figures import rows_of as outside_rows
+from kvframework_bench.outside.tools import Result
 from kvframework_bench.panels import Bars, Lines, panels
 from kvframework_bench.plot import check_plot, write_plot
 from kvframework_bench.rounds import Latency, Spread
@@ -146,6 +150,17 @@ def decode() -> DecodeFigures:
     return DecodeFigures("a small Llama", 4096, 1 << 27, 512, decoded.rows_of(windows, "alone", "held"))
 
 
+def outside() -> OutsideFigures:
+    result = Result(10, 0, 20.0, 15.0, 40.0, 60.0, 100.0)
+    tools = [ToolFigures(name, "1.2", "less", 0.0) for name in ("aiperf", "vllm-bench")]
+    cells = [
+        Cell(tool.name, "1.2", "trace", name, 0, [], result, 1000, 400, 0.0)
+        for tool in tools
+        for name in ("ideal", "k")
+    ]
+    return OutsideFigures("t", "a Llama", 1 << 24, 1 << 30, tools, outside_rows(cells, "ideal"), cells, [])
+
+
 FIGURES = {
     "scale": scale(),
     "host": host(),
@@ -158,6 +173,7 @@ FIGURES = {
     "blend": blend(),
     "serving": serving(),
     "decode": decode(),
+    "outside": outside(),
 }
 
 

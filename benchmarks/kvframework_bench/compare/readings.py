@@ -44,6 +44,7 @@ from kvframework_bench.l2.figures import (
 )
 from kvframework_bench.node.figures import NodeRow
 from kvframework_bench.observe.figures import ObservedLookup
+from kvframework_bench.outside.figures import OutsideRow
 from kvframework_bench.policy.figures import PolicyRow
 from kvframework_bench.route.figures import RouteScore
 from kvframework_bench.scale.figures import RatioToEcho, ScaleRow
@@ -201,6 +202,19 @@ READINGS: dict[type[msgspec.Struct], dict[str, Reading | None]] = {
         "p99": LESS_RATIO,
         "p99_to_held": LESS_RATIO,
         "first_ms": LESS,
+    },
+    OutsideRow: {
+        "first_mean_ms": LESS,
+        "first_p50_ms": LESS,
+        "first_p99_ms": LESS,
+        "latency_ms": LESS,
+        "output_tokens_s": MORE,
+        "hit": MORE,
+        "computed_tokens": LESS,
+        "first_mean": LESS_RATIO,
+        "first_p50": LESS_RATIO,
+        "latency": LESS_RATIO,
+        "computed": LESS_RATIO,
     },
 }
 

@@ -42,11 +42,13 @@ _RAISED = re.compile(r"(?<![`\w])(\w*(?:Error|Exception): .+)")
 
 
 class EngineSettings(msgspec.Struct, frozen=True):
-    """What all engines have in common. `kv_cache_bytes` is the KV cache of each, which is too small on purpose."""
+    """What all engines have in common. `kv_cache_bytes` is the KV cache of each, which is too small on purpose;
+    `tokenizer` says that the model has one, so prompts may be text."""
 
     model: Path
     longest: int
     kv_cache_bytes: int
+    tokenizer: bool = False
 
 
 @dataclass
@@ -110,7 +112,8 @@ def vllm_command(settings: EngineSettings, port: int, offload: Sequence[str]) ->
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--model", str(settings.model), "--served-model-name", SERVED),
         # In float32 a prefix that was loaded gives the very tokens of one that was computed.
-        *("--dtype", "float32", "--enforce-eager", "--skip-tokenizer-init"),
+        *("--dtype", "float32", "--enforce-eager"),
+        *(() if settings.tokenizer else ("--skip-tokenizer-init",)),
         *("--max-model-len", str(settings.longest), "--block-size", str(BLOCK_TOKENS)),
         *("--kv-cache-memory-bytes", str(settings.kv_cache_bytes)),
         *("--enable-prompt-tokens-details", "--disable-uvicorn-access-log"),
