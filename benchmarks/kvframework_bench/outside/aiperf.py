@@ -13,8 +13,8 @@ from kvframework_bench.errors import BenchUnavailable
 from kvframework_bench.outside.tools import Result, Target, Workload, version_of
 
 _INSTALL = "python3.11 -m venv ENV; ENV/bin/pip install aiperf==0.13.0; --aiperf ENV/bin/aiperf"
-# Packages that this process's PYTHONPATH names are of another environment. AIPerf 0.13 takes the folder of a tokenizer for a
-# name on the hub where HF_HUB_OFFLINE is set.
+# Packages that this process's PYTHONPATH names are of another environment. Where HF_HUB_OFFLINE is set, AIPerf 0.13
+# takes the folder of a tokenizer for a name on the hub.
 _ENVIRONMENT = {"PYTHONPATH": "", "HF_HUB_OFFLINE": "", "TOKENIZERS_PARALLELISM": "false", "DO_NOT_TRACK": "1"}
 
 

@@ -20,7 +20,7 @@ _CHAT = "{% for each in messages %}{{ each['role'] + ': ' + each['content'] + '\
 
 class OutsideSizes(msgspec.Struct, frozen=True):
     """`shape` is what is taken of the trace. `prompts` of each of the other workloads in `seconds`, which begin with
-    one of `prefixes` shared beginnings of `prefix_tokens`, have `answer_tokens`, and are asked `turns` times."""
+    one of `prefixes` shared beginnings of `prefix_tokens`, and have `answer_tokens`."""
 
     shape: LoadShape
     prompts: int
@@ -35,12 +35,14 @@ class OutsideSizes(msgspec.Struct, frozen=True):
 
     @property
     def longest(self) -> int:
-        """The tokens of the longest prompt and its answer."""
-        return self.shape.longest + self.shape.longest_answer + self.suffix_tokens
+        """The tokens that a prompt and its answer may have: a chat grows to less than twice its beginning."""
+        return max(self.shape.longest + self.shape.longest_answer, 2 * self.prefix_tokens)
 
 
 FULL = OutsideSizes(LoadShape(requests=30, seconds=12), prompts=24, seconds=12)
-QUICK = OutsideSizes(LoadShape(requests=6, seconds=2, longest=1024), prompts=4, seconds=2, prefixes=2)
+QUICK = OutsideSizes(
+    LoadShape(requests=6, seconds=2, longest=1024), prompts=4, seconds=2, prefixes=2, prefix_tokens=512
+)
 
 
 def trace_lines(asks: Sequence[Ask]) -> Iterator[bytes]:
