@@ -6,7 +6,7 @@ sends all logs and printed text of a process to standard error and never waits f
 server passes to a process that it starts, and `chosen_log` that of this process.
 
 `SupervisedChild` runs code that can freeze or crash a process in one of its own; `NamedCall` tells it a function and
-its options; `kvf_helper_tier.HelperTier` does all that for a tier. `Backoff`: whatever is tried again.
+its options; `kvframework.api.helper_tier.HelperTier` does all that for a tier. `Backoff`: whatever is tried again.
 """
 
 from __future__ import annotations

@@ -12,13 +12,12 @@ from tests.docs import error_codes
 
 API = "kvframework.api."
 OF_KINDS = ("transport", "layout", "memory", "tier", "eviction", "hasher", "codec", "requests", "listener")
-BESIDE = {"layout": ("tensors",), "transport": ("futures", "copy_plans")}
+BESIDE = {"layout": ("tensors",), "transport": ("futures", "copy_plans"), "tier": ("helper_tier",)}
 TAKEN = {f"{API}{name}" for kind in OF_KINDS for name in (kind, *BESIDE.get(kind, ()))} | {f"{API}hookspecs"}
 # By page: its title and modules.
 REFERENCE: dict[str, tuple[str, tuple[str, ...]]] = {
     kind: (f"API: {kind}", tuple(f"{API}{name}" for name in (kind, *BESIDE.get(kind, ())))) for kind in OF_KINDS
 }
-REFERENCE["tier"] = ("API: tier", (f"{API}tier", "kvf_helper_tier"))
 REFERENCE |= {
     "hookspecs": ("API: hook specifications", (f"{API}hookspecs",)),
     "common": (

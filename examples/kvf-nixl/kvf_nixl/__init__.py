@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 
-from kvf_helper_tier import HelperTier
 from kvf_nixl.build import installed_build
 from kvf_nixl.options import NixlOptions
+from kvframework.api.helper_tier import HelperTier
 from kvframework.api.tier import TableContext, Tier, TierProvider, hookimpl
 from kvframework.errors import ConfigFieldError
 

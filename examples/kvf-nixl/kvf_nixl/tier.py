@@ -7,8 +7,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from kvf_helper_tier import RegistersMemory
 from kvf_nixl.transfers import Transfers
+from kvframework.api.helper_tier import RegistersMemory
 from kvframework.api.tier import Outcome, PackedKey, Tier
 from kvframework.errors import TierError
 

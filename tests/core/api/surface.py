@@ -37,7 +37,6 @@ MODULES = (
     "kvframework.client",
     "kvframework.status",
     "kvf_devices",
-    "kvf_helper_tier",
     "kvf_dev.testing",
     "kvf_dev.testing.faults",
     "kvf_dev.testing.layout",
@@ -126,7 +125,7 @@ def find(module: str, name: str) -> Definition:
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 if (alias.asname or alias.name) == name:
-                    if node.module.startswith(("kvframework", "kvf_dev")):
+                    if node.module.startswith(("kvframework", "kvf_dev", "kvf_helper_tier")):
                         return find(node.module, alias.name)
                     return Definition(module, node)
     raise LookupError(f"{module} makes no {name}")

@@ -15,7 +15,7 @@ import pytest
 
 from kvf_dev.testing import TierConformance
 from kvf_filesystem import FilesystemOptions
-from kvf_helper_tier import FROZEN_S, HelperTier
+from kvframework.api.helper_tier import FROZEN_S, HelperTier
 from kvframework.api.plugin import ByteSize, NoOptions, Options
 from kvframework.api.tier import Outcome, Tier, TierError
 from kvframework.errors import PluginBroken
@@ -213,7 +213,7 @@ def test_a_helper_that_is_frozen_at_the_end_is_killed(wrong: HelperTier) -> None
 def test_a_frozen_helper_ends_with_its_server() -> None:
     script = (
         "import time\n"
-        "from kvf_helper_tier import HelperTier\n"
+        "from kvframework.api.helper_tier import HelperTier\n"
         "from kvframework.api.plugin import NoOptions\n"
         "from tests.core.api.tiers_in_processes import Wrong\n"
         "tier = HelperTier(Wrong, NoOptions(), name='wrong', where='')\n"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from kvf_filesystem import FilesystemOptions
 from kvf_filesystem.tier import open_tier
-from kvf_helper_tier import RegistersMemory
+from kvframework.api.helper_tier import RegistersMemory
 from kvframework.api.plugin import NoOptions, Options
 from kvframework.api.tier import Outcome, Tier
 from kvframework.errors import TierError

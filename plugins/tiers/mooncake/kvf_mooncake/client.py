@@ -10,10 +10,10 @@ from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 
-from kvf_helper_tier import HelperTier
 from kvf_mooncake import MooncakeOptions, place
 from kvf_mooncake.tier import MooncakeTier
 from kvf_mooncake.writes import SEAL_BYTES, in_words
+from kvframework.api.helper_tier import HelperTier
 from kvframework.api.installing import install_command
 from kvframework.api.plugin import Finding, TableContext
 from kvframework.api.tier import Outcome, PackedKey

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from kvf_helper_tier import RegistersMemory
 from kvf_mooncake.writes import (
     INVALID,
     NO_OBJECT,
@@ -28,6 +27,7 @@ from kvf_mooncake.writes import (
     seal,
     write,
 )
+from kvframework.api.helper_tier import RegistersMemory
 from kvframework.api.tier import Outcome, PackedKey, Tier
 from kvframework.errors import TierError
 
