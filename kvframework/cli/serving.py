@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvframework.client import KVClient
     from kvframework.config.schema import Config
     from kvframework.keeper.sd_notify import Keeper
+    from kvframework.preflight import RunningServer
     from kvframework.server import Server
     from kvframework.storage.recovery import Keeper as L1Keeper
     from kvframework.wire.messages import ConfigApplied
@@ -107,10 +108,16 @@ def run_server(options: ServeOptions) -> None:
         try:
             settings = read()
             configure_logging(settings.log.level, settings.log.format)
-            if (sized := with_capacity(options, keeper)) is not options:
+            running = None
+            if options.takeover:
+                from kvframework.preflight import running_server
+                from kvframework.storage.recovery import ARENA
+
+                running = running_server(settings, 0.0 if keeper and keeper.has(ARENA) else RESTART_S)
+            if (sized := with_capacity(options, keeper, running)) is not options:
                 options = sized
                 settings = read()
-            server = _started(settings, signals, keeper, options.takeover)
+            server = _started(settings, signals, keeper, running)
             signals.reload_by(reload)
             with bounded(None):  # a command has a bound for its own thread, which serves from here on
                 server.serve_forever(process_ends=True)
@@ -122,24 +129,17 @@ def run_server(options: ServeOptions) -> None:
             end_logging()
 
 
-def with_capacity(options: ServeOptions, keeper: Keeper | None) -> ServeOptions:
+def with_capacity(options: ServeOptions, keeper: Keeper | None, running: RunningServer | None = None) -> ServeOptions:
     """Return the options with a capacity of L1, which is logged, where no file and no override names one: that of the
     L1 to go on with, else a share of the memory that is available. Raises `ArenaError` where that is too little."""
     from kvframework.api.memory import available_memory
     from kvframework.api.plugin import ByteSize
     from kvframework.config.layers import CONFIG_VARIABLE
-    from kvframework.config.load import load_config
-    from kvframework.preflight import running_server
     from kvframework.storage.recovery import ARENA
 
     named = {each.partition("=")[0].strip() for each in options.overrides}
     if options.config is not None or os.environ.get(CONFIG_VARIABLE) or named & {"l1.use", "l1.capacity"}:
         return options
-    running = None
-    if options.takeover:
-        running = running_server(
-            load_config(None, options.overrides), 0.0 if keeper and keeper.has(ARENA) else RESTART_S
-        )
     capacity = running.capacity if running else keeper.nbytes(ARENA) if keeper else 0
     why = "the size of the kept L1"
     if not capacity:
@@ -156,12 +156,12 @@ def with_capacity(options: ServeOptions, keeper: Keeper | None) -> ServeOptions:
     return options._replace(overrides=(*options.overrides, f"l1.capacity={capacity}"))
 
 
-def _started(settings: Config, signals: ServerSignals, keeper: Keeper | None, takeover: bool) -> Server:
-    """Return a server that is bound."""
+def _started(settings: Config, signals: ServerSignals, keeper: Keeper | None, running: RunningServer | None) -> Server:
+    """Return a server that is bound, in the place of the `running` one."""
     # Imported only after signals can be handled: the import is most of the start.
     from kvframework.cli.signals import DEADLINE_S
     from kvframework.config.endpoint import default_endpoint
-    from kvframework.preflight import check_room, refusals, running_server
+    from kvframework.preflight import check_room, refusals
     from kvframework.registry.registry import PluginRegistry
     from kvframework.server import Server
     from kvframework.storage.recovery import ARENA, free_recoverable
@@ -171,7 +171,6 @@ def _started(settings: Config, signals: ServerSignals, keeper: Keeper | None, ta
     sys.setswitchinterval(_SWITCH_S)
     registry = PluginRegistry()
     kept = keeper is not None and keeper.has(ARENA)
-    running = running_server(settings, 0.0 if kept else RESTART_S) if takeover else None
     for refusal in refusals(settings, registry, replaces=running.pid if running else None, kept=kept):
         raise refusal
     if running is not None:
@@ -231,32 +230,18 @@ _STEP_S = 0.005
 
 
 class HandedOver:
-    """A keeper that has what the earlier server handed over (`kvframework.service.operator_requests`); `keeper`, if
-    any, holds it too, from now on. `lock` is a descriptor with the lock of the arena."""
+    """A keeper of what the earlier server handed over (`kvframework.service.operator_requests`), which `keeper`, if
+    any, holds already. `lock` has the arena's lock: until `kept` no other server, as of the old pod, can take it."""
 
-    lock: int
-
-    def __init__(self, descriptors: Collection[int], keeper: L1Keeper | None) -> None:
-        from kvframework.storage.l1.journal import own_description
-        from kvframework.storage.recovery import ARENA, JOURNAL
-
+    def __init__(self, found: dict[str, int], lock: int, keeper: L1Keeper | None) -> None:
         self.lasts = keeper is not None
         self.store: Callable[[str, int], None] = keeper.store if keeper else lambda _name, _fd: None
         self.remove: Callable[[str], None] = keeper.remove if keeper else lambda _name: None
-        self.found: dict[str, int] = {}
-        held = {} if keeper is None else keeper.kept((ARENA, JOURNAL))
-        for fd in held.values():
-            os.close(fd)
-        for name, fd in zip((ARENA, JOURNAL), descriptors, strict=True):
-            # The lock of the earlier server lasts as long as its own description.
-            self.found[name] = own_description(fd)
-            os.close(fd)
-            if name not in held:
-                self.store(name, self.found[name])
+        self._found, self._lock = found, lock
 
     def kept(self, names: Collection[str]) -> dict[str, int]:
-        os.close(self.lock)  # until here no other server, such as the next one of the old pod, could take the arena
-        return {name: self.found.pop(name) for name in names if name in self.found}
+        os.close(self._lock)
+        return {name: self._found.pop(name) for name in names if name in self._found}
 
 
 def take_over(endpoint: str, keeper: L1Keeper | None) -> HandedOver:
@@ -279,17 +264,17 @@ def take_over(endpoint: str, keeper: L1Keeper | None) -> HandedOver:
             os.umask(before)
         try:
             listener.listen(1)
-            handed = _handed_over(client, path, listener, keeper)
+            found = _handed_over(client, path, listener, keeper)
         finally:
             os.unlink(path)
     # The kernel releases the lock of the old server at its end, in any container.
-    handed.lock = own_arena(handed.found[ARENA])
+    handed = HandedOver(found, own_arena(found[ARENA]), keeper)
     log.info("took over from the server at %s", endpoint)
     return handed
 
 
-def _handed_over(client: KVClient, path: str, listener: socket.socket, keeper: L1Keeper | None) -> HandedOver:
-    """Return what the server hands over; from then on a keeper holds it. Raises if the server goes on."""
+def _handed_over(client: KVClient, path: str, listener: socket.socket, keeper: L1Keeper | None) -> dict[str, int]:
+    """Return what the server hands over, by name; from then on `keeper` holds it. Raises if the server goes on."""
     from kvframework.keeper.sd_notify import held_since
     from kvframework.storage.l1.journal import PREFIX, Cold, check_schema
     from kvframework.wire import messages as m
@@ -312,9 +297,25 @@ def _handed_over(client: KVClient, path: str, listener: socket.socket, keeper: L
                 where=client.endpoint,
                 hint="stop it first: the next server then begins with an empty L1",
             ) from None
-        handed = HandedOver(descriptors, keeper)
+        found = _stored(descriptors, keeper)
         with contextlib.suppress(OSError):  # it has ended; or a release before 0.3, which does not wait for this
             connection.send(b"1")
         with contextlib.suppress(ServerGone, DeadlineExceeded):  # it has ended: what it sent before counts
             answer.result(_ANSWER_S)
-    return handed
+    return found
+
+
+def _stored(descriptors: Sequence[int], keeper: L1Keeper | None) -> dict[str, int]:
+    """Return arena and journal as descriptions of this process, as the lock of the earlier server lasts as long as its
+    own, and have `keeper` hold those that it has not. Closes `descriptors`."""
+    from kvframework.storage.l1.journal import own_description
+    from kvframework.storage.recovery import ARENA, JOURNAL
+
+    held, found = {} if keeper is None else keeper.kept((ARENA, JOURNAL)), {}
+    for name, fd in zip((ARENA, JOURNAL), descriptors, strict=True):
+        found[name] = own_description(fd)
+        if keeper is not None and name not in held:
+            keeper.store(name, found[name])
+    for fd in (*held.values(), *descriptors):
+        os.close(fd)
+    return found

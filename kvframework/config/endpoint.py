@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kvframework.api.endpoint import parse_endpoint
 from kvframework.errors import EndpointError
+from kvframework.keeper.sd_notify import KEEPER_VARIABLE
 
 # Beside the server's socket: the liveness socket, and the new path of the socket itself while the server takes no
 # client (connected clients stay, and new ones get the reason).
@@ -19,8 +20,6 @@ FULL_SUFFIX = ".full"
 
 # Names the user whose server a client trusts, if that is another one than its own.
 SERVER_UID_VARIABLE = "KVFRAMEWORK_SERVER_UID"
-# Names the directory of `kvframework hold`, if that is not the endpoint's: pods of one node share that one.
-KEEPER_VARIABLE = "KVFRAMEWORK_KEEPER_DIRECTORY"
 MAX_UID = (1 << 32) - 2  # the last one means "no change" to the kernel
 
 
@@ -55,8 +54,7 @@ def prepare_private_directory(path: Path, *, shared: bool = False) -> None:
     """Create the directory of a server's sockets (0700; 0711 if `shared` with others), or check an existing one.
 
     Refused: a symbolic link, another user's directory, one that group or others may write to; of the default directory
-    also one that they may enter, and any sharing; a shared one that they may not. Raises `EndpointError`. Blocking.
-    """
+    also one that they may enter, and any sharing; a shared one that they may not. Raises `EndpointError`. Blocking."""
     _check_shared(path, shared)
     try:
         made = not path.exists()

@@ -20,7 +20,10 @@ NOTIFY_VARIABLE = "NOTIFY_SOCKET"
 FIRST_FD = 3
 PID_VARIABLE, COUNT_VARIABLE, NAMES_VARIABLE = "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"
 LISTEN_VARIABLES = (PID_VARIABLE, COUNT_VARIABLE, NAMES_VARIABLE, "LISTEN_PIDFDID")
-# When `kvframework hold` began, by the machine's monotonic clock, which all of its containers share.
+# Names the directory of `kvframework hold`, if that is not the endpoint's: pods of one node share that one. It lasts as
+# long as its pod.
+KEEPER_VARIABLE = "KVFRAMEWORK_KEEPER_DIRECTORY"
+# When `kvframework hold`, or its pod, began, by the machine's monotonic clock, which all of its containers share.
 SINCE_VARIABLE = "KVFRAMEWORK_HOLD_SINCE"
 MAX_NOTE_BYTES = 4096
 _MAX_NAME = 255

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import struct
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -29,18 +30,24 @@ class AlreadyHeldError(Exception):
 
 
 @contextlib.contextmanager
-def locked(base: str) -> Iterator[None]:
-    """This process alone has the place within the block. Raises `AlreadyHeldError` and `OSError`."""
+def locked(base: str) -> Iterator[float]:
+    """This process alone has the place within the block, which gets the time, by the monotonic clock, at which the
+    first process had it. Raises `AlreadyHeldError` and `OSError`."""
     # The file stays: without it two processes could each lock one of their own.
     lock = os.open(base + _LOCK_SUFFIX, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise AlreadyHeldError(os.pread(lock, 32, 0).decode("ascii", "replace").strip() or "unknown") from None
+            raise AlreadyHeldError(
+                os.pread(lock, 32, 0).decode("ascii", "replace").split(" ")[0] or "unknown"
+            ) from None
+        since = time.monotonic()
+        with contextlib.suppress(ValueError):  # a new file; and one of before a boot is not older
+            since = min(float(os.pread(lock, 64, 0).partition(b" ")[2]), since)
         os.ftruncate(lock, 0)
-        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-        yield
+        os.pwrite(lock, f"{os.getpid()} {since}\n".encode(), 0)
+        yield since
     finally:
         os.close(lock)
 

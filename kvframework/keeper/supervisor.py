@@ -136,7 +136,9 @@ class FdStoreSupervisor:
         Raises `AlreadyHeldError`, and `OSError` for sockets that cannot be made."""
         with ExitStack() as stack:
             stack.callback(self._forget_all)
-            stack.enter_context(sockets.locked(self._base))
+            since = stack.enter_context(sockets.locked(self._base))
+            if sd_notify.KEEPER_VARIABLE in self._environ:  # of a pod, which may outlive its container
+                self._environ[sd_notify.SINCE_VARIABLE] = str(since)
             self._socket = sockets.KeeperSocket(self._base + CONTROL_SUFFIX)
             stack.callback(self._socket.close)
             self._signals = sockets.heard_signals((*_ENDING, *_PASSED_ON, signal.SIGCHLD))

@@ -29,7 +29,7 @@ from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient
 
 UNSHARE = ["unshare", "--mount", "--pid", "--net", "--ipc", "--cgroup", "--fork", "--kill-child", "--mount-proc"]
-OWN = 'mount -t tmpfs none "$KVFRAMEWORK_KEEPER_DIRECTORY" && exec "$@"'
+OWN = 'mount --bind "$0" "$KVFRAMEWORK_KEEPER_DIRECTORY" && exec "$@"'
 HOLD = "import sys; from kvframework.keeper.supervisor import main; sys.exit(main(sys.argv[1]))"
 SERVE = str(Path(__file__).parents[1] / "wire_versions" / "server_program.py")
 PATIENCE_S = 60.0
@@ -39,30 +39,30 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 
 
 class Pod:
-    """One of a release, from its start on."""
+    """One of a release, from the start of its container on. `volume` is its own, which outlives that."""
 
-    def __init__(self, directory: Path, release: Release, settings: Sequence[str]) -> None:
-        self._own = directory / "own"
+    def __init__(self, directory: Path, release: Release, settings: Sequence[str], volume: Path) -> None:
+        self._own, self.volume = directory / "own", volume
+        volume.mkdir(mode=0o700, exist_ok=True)
         settings = (f"server.endpoint=ipc://{directory}/s/s.sock", "l1.capacity=32MiB", *settings)
         serve = [sys.executable, SERVE, "serve", "--takeover", *(w for each in settings for w in ("--set", each))]
         held = json.dumps({"command": serve, "base": f"{self._own}/server", "log_form": "human"})
         environ = {"KVFRAMEWORK_KEEPER_DIRECTORY": str(self._own), VARIABLE: msgspec.json.encode(release).decode()}
         self.log = directory / f"{len(list(directory.iterdir()))}.log"
         with self.log.open("ab") as log:
-            command = [*UNSHARE, "sh", "-c", OWN, "sh", sys.executable, "-c", HOLD, held]
+            command = [*UNSHARE, "sh", "-c", OWN, str(volume), sys.executable, "-c", HOLD, held]
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | environ)
 
     def child_of(self, pid: int) -> int:
-        wait_until(lambda: children(pid), PATIENCE_S, "a process of the pod")
-        return min(children(pid))
+        wait_until(lambda: children(pid) or self.process.poll() is not None, PATIENCE_S, "a process of the pod")
+        return min(children(pid))  # ValueError: the container has ended
 
     @property
     def server(self) -> int:
         return self.child_of(self.child_of(self.process.pid))
 
     def ready(self) -> bool:
-        assert self.process.poll() is None, self.log.read_text()
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
             place = f"/proc/{self.child_of(self.process.pid)}/root{self._own}/server.hold"
             server: Any = ask(place, {"do": "status"}, 5.0)["server"]
             return bool(server and server["ready"])
@@ -82,14 +82,28 @@ class Node:
         self.engines: list[Engine] = []
         self.settings: Sequence[str] = ()
 
-    def update(self, release: Release) -> Pod:
-        self.pods.append(Pod(self.directory, release, self.settings))
+    def update(self, release: Release, again: Pod | None = None) -> Pod:
+        """Start a pod, or the container of one whose container has ended."""
+        volume = self.directory / f"volume-{len(self.pods)}" if again is None else again.volume
+        self.pods.append(Pod(self.directory, release, self.settings, volume))
         return self.pods[-1]
+
+    def ready(self, pod: Pod, release: Release) -> Pod:
+        """Wait for a pod, as kubelet does, which starts its container again when that ends: a server that comes back at
+        the same moment may have the endpoint."""
+
+        def there() -> bool:
+            nonlocal pod
+            if pod.process.poll() is not None:
+                pod = self.update(release, pod)
+            return pod.ready()
+
+        wait_until(there, PATIENCE_S, f"the next pod: {pod.log}")
+        return pod
 
     def work(self, release: Release) -> Pod:
         """Return a pod that serves engines at work, all of whose prompts L1 has."""
-        pod = self.update(release)
-        wait_until(pod.ready, PATIENCE_S, "the first pod")
+        pod = self.ready(self.update(release), release)
         self.engines = [Engine(f"ipc://{self.directory}/s/s.sock", number, "arena") for number in (1, 2)]
         for engine in self.engines:
             engine.start()
@@ -174,9 +188,29 @@ def test_whichever_dies_in_the_middle_l1_stays(node: Node, dies: str, moment: st
     os.kill({"old server": old.server, "new server": new.server, "new pod": new.process.pid}[dies], signal.SIGKILL)
     if dies == "new pod":
         new.process.wait()
-        new = node.update(OTHER)  # kubelet starts its container again
-    wait_until(new.ready, PATIENCE_S, "the next pod")
+    new = node.ready(new, OTHER)
     old.delete()
+    node.hits_all()
+    assert new.ready()
+
+
+@pytest.mark.parametrize("killed", ["new", "old"])
+def test_a_container_that_ends_between_readiness_and_deletion_does_not_turn_the_update_back(
+    node: Node, killed: str
+) -> None:
+    """Kubelet starts it again: an old pod stays the older one."""
+    old, new = node.work(Release()), node.update(OTHER)
+    wait_until(new.ready, PATIENCE_S, "the next pod")
+    pod, release = {"new": (new, OTHER), "old": (old, Release())}[killed]
+    pod.process.kill()
+    pod.process.wait()
+    again = node.update(release, pod)
+    if killed == "old":
+        assert again.process.wait(PATIENCE_S) == 2, again.log.read_text()
+        assert "of a later `kvframework hold`" in again.log.read_text()
+    else:
+        new = node.ready(again, OTHER)
+        old.delete()
     node.hits_all()
     assert new.ready()
 

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from kvframework.cli import serving as takeover
-from kvframework.cli.serving import HandedOver
 from kvframework.client import KVClient
 from kvframework.errors import KVFrameworkError, RequestError
 from kvframework.server import Server
@@ -176,7 +175,7 @@ def test_a_takeover_in_the_middle_of_another_disturbs_none(monkeypatch: pytest.M
     """Each listens at a path of its own."""
     handed_over = takeover._handed_over
 
-    def after_another(client: KVClient, path: str, listener: socket.socket, keeper: None) -> HandedOver:
+    def after_another(client: KVClient, path: str, listener: socket.socket, keeper: None) -> dict[str, int]:
         other = subprocess.run([sys.executable, "-c", ANOTHER, server.endpoint], capture_output=True, check=False)
         assert other.returncode == 0, other.stderr
         return handed_over(client, path, listener, keeper)

@@ -41,8 +41,8 @@ def become() -> None:
     journal.SCHEMA = release.journal
     protocol.MIN_VERSION, protocol.PROTOCOL_VERSION = release.versions
     frames._encoder = _Encoder(release)  # type: ignore[assignment]
-    for step in ("__init__", "kept") if release.takes_over_s else ():
-        setattr(serving.HandedOver, step, _slow(getattr(serving.HandedOver, step), release.takes_over_s))
+    for of, step in ((serving, "_stored"), (serving.HandedOver, "kept")) if release.takes_over_s else ():
+        setattr(of, step, _slow(getattr(of, step), release.takes_over_s))
     if release.lacks:
         _forget(release.lacks)
     if release.error_code:
