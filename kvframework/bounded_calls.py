@@ -1,8 +1,7 @@
 """The bound on each call of a plugin's code: one that does not return becomes a `PluginBroken` with the plugin's name.
 
 Nothing ends such a call within its process. So a command ends with it (`bounded`), and a server that serves goes on
-without it (`call_bounded`). A call that never releases the interpreter's lock stops this, too.
-"""
+without it (`call_bounded`). A call that never releases the interpreter's lock stops this, too."""
 
 from __future__ import annotations
 
@@ -106,8 +105,7 @@ def call_within(timeout_s: float, calls: Mapping[str, Callable[[], object]]) -> 
     """Make all `calls` at once, each in its own daemon thread, and wait up to `timeout_s` seconds for them. Returns the
     names of the calls that have not returned, which continue to run. Errors of a call are logged.
 
-    A call for which no thread can be started is skipped, and counts as one that has not returned.
-    """
+    A call for which no thread can be started is skipped, and counts as one that has not returned."""
     threads: dict[str, threading.Thread] = {}
     for name, call in calls.items():
         thread = threading.Thread(target=_logged, args=(name, call), name=f"kvf-end-{name}", daemon=True)

@@ -2,8 +2,7 @@
 without what a bug report must not hold: those, digests and the names of models. Pure.
 
 A field is secret by its type: `msgspec.Meta(extra={"secret": "value"})`, or `"url"` for one whose place may be shown.
-The time of a redaction grows with the text, however many models there are: clients choose their names.
-"""
+The time of a redaction grows with the text, however many models there are: clients choose their names."""
 
 from __future__ import annotations
 

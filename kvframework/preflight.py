@@ -1,8 +1,7 @@
 """What keeps a server from starting, found before it starts: `serve`, `config check` and `doctor` ask this one place.
 
 Each refusal is the error that the start itself would raise, from the same functions. Nothing is created, locked or
-changed, so the start may still fail: another process may take the port in between.
-"""
+changed, so the start may still fail: another process may take the port in between."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from kvframework.api.plugin import Message
+from kvframework.api.plugin import ByteSize, Message
 
 # The samples that make a price, and those before which there is none.
 RECENT, SEEDS = 9, 3
@@ -190,11 +190,13 @@ BURST_S, WAIT_S, MOST_LOADS = 1.0, 2.0, 32
 
 class LoadRate:
     """The token bucket of the loads of one tenant. What is granted is charged at once, also beyond what the bucket
-    holds: then later grants wait for it, `WAIT_S` at most."""
+    holds: then later grants wait for it, `WAIT_S` at most. `paid` is what lookups were charged for, without what was
+    copied since; it is remembered for `lasts_s`, as long as a ticket lasts."""
 
-    def __init__(self, bytes_per_s: float) -> None:
+    def __init__(self, bytes_per_s: float, lasts_s: float = math.inf) -> None:
         self.bytes_per_s = bytes_per_s
-        self.loads, self._left, self._at = 0, 0.0, -math.inf
+        self.loads, self.paid, self._left, self._at = 0, 0.0, 0.0, -math.inf
+        self._most_paid = bytes_per_s * (lasts_s + BURST_S + WAIT_S)
 
     def room(self, now: float) -> float:
         """Return the bytes that may still be granted; 0 or less: none."""
@@ -203,7 +205,20 @@ class LoadRate:
         return self._left + self.bytes_per_s * WAIT_S
 
     def take(self, nbytes: float, now: float) -> float:
-        """Grant so many bytes; return when their first may be loaded. The others follow at the rate."""
+        """Grant a lookup so many bytes; return when their first may be loaded. The others follow at the rate."""
         begin = now + WAIT_S - self.room(now) / self.bytes_per_s
         self._left -= nbytes
+        self.paid = min(self.paid + nbytes, self._most_paid)
         return begin
+
+    def may_copy(self, nbytes: float, now: float) -> bool:
+        """Whether so many bytes may be copied now: a lookup was charged for them, or they can still be granted."""
+        return nbytes <= self.paid or self.room(now) > 0
+
+    def copied(self, nbytes: float) -> None:
+        """Charge for so many bytes, as far as no lookup was."""
+        self._left -= max(nbytes - self.paid, 0.0)
+        self.paid = max(self.paid - nbytes, 0.0)
+
+    def __str__(self) -> str:
+        return f"the tenant loads at most {ByteSize(int(self.bytes_per_s))}/s"

@@ -2,8 +2,7 @@
 
 Any thread puts records in, about 0.5 us each. The server itself reads those of requests, so these are always made; the
 others only where there are listeners. What all readers have taken is forgotten at once. Beyond `MOST_BYTES` the oldest
-records are dropped, and a reader that has not taken them learns how many it has missed.
-"""
+records are dropped, and a reader that has not taken them learns how many it has missed."""
 
 from __future__ import annotations
 

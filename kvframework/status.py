@@ -195,6 +195,7 @@ class Account(Part, frozen=True):
     stored_objects: int = 0
     evicted_objects: int = 0
     prefill_saved_s: float = 0.0
+    limited: int = 0
 
 
 class HotPrefix(Part, frozen=True):

@@ -1,8 +1,7 @@
 """The `kvframework` console script: the server at once, or the tree of commands; and how errors reach the user.
 
 Exit statuses: 0; 1 for an unforeseen error, or as a command documents; 2 for an error with a code and for wrong usage;
-130 after an interrupt. Imports nothing heavy, so that even a Ctrl-C during the imports ends without a traceback.
-"""
+130 after an interrupt. Imports nothing heavy, so that even a Ctrl-C during the imports ends without a traceback."""
 
 from __future__ import annotations
 

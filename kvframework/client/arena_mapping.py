@@ -45,8 +45,7 @@ def _map_all(reference: weakref.ref[MappedArena]) -> None:
     MiB for each GiB of small pages. The thread works in small steps, and rests after each for as long as it took. It
     has only a weak reference to the arena, whose end is the end of the work: no step, which a busy machine may leave
     without a turn for long, delays it. Its priority is the usual one: whatever a thread of a lower one holds when it
-    loses its core, the interpreter or the lock of the address space, the engine waits for.
-    """
+    loses its core, the interpreter or the lock of the address space, the engine waits for."""
     try:
         begins, examined = list(range(0, _mapping(reference).nbytes, _STEP)), 0
         for pause in _PAUSES_S:
@@ -112,8 +111,7 @@ class MappedArena:
     holds `mapping`, and the session may end under it.
 
     Forked children do not inherit the memory, and close the arena's descriptors, so that the end of this process is the
-    end of all its writes, and of its locks on what it may write.
-    """
+    end of all its writes, and of its locks on what it may write."""
 
     def __init__(self, arena_fd: int, alive_fd: int | None) -> None:
         # Of the monotonic clock: the session is older than that.

@@ -1,8 +1,7 @@
 """The scheduler side of an engine integration: lookups and their tickets. No tensors, no torch.
 
-Called from the scheduler's thread: a lookup waits for its deadline at most, other calls for `engine_s` (`wait`
-has its own), and any failure is a miss, one log line and a count.
-"""
+Called from the scheduler's thread: a lookup waits for its deadline at most, other calls for `engine_s` (`wait` has its
+own), and any failure is a miss, one log line and a count."""
 
 from __future__ import annotations
 
@@ -105,8 +104,7 @@ class SchedulerAdapter:
         L1: a result that is not pending then needs no second question. Loads are not waited for. With the engine's
         `speed` a server with `[server] price` finds fewer tokens where the engine computes the rest sooner than a tier
         loads it. `ValueError` for a speed that cannot be true. The answer has as long as the engine computes what it
-        may find, within the bounds of `ClientDeadlines.of_lookup`; for a while after one in vain, only `lookup_s`.
-        """
+        may find, within the bounds of `ClientDeadlines.of_lookup`; for a while after one in vain, only `lookup_s`."""
         start = checked_start(request.request_id, start, self.chunk_tokens)
         last = request.hashed_tokens if end is None else min(end, request.hashed_tokens)
         last -= last % self.chunk_tokens

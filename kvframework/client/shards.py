@@ -2,10 +2,9 @@
 
 The operator's `tp_lcm` and `pp_lcm` are common multiples of the tensor- and pipeline-parallel sizes of the fleet. A
 model of H KV heads and N layers has S = gcd(tp_lcm, H) shards of heads times Q = gcd(pp_lcm, N) of layers: what one
-rank would hold if the model were split that far. Shard (s, q) has the heads from s * H / S and the layers from
-q * N / Q on, is named as rank q * S + s of S * Q, and holds the canonical objects of such a rank. An engine's rank
-holds whole shards, several or one, which other ranks may hold, too (MLA, and more ranks than KV heads).
-"""
+rank would hold if the model were split that far. Shard (s, q) has the heads from s * H / S and the layers from q * N /
+Q on, is named as rank q * S + s of S * Q, and holds the canonical objects of such a rank. An engine's rank holds whole
+shards, several or one, which other ranks may hold, too (MLA, and more ranks than KV heads)."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ class ModelPart:
     `kv_heads` are the KV heads of the whole model, equal in all layers; 1 for MLA. Rank `tp_rank` of `tp_size` holds
     the heads from `tp_rank * kv_heads // tp_size` on: `kv_heads / tp_size` of them, or one that other ranks hold, too.
     The registered layers are those from `first_layer` on, of all `layers` of the model that have KV, in their order; 0
-    layers: all are registered. `stage` follows the revision in names that are not of shards: a pipeline stage's.
-    """
+    layers: all are registered. `stage` follows the revision in names that are not of shards: a pipeline stage's."""
 
     kv_heads: int
     tp_rank: int = 0

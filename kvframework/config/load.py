@@ -32,8 +32,7 @@ def load_config(
     """Read `path`, else the file that `KVFRAMEWORK_CONFIG` names, else takes the embedded default.
 
     `overrides` are `table.key=value` texts, applied in order. Blocking. Raises `ConfigFileError`, `ConfigFieldError`
-    and `EndpointError`; plugins are neither imported nor called, see `kvframework.registry.tables`.
-    """
+    and `EndpointError`; plugins are neither imported nor called, see `kvframework.registry.tables`."""
     return assemble(read_layers(path, overrides, environ))
 
 

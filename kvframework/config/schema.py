@@ -179,7 +179,7 @@ class TenantKeys(Struct, frozen=True, forbid_unknown_fields=True):
     min: Annotated[str, Meta(description="share (`20%`) or size (`4GiB`) of L1 that other tenants never evict")] = "0%"
     max: Annotated[str, Meta(description="most of L1 that the tenant gets: a share or a size")] = "100%"
     load_bandwidth: Annotated[
-        str, Meta(description="most bytes per second that the tenant's lookups load, such as `2GB/s`; empty: no limit")
+        str, Meta(description="most bytes per second that the tenant loads, such as `2GB/s`; empty: no limit")
     ] = ""
 
 

@@ -1,7 +1,6 @@
 """Tenants by name: the digests of their salts, their shares of L1, and what they may load. Pure.
 
-A salt is a secret, so the file has digests only, and no error shows what stands in their place.
-"""
+A salt is a secret, so the file has digests only, and no error shows what stands in their place."""
 
 from __future__ import annotations
 

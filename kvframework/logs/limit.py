@@ -18,8 +18,7 @@ class LogLimit(logging.Filter):
     number of suppressed ones to the next line; there a kind is a logger, a level and a text before its arguments are
     put in, and lines below WARNING all pass.
 
-    For another kind ask `passes`. `LogLimit.once()` lets each kind pass once. The latest 1024 kinds are remembered.
-    """
+    For another kind ask `passes`. `LogLimit.once()` lets each kind pass once. The latest 1024 kinds are remembered."""
 
     def __init__(
         self, at_once: int = AT_ONCE, every_s: float = EVERY_S, clock: Callable[[], float] = time.monotonic

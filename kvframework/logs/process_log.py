@@ -209,8 +209,7 @@ class QueuedHandler(logging.Handler):
 
     Logging costs its caller the text of the line and never blocks, in any state of the descriptor. About `limit` bytes
     wait at most. Lines that do not fit or cannot be written are counted in `dropped`, and the log reports them at the
-    place where they are missing. After it was full, the queue takes lines again once it is half empty.
-    """
+    place where they are missing. After it was full, the queue takes lines again once it is half empty."""
 
     def __init__(self, fd: int, limit: int = LIMIT) -> None:
         super().__init__()

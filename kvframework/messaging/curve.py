@@ -1,8 +1,7 @@
 """CURVE keys: their files, the clients that a server admits, and the options of sockets. For server, client and CLI.
 
 A key file is one line: `curve-secret KEY` or `curve-public KEY`, the key in ZeroMQ's printable form of 40 characters.
-Not `zmq.auth.certs`: its files hold both keys, and it neither makes nor checks who may read them.
-"""
+Not `zmq.auth.certs`: its files hold both keys, and it neither makes nor checks who may read them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Input and output of messages at a ZMQ socket, by the thread that owns it: never blocking; small frames are copied,
-big buffers are not. And the one socket that several threads of a client use.
-"""
+big buffers are not. And the one socket that several threads of a client use."""
 
 from __future__ import annotations
 

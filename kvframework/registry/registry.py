@@ -1,8 +1,7 @@
 """The plugins that this process can use: from names in a configuration to provider descriptors.
 
 Used at startup; an engine's instances, each in a thread, share a registry. Hooks run here and nowhere later. Only named
-plugins are imported, and a plugin's mistake becomes a `PluginError`.
-"""
+plugins are imported, and a plugin's mistake becomes a `PluginError`."""
 
 from __future__ import annotations
 

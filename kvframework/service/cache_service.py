@@ -82,7 +82,7 @@ class CacheService(CacheServices):
         self._config = config
         storage.table.configure_share(config.pin_share)
         self._transports = transports
-        self._tenants = TenantNames(tenants)
+        self._tenants = TenantNames(tenants, config.ticket_s)
         self._resolver = KeyResolver(hasher, storage.records.orders, self._owned if tenants else None)
         self._registrations = Registrations(
             self.contexts, storage.records, transports, layouts, self.chunk_size, self._least_chunk, hasher.fingerprint

@@ -4,8 +4,7 @@ Requests are checked and answered on the serving thread. A store's bytes are cop
 without the interpreter lock; a retrieve copies nothing: ZMQ sends from the arena.
 
 A store's reservation belongs to the server, not to the client: all its bytes have arrived before it begins, so that a
-client that stalls or dies changes nothing.
-"""
+client that stalls or dies changes nothing."""
 
 from __future__ import annotations
 

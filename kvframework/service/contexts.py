@@ -29,8 +29,7 @@ class RegisteredContext(InstanceContext):
     `rank` is None if the registration did not name it; `held` are the ranks of an instance whose objects are shards,
     `rank` first, and its `layout` has the layer groups of each. `memory` is the server half of a server-driven
     transport, None for an engine-driven one. `layout_plugin` None means canonical objects. `model_dtype` is what the
-    engine says its model computes in, "" if it does not.
-    """
+    engine says its model computes in, "" if it does not."""
 
     instance_id: int
     session_id: int

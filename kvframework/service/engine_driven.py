@@ -73,6 +73,7 @@ class Grants:
         those of all ranks. Left out are instances that cannot load it in the arena, and those beyond a bound."""
         grants: list[m.Grant] = []
         left, until, asker = m.MAX_GRANTED, self._clock() + lease_s, client.session_id
+        rate = self._requests.tenants.rate(key.cache_salt)
         self._forget_lapsed()
         for instance_id in dict.fromkeys(instances):
             context = self._contexts.get(instance_id)
@@ -92,13 +93,16 @@ class Grants:
                 ).id
             except RequestError:
                 break  # it holds too many; its load may say so
+            nbytes = sum([stored.length for stored in own])
+            if rate is not None:
+                rate.copied(nbytes)
             kept = _truncated(key, grid, hit) if self._requests.ring.wants_contents else None
             record = replace(
                 self._requests.begun("RETRIEVE", client, key, "engine"),
                 outcome="hit",
                 asked_tokens=hit * grid.desc.chunk_tokens,
                 objects=len(own),
-                nbytes=sum([stored.length for stored in own]),
+                nbytes=nbytes,
             )
             transfer = Transfer(record, kept, grid.desc.chunk_tokens)
             prompt = _prompt(key, grid, hit, context.ranks, positions) if key.retain else NO_PROMPT

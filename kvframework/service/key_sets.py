@@ -1,8 +1,7 @@
 """The objects of a request that names its keys itself, group by group, in place of one prompt in chunks of one size.
 
 An engine whose layer groups have chunks of different sizes, and names of its own for them, says for each group which
-tokens a hit needs: all before its end, or the last ones.
-"""
+tokens a hit needs: all before its end, or the last ones."""
 
 from __future__ import annotations
 
@@ -86,9 +85,9 @@ class KeySet(KeyGrid):
             [size * (part.stop - part.start) for size, part in zip(self._sizes, self._spans(chunks), strict=True)]
         )
 
-    def find(self, row_of: RowOf[T]) -> tuple[int, list[T]]:
+    def find(self, row_of: RowOf[T], most: int | None = None) -> tuple[int, list[T]]:
         rows = [row_of(prefix, row) for prefix, row in zip(self.prefixes, self.rows, strict=True)]
-        hit = self._hit(rows, None)
+        hit = self._hit(rows, most)
         return hit, [found for row, part in zip(rows, self._spans(hit), strict=True) for found in row[part] if found]
 
     def whole(self, row_of: RowOf[T]) -> list[T] | None:

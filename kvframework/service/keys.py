@@ -141,14 +141,15 @@ class KeyGrid:
             row: [prefix + digest for digest in self.digests] for row, prefix in zip(rows, self.prefixes, strict=True)
         }
 
-    def find(self, row_of: RowOf[T]) -> tuple[int, list[T]]:
-        """Return (usable chunks, objects that this hit uses, chunk by chunk). `row_of` finds one row's objects, all
-        true; rows of full attention are queried first, each only as far as the earlier rows reach."""
+    def find(self, row_of: RowOf[T], most: int | None = None) -> tuple[int, list[T]]:
+        """Return (usable chunks, objects that this hit uses, chunk by chunk), of the first `most` chunks (None: all).
+        `row_of` finds one row's objects, all true; rows of full attention are queried first, each only as far as the
+        earlier rows reach."""
         count = len(self.prefixes)
         windows = self._windows if self.has_windows else [0] * count
         order = sorted(range(count), key=windows.__getitem__) if self.has_windows else range(count)
         rows: list[list[T | None]] = [[]] * count
-        bound = self.chunks
+        bound = self.chunks if most is None else most
         for index in order:
             digests = self.digests if bound == self.chunks else self.digests[:bound]
             rows[index] = row = row_of(self.prefixes[index], digests)

@@ -1,8 +1,7 @@
 """LOOKUP, QUERY_PREFETCH_STATUS, FREE_LOOKUP_LOCKS, END_SESSION and CANCEL of a load.
 
 Handlers run on the serving thread and never wait for L2; an answer that a client wants held back follows by a future.
-The storage owns the tickets, their pins and their loads.
-"""
+The storage owns the tickets, their pins and their loads."""
 
 from __future__ import annotations
 
@@ -220,23 +219,19 @@ class Lookups:
         self._counters["lookups"] += 1
         self._counters["asked_tokens"] += key.end - key.start
         record = self._storage.records.get(key.namespace)
-        asked = PendingLookup(client, key, now, payload.speed, payload.grant, groups)
+        rate = self._requests.tenants.rate(key.cache_salt)
+        asked = PendingLookup(client, key, now, payload.speed, payload.grant, groups, rate=rate)
         if payload.speed is not None:
             self.pricing.asked(client, key.model_name, payload.speed)
         owner, request_id = client.session_id, key.request_id
         with self._storage.table.lock:  # whatever changes the ticket afterwards finds its wait
-            if not self.pricing.may_load(asked, self._requests.tenants.rate(key.cache_salt)):
-                if record is not None:
-                    self._wanted(asked, record)
-                answer = Answer(0, "", False)
-            elif record is None:
+            if record is None:
                 answer = self.tickets.look_up_record(
                     owner, request_id, key.namespace, lambda found: self._wanted(asked, found)
                 )
             else:
                 answer = self.tickets.look_up(owner, request_id, self._wanted(asked, record))
             held = self._hold(answer, owner, payload.wait_s, opens=True)
-            self.pricing.granted(asked, answer.hit_tokens)
         asked.l1_tokens = answer.hit_tokens
         self.recording.count += 1
         if self.recording.on:
@@ -331,8 +326,9 @@ class Lookups:
             if asked.missing and not grid.has_windows and self._storage.tiers.lacked(asked.missing[1]):
                 return None
             if asked.rate is not None:
-                if asked.rate.loads >= MOST_LOADS:  # those of other tenants must not be refused
+                if asked.most is None and asked.rate.loads >= MOST_LOADS:  # those of other tenants must not be refused
                     asked.most = 0
+                if asked.most is not None:
                     return None
                 asked.rate.loads += 1
             asked.task = self._storage.tiers.submit_prefetch_task(

@@ -7,7 +7,6 @@ from math import inf
 
 from kvframework.api.keys import DIGEST_BYTES, NAMESPACE_BYTES, PACKED_KEY_BYTES, SALT_BYTES, CacheKey
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
-from kvframework.api.plugin import ByteSize
 from kvframework.service.records import MissReason, PendingLookup
 from kvframework.storage.l1.eviction_statistics import CAUSES, LAST_EVICTION, Cause, Ghost
 from kvframework.storage.manager import StorageManager
@@ -160,7 +159,7 @@ class MissFacts:
             times = f"loading would take {short_number(cut.load_s)} s, computing {short_number(cut.compute_s)} s"
             return MissReason("priced", times)
         if rate is not None and most is not None and (asked.missing is None or asked.missing[0] >= most):
-            return MissReason("bandwidth", f"the tenant loads at most {ByteSize(rate.bytes_per_s)}/s")
+            return MissReason("bandwidth", str(rate))
         refused = asked.grid is not None and asked.task is None and bool(self._storage.tiers.stores)
         missing = asked.missing[1] if asked.missing else _first_key(asked)
         return self._why(asked.key, missing, asked.client.session_id, asked.began, refused=refused)

@@ -1,8 +1,7 @@
 """What an operator asks of a server: DUMP, DRAIN and HAND_OVER, for the server's own user on this node alone.
 
 The dump is built in a worker thread, so it also shows what the serving thread and the storage threads do meanwhile.
-HAND_OVER gives L1 to a next server of this node, and this one ends: `kvframework.cli.serving` is the other side.
-"""
+HAND_OVER gives L1 to a next server of this node, and this one ends: `kvframework.cli.serving` is the other side."""
 
 from __future__ import annotations
 
@@ -18,6 +17,7 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import repeat
 from operator import or_
 
 import msgspec
@@ -139,7 +139,7 @@ class Drain:
             left_s=round(max(self._until - time.monotonic(), 0.0), 1),
             written=max(self._total - len(left), 0),
             left=len(left),
-            left_bytes=sum(self._sizes.get(key, 0) for key in left),
+            left_bytes=sum(map(self._sizes.get, left, repeat(0))),
             tiers=tuple(one_line(why(of.name, len(keys), of.last_error or "none")) for of, keys in lacking if keys),
         )
 

@@ -1,7 +1,6 @@
 """Load or recompute: a LOOKUP's hit in the tiers is cut where computing the rest is quicker. Engines say how fast they
 are, tiers are measured (`kvframework.pricing`); the decision falls in a storage thread, once the tiers have said what
-they have. And the limits of tenants: a hit of L1 is charged and given whole, or not at all; one in the tiers is cut to
-what is left, and loaded at the tenant's pace."""
+they have. And the limits of tenants: a hit in the tiers is cut to what is left, and loaded at the tenant's pace."""
 
 from __future__ import annotations
 
@@ -43,17 +42,6 @@ class Pricing:
         """Return what a hit saves at the speed of its engine, or of the last engine of its model."""
         speed = asked.speed or self._by_model.get(asked.key.model_name)
         return 0.0 if speed is None else speed.prefill_s(asked.key.start, asked.key.start + hit_tokens)
-
-    def may_load(self, asked: PendingLookup, rate: LoadRate | None) -> bool:
-        """Whether the tenant of a LOOKUP, which `rate` limits, may load now. Under the storage lock, like `granted`."""
-        asked.rate = rate
-        asked.most = 0 if rate is not None and rate.room(asked.began) <= 0 else None
-        return asked.most is None
-
-    def granted(self, asked: PendingLookup, hit_tokens: int) -> None:
-        """Charge the tenant of a LOOKUP for a hit of L1."""
-        if asked.rate is not None and asked.grid is not None and hit_tokens:
-            asked.rate.take(asked.grid.nbytes(hit_tokens // asked.grid.desc.chunk_tokens), asked.began)
 
     def _limited(self, rate: LoadRate, grid: KeyGrid, l1: int, found: int) -> tuple[int, Pace]:
         """Return the chunks of a hit that the tenant may load, of `l1` to `found`, and their pace."""

@@ -4,8 +4,7 @@ RECENT, for `kvframework explain`, has what each LOOKUP, STORE and RETRIEVE aske
 digest or key. TRACE, for `kvframework trace record`, has the LOOKUPs of a running server.
 
 A trace names content by digests; the command hashes them again, with a salt of its own, before it writes anything.
-Without a reader nothing of it is kept; with one a LOOKUP costs the serving thread 1 us more. Thread-safe.
-"""
+Without a reader nothing of it is kept; with one a LOOKUP costs the serving thread 1 us more. Thread-safe."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import logging
 import math
 import threading
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -44,12 +45,13 @@ _MOST_SALTS = 4096
 
 class TenantNames:
     """The tenant of a request, by its salt. `names` are those of the tenants by number: 0 are the requests of no
-    tenant, "". Serving thread, and threads of plugins."""
+    tenant, "". `lasts_s` is the lifetime of a lookup's ticket. Serving thread, and threads of plugins."""
 
-    def __init__(self, tenants: Sequence[TenantConfig] = ()) -> None:
+    def __init__(self, tenants: Sequence[TenantConfig] = (), lasts_s: float = math.inf) -> None:
         self.names = ("", *(tenant.name for tenant in tenants))
         digests = {digest: number for number, tenant in enumerate(tenants, 1) for digest in tenant.keys.salts}
-        self._rates = {number: LoadRate(rate) for number, of in enumerate(tenants, 1) if (rate := bandwidth_of(of))}
+        rates = {number: bandwidth_of(tenant) for number, tenant in enumerate(tenants, 1)}
+        self._rates = {number: LoadRate(rate, lasts_s) for number, rate in rates.items() if rate}
         self._by_salt = lru_cache(_MOST_SALTS)(lambda cache_salt: digests.get(tenant_digest(cache_salt), 0))
 
     def number(self, cache_salt: str) -> int:
@@ -208,16 +210,25 @@ class PendingLookup:
     task: LoadTask | None = None
     # What its load was decided by, once it was.
     priced: Priced | None = None
-    # What limits the loads of its tenant, None for nothing; and the chunks at which this has cut the hit.
+    # What limits the loads of its tenant, None for nothing; the chunks at which this has cut the hit; and whether the
+    # tenant was charged for the hit of L1.
     rate: LoadRate | None = None
     most: int | None = None
+    charged: bool = False
     # Its number in the trace that somebody records.
     traced: int = 0
 
     def find(self, row_of: FindRow) -> tuple[int, list[StoredObject]]:
-        assert self.grid is not None
-        hit, objects = self.grid.find(row_of)
-        self.missing = self.grid.first_missing(row_of, hit) if hit < self.grid.chunks else None
+        grid, rate = self.grid, self.rate
+        assert grid is not None
+        hit, objects = grid.find(row_of, self.most)
+        if rate is not None and not self.charged:
+            self.charged = True
+            if grid.nbytes(hit) > (room := rate.room(self.began)):
+                self.most = bisect_right(range(1, hit + 1), room, key=grid.nbytes)
+                hit, objects = grid.find(row_of, self.most)
+            rate.take(grid.nbytes(hit), self.began)
+        self.missing = grid.first_missing(row_of, hit) if hit < grid.chunks else None
         return hit, objects
 
 
@@ -327,8 +338,16 @@ class Transfers:
         return Plan(result.lease.id, ranges, plan, transfer=transfer)
 
     def pin(self, begun: RequestRecord, key: CacheKey, grid: KeyGrid, *, owner: int, lease_s: float | None) -> Plan:
-        """Pin the objects that a hit of the whole key uses; a miss, which ends here, if one of them is missing, or the
-        share of L1 of the session that asks is pinned."""
+        """Pin the objects that a hit of the whole key uses; a miss, which ends here, if one of them is missing, the
+        share of L1 of the session that asks is pinned, or its tenant loads too much."""
+        rate, nbytes = self.requests.tenants.rate(key.cache_salt), 0
+        if rate is not None:
+            nbytes = grid.nbytes(grid.chunks)
+            with self.table.lock:
+                if not rate.may_copy(nbytes, begun.monotonic):
+                    self.table.count(retrieves=1, retrieve_misses=1)
+                    self.requests.end(begun, "miss", MissReason("bandwidth", str(rate)), missing=key.start)
+                    return Plan("", reason=str(rate))
         lease = self.table.pin_found(
             grid.whole,
             owner=owner,
@@ -340,6 +359,9 @@ class Transfers:
         self.table.count(retrieves=1, retrieve_misses=lease is None)
         if lease is None:
             return Plan("", reason=self._missed(begun, key, grid))
+        if rate is not None:
+            with self.table.lock:
+                rate.copied(nbytes)
         ranges = tuple(
             ArenaRange(*grid.place(index), stored.offset, stored.length)
             for index, stored in zip(grid.needed(grid.chunks), lease.objects, strict=True)

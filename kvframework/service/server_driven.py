@@ -2,8 +2,7 @@
 
 A copy starts on the serving thread and ends in the thread in which the transport resolves its future. Cancel has two
 phases: the request's future (and so the answer to CANCEL) is resolved only once the transport no longer touches the
-blocks, and a cancelled STORE is never committed.
-"""
+blocks, and a cancelled STORE is never committed."""
 
 from __future__ import annotations
 

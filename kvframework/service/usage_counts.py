@@ -106,6 +106,7 @@ _USE = {
     "stored_objects": "stored",
     "evicted_objects": "evicted",
     "prefill_saved_s": "saved_s",
+    "limited": "limited",
 }
 _LOOKUPS = {name: name for name in ("lookups", "asked_tokens", "l1_tokens", "l2_tokens")}
 
@@ -134,6 +135,8 @@ class Use:
         self._engines.pop(session_id, None)
 
     def heard(self, record: RequestRecord) -> None:
+        if record.reason == "bandwidth":  # also of a RETRIEVE
+            self._account(record, record.prefix[:NAMESPACE_BYTES]).limited += 1
         if record.request != "LOOKUP":
             return
         hit, namespace = record.l1_tokens + record.l2_tokens, record.prefix[:NAMESPACE_BYTES]
@@ -144,8 +147,11 @@ class Use:
             self._unknown += not namespace
         if namespace:
             self._hot.looked_up(record.prefix, hit)
-        account = self._storage.table.account(record.session_id, namespace, self._tenant_numbers[record.tenant])
+        account = self._account(record, namespace)
         account.looked_up(record.asked_tokens, record.l1_tokens, record.l2_tokens, record.saved_s)
+
+    def _account(self, record: RequestRecord, namespace: bytes) -> Account:
+        return self._storage.table.account(record.session_id, namespace, self._tenant_numbers[record.tenant])
 
     def lookups(self) -> dict[str, object]:
         """Return what the lookups that have ended found, for the status document."""

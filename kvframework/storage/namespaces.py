@@ -8,8 +8,7 @@ covers the packed object key, the header before the checksum, and the bytes that
 key is detected like a flipped bit.
 
 **A record** lets a scheduler look up a prompt before any worker has registered. It has a fixed length, so that it can
-be read like an object: u32 length, msgpack, zero padded to 8 KiB, under a key that no object can have.
-"""
+be read like an object: u32 length, msgpack, zero padded to 8 KiB, under a key that no object can have."""
 
 from __future__ import annotations
 

@@ -84,8 +84,7 @@ def run_isolated(
 
     FD is the descriptor of a file for the report: lines before a crash or a hang are not lost. The run has this
     process's module search path, and ends without the interpreter's own end: a native library's thread that asks for
-    the interpreter then aborts the process, and a plugin's thread that does not end would keep it alive.
-    """
+    the interpreter then aborts the process, and a plugin's thread that does not end would keep it alive."""
     program = (
         f"import os, sys; sys.path[:] = {sys.path!r}; from {module} import {function}; {function}(); "
         "sys.stdout.flush(); sys.stderr.flush(); os._exit(0)"
@@ -125,8 +124,7 @@ class SupervisedChild:
     base class: the methods from `wanted` to `ended` are called in that thread, and all but `spawn` have a default.
 
     `title` names the process in log lines. It is killed if `ready` is not called within `ready_s` seconds of its start,
-    or if it has not ended `stop_s` seconds after `stop`. Public attributes may be read in any thread.
-    """
+    or if it has not ended `stop_s` seconds after `stop`. Public attributes may be read in any thread."""
 
     def __init__(self, title: str, *, thread: str, ready_s: float = math.inf, stop_s: float = STOP_S) -> None:
         self.title = title

@@ -3,8 +3,7 @@
 Frames of a request (after ZMQ's routing id): an 8-byte little-endian request id chosen by the client, the request's
 name in ASCII, the msgpack map of its payload struct, and zero or more raw buffers. A response repeats the request id;
 its type frame is the request's name, or `ERROR` with an `ErrorPayload`. A request of `ONE_WAY_REQUESTS` with the id
-`NO_ANSWER` gets none, not even an error, to a server of 0.3 or later.
-"""
+`NO_ANSWER` gets none, not even an error, to a server of 0.3 or later."""
 
 from __future__ import annotations
 

@@ -115,8 +115,7 @@ class ClientDeadlines:
 
     `engine_s` is how long an engine's thread waits for an answer to anything but a lookup: after it the call goes on
     without that thread, until its own deadline. A PING that is unanswered for `silent_s` puts the server in doubt;
-    after `gone_s` it counts as down, but only where no liveness socket reports its end (over TCP).
-    """
+    after `gone_s` it counts as down, but only where no liveness socket reports its end (over TCP)."""
 
     engine_s: float = 0.05
     lookup_s: float = 0.1

@@ -1,8 +1,7 @@
 """Which blocks a transfer touches, the check of their ids, and their form on the wire, for both sides. Pure.
 
 An engine gives block ids for all tokens of a range in every layer group. Of a window only the last blocks hold useful
-KV, of a state the last one of a chunk; engines have long freed the others.
-"""
+KV, of a state the last one of a chunk; engines have long freed the others."""
 
 from __future__ import annotations
 

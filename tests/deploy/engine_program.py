@@ -1,7 +1,6 @@
 """An engine in a container: `store` computes KV and stores it, `load` finds it, loads it into other blocks and compares
 every byte with what was computed. Run by the image's interpreter; torch alone comes from a folder of the test's
-environment, which stands last among the places of modules.
-"""
+environment, which stands last among the places of modules."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """What the chart renders: the manifests below deploy/kubernetes, and the files in `golden`, where each case has its
-values. `python -m tests.deploy.manifests` writes them, with the helm of KVFRAMEWORK_HELM or of PATH.
-"""
+values. `python -m tests.deploy.manifests` writes them, with the helm of KVFRAMEWORK_HELM or of PATH."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """`Connection`, the client's end of the wire: it keeps a link to the server up and hands requests to it.
 
 Two threads: the link's I/O thread, and the supervisor thread here, which dials, says HELLO, and calls `on_up` and
-`on_down`: these may therefore issue requests themselves. The bulk socket, once used, has its own I/O thread.
-"""
+`on_down`: these may therefore issue requests themselves. The bulk socket, once used, has its own I/O thread."""
 
 from __future__ import annotations
 
@@ -175,8 +174,7 @@ class Connection:
         buffers are sent without a copy: they must stay unchanged until an answer.
 
         `bulk` sends it over the session's second socket, for big frames, and blocks for its handshake at first. After a
-        timeout there all its requests in flight fail. ZMQ may still read their buffers: never write to these again.
-        """
+        timeout there all its requests in flight fail. ZMQ may still read their buffers: never write to these again."""
         try:
             spec = self._spec(name)
             link = self._bulk_link() if bulk else self._usable(urgent, silence_s)

@@ -4,8 +4,7 @@ The I/O thread owns the liveness socket, the PINGs and all deadlines except thos
 receive by themselves. Other callers append to an outbox and wake the I/O thread, which receives the answers that no
 caller waits for. Any thread sends what is in the outbox ahead of a message of its own, so that the requests of one
 thread keep their order. When the link ends, for any reason, every future of it fails with `ServerGone`; a link is never
-used again. A signal's handler that raises in a caller ends it: half a message may be under way.
-"""
+used again. A signal's handler that raises in a caller ends it: half a message may be under way."""
 
 from __future__ import annotations
 

@@ -33,8 +33,7 @@ class Watch:
 
     One PING is outstanding at a time; an unanswered one is repeated at growing intervals. The server is `suspect` from
     a request or PING that was not answered in time until a PING is answered: silence is not death. `changed()` is
-    called when that has changed. Any thread may call; `next_at` is when to PING, or to look for silence, next.
-    """
+    called when that has changed. Any thread may call; `next_at` is when to PING, or to look for silence, next."""
 
     def __init__(self, interval: float, timeout: float, now: float, changed: Callable[[], None] = lambda: None) -> None:
         self.suspect = False

@@ -3,8 +3,7 @@ to their session, to HELLO, or to the calls in flight.
 
 The thread that calls `serve_forever` runs every inline handler, sends every reply and calls `on_tick` and
 `on_session_end`; only pooled handlers run elsewhere. Every message is answered, with a typed error frame if need be,
-unless even its request id cannot be read.
-"""
+unless even its request id cannot be read."""
 
 from __future__ import annotations
 
@@ -52,8 +51,7 @@ class Served:
     descriptor of the arena, which is closed once it is sent, and raises `OSError`; None: there is no arena.
     `on_session_end(session)` is called exactly once for every session, unless very many end with the server; its
     exceptions and those of `on_tick()` are logged. `on_time()` is called when the time `next_at()`, of
-    `time.monotonic()`, has come; `MessageServer.wake` makes the loop ask for it again.
-    """
+    `time.monotonic()`, has come; `MessageServer.wake` makes the loop ask for it again."""
 
     handlers: Mapping[str, Handler[Any]]
     welcome: Callable[[Hello, ClientSession, int, bool], HelloReply]
@@ -71,8 +69,7 @@ class MessageServer:
     `tcp`, unless it is "". `bind()`, then `serve_forever()`, until `stop()`.
 
     Over TCP only the clients that `curve` admits are served; None: any client, unencrypted. `on_tick()` is called every
-    `tick_s`. `admit_readers` is the gate's. `counters` and what has no other note may be used from any thread.
-    """
+    `tick_s`. `admit_readers` is the gate's. `counters` and what has no other note may be used from any thread."""
 
     endpoint: str
     served: Served

@@ -2,8 +2,7 @@
 all peers; the sockets of listeners, which other programs reach on the same terms; and the gate that keeps new clients
 out while descriptors run low.
 
-An identity is one byte for the endpoint, then ZMQ's routing id. ROUTERs: serving thread only, after `open`.
-"""
+An identity is one byte for the endpoint, then ZMQ's routing id. ROUTERs: serving thread only, after `open`."""
 
 from __future__ import annotations
 

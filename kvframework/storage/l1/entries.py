@@ -5,8 +5,7 @@ carries the account of the client that stored it. The account of a client that h
 (0), where objects that were loaded from L2 are, too.
 
 Objects of one namespace, salt, rank and layer group form a row, digest to object. A request asks each row for the same
-digests, whose hashes are computed once, so that a lookup does not have to build keys.
-"""
+digests, whose hashes are computed once, so that a lookup does not have to build keys."""
 
 from __future__ import annotations
 
@@ -26,16 +25,19 @@ NO_NAMESPACE = b""
 AccountKey = tuple[int, bytes, int]
 
 
+_OF_LOOKUPS = ("asked_tokens", "l1_tokens", "l2_tokens", "limited", "lookups", "saved_s")
+
+
 class Account:
     """Sums since the start, except `nbytes` and `objects`, which are in L1 now. The sums of lookups are changed by the
     thread that handles records, the others under the storage lock. `into` is the account that this one passed into."""
 
-    SUMS = ("asked_tokens", "evicted", "l1_tokens", "l2_tokens", "lookups", "nbytes", "objects", "saved_s", "stored")
+    SUMS = ("evicted", "nbytes", "objects", "stored", *_OF_LOOKUPS)
     __slots__ = (*SUMS, "into")
 
     def __init__(self) -> None:
         self.nbytes = self.objects = self.stored = self.evicted = 0
-        self.lookups = self.asked_tokens = self.l1_tokens = self.l2_tokens = 0
+        self.lookups = self.limited = self.asked_tokens = self.l1_tokens = self.l2_tokens = 0
         self.saved_s = 0.0
         self.into: Account | None = None
 

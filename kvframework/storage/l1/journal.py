@@ -2,21 +2,17 @@
 
 Little-endian, in a separate file beside the arena:
 
-| bytes | what |
-|---|---|
-| 0 to 12 | magic, schema u32: the same in every release |
-| 16 to 2048 | `Identity` |
-| 2048 to 9216, 9216 to 16384 | `Start`, twice: the later serial counts, so that an interrupted write loses nothing |
-| from `HEADS_AT` | a head for each of `MAX_NAMESPACES` records: namespace 16, 1 if from L2 u64, XXH3-64 u64 of all |
-| from `RECORDS_AT` | these records of namespaces, of `RECORD_BYTES` each |
-| from `SLOTS_AT` | slots of 128 bytes, one an object or reservation |
+| bytes | what | |---|---| | 0 to 12 | magic, schema u32: the same in every release | | 16 to 2048 | `Identity` | | 2048
+to 9216, 9216 to 16384 | `Start`, twice: the later serial counts, so that an interrupted write loses nothing | | from
+`HEADS_AT` | a head for each of `MAX_NAMESPACES` records: namespace 16, 1 if from L2 u64, XXH3-64 u64 of all | | from
+`RECORDS_AT` | these records of namespaces, of `RECORD_BYTES` each | | from `SLOTS_AT` | slots of 128 bytes, one an
+object or reservation |
 
 A blob is length u32, XXH3-64 u64, msgpack. A slot is: state u64; offset, length u64, packed key 72, writer u64; last
 use f64 (seconds, of the machine's monotonic clock); XXH3-64 u64 of offset to writer; checksum of the object u64, 0 for
 none. The state is 0 for a free slot, else kind 8 bits, tenant 16 bits, serial 40 bits; serial and tenant seed the
 checksum. A slot is filled while its state is 0, then its state is written, one aligned word. So whatever instruction a
-process is killed at, a slot holds either nothing or all of one object.
-"""
+process is killed at, a slot holds either nothing or all of one object."""
 
 from __future__ import annotations
 

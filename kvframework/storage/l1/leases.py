@@ -223,8 +223,7 @@ class PinShares:
 
     `most` is the bound of each session, in bytes, which applies only while another session needs room; `held` is what
     the open leases of a session say, in whole ranges of the arena; `over` are those above `most`. `cuts` counts, by
-    session, the leases that it ended early or refused, `all_cuts` those of all sessions since the start.
-    """
+    session, the leases that it ended early or refused, `all_cuts` those of all sessions since the start."""
 
     def __init__(self) -> None:
         self.most = math.inf

@@ -166,8 +166,7 @@ class ObjectTable(Places):
         without it they could not be a hit. Present objects are pinned until the lease ends. `most_bytes` bounds the
         owner's reserved bytes, earlier reservations included; `client` is the session whose account has them, `payer`
         the one whose share of L1 they count in, without one `client`; `use` and `prompt` are for the policy, which may
-        refuse the last ones. Raises `RequestError` if the owner holds too many leases.
-        """
+        refuse the last ones. Raises `RequestError` if the owner holds too many leases."""
         used_before = self.used_bytes
         space = most_bytes - (self._reserved_bytes(owner) if most_bytes < math.inf else 0)
         self._needing = payer = self.shares.payer(payer or client)

@@ -1,9 +1,8 @@
 """The steps of one load: which tier is asked for which objects, and the reaction to losses.
 
 A load is a generator, since it goes from a thread of one tier to one of another. Three kinds of step direct its driver:
-a tier before the calls to it, so that a thread of this tier makes them, `WaitForWriters`, which needs no thread,
-and `Apart`, the batches of a load, which several threads fetch at once. Reservations and pins of a load end with it.
-"""
+a tier before the calls to it, so that a thread of this tier makes them, `WaitForWriters`, which needs no thread, and
+`Apart`, the batches of a load, which several threads fetch at once. Reservations and pins of a load end with it."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ once, so what others ask is answered meanwhile. A load that waits for a writer, 
 
 A tier that failed is passed over by loads; an idle load thread of it asks whether it answers again.
 
-Lock order: the storage lock, then that of `changed`, which all queues share.
-"""
+Lock order: the storage lock, then that of `changed`, which all queues share."""
 
 from __future__ import annotations
 

@@ -134,8 +134,7 @@ class L2Store(TierCalls):
 
     `codec` packs written values; values read may have been packed by any of `codecs`. `layout_of` gives the fingerprint
     of a namespace's object layout, `dtype_of` the dtype of an object's elements. `breaker` is the template of the
-    tier's circuits; `clock` differs from the tier's own only in a simulation: a byte may stand for `scale` bytes.
-    """
+    tier's circuits; `clock` differs from the tier's own only in a simulation: a byte may stand for `scale` bytes."""
 
     def __init__(
         self,

@@ -25,8 +25,7 @@ class Breaker:
     """A circuit breaker, pure. Closed: calls pass. After `threshold` failures in a row open: calls are refused for a
     while that doubles up to `max_backoff_s`: short, since no request decides. Then half open: one call passes and does.
 
-    Results of calls from before it opened are ignored. `since`: when it closed, or left the closed state.
-    """
+    Results of calls from before it opened are ignored. `since`: when it closed, or left the closed state."""
 
     def __init__(self, threshold: int = 3, backoff_s: float = 0.25, max_backoff_s: float = 2.0) -> None:
         self._threshold = threshold

@@ -139,8 +139,7 @@ class Tiers:
         what they hold, the indices worth having (default: all). An object that no tier returns after all ends the load:
         batches that follow are not begun. `on_done` runs once in a storage thread while the chosen objects that were
         found are still pinned, even after a failure or a cancel; `on_change`, `located`, `prompt` and `client`: see
-        `LoadTask`. Returns None if there is no tier, too much is in flight, or the tiers are closed.
-        """
+        `LoadTask`. Returns None if there is no tier, too much is in flight, or the tiers are closed."""
         by_group = {index.to_bytes(4, "little"): group.nbytes for index, group in enumerate(layout_desc.groups)}
         sizes = [by_group[key[36:40]] for key in keys]
         task = LoadTask(

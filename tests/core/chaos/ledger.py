@@ -1,7 +1,6 @@
 """The records of a run: the active faults, the reports of the engines, and the first broken promise.
 
-Used in the harness's process, by all of its threads.
-"""
+Used in the harness's process, by all of its threads."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """An engine's paged KV memory, and the correct content of every chunk in it. Needs torch.
 
 The KV of a chunk is a pure function of its namespace, its digest (which names all tokens up to its end) and the place
-within it, so that any engine that loads a byte can check it.
-"""
+within it, so that any engine that loads a byte can check it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """One engine process as the harness sees it: it starts, kills, stops and restarts the process, and reads its reports.
 
-Engines are forked from a process that has imported torch, since most of them live only briefly.
-"""
+Engines are forked from a process that has imported torch, since most of them live only briefly."""
 
 from __future__ import annotations
 

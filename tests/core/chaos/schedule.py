@@ -1,8 +1,7 @@
 """The schedule of faults: a pure function of the seed, fixed before any process starts.
 
-Faults lie in lanes. The faults of a lane are sequential; the lanes overlap, so a server may be killed while its
-Redis stalls and an engine is stopped.
-"""
+Faults lie in lanes. The faults of a lane are sequential; the lanes overlap, so a server may be killed while its Redis
+stalls and an engine is stopped."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Checks of an engine's waits: no future outlives its deadline, and no call exceeds its limit.
 
-Runs in the engine process: in the threads that make and resolve requests, and in its own.
-"""
+Runs in the engine process: in the threads that make and resolve requests, and in its own."""
 
 from __future__ import annotations
 

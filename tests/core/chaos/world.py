@@ -1,7 +1,6 @@
 """The processes of a run: a server, its two tiers (a Redis behind a proxy, and a folder), and the engines.
 
-One thread at a time drives each part; any thread may call `status`.
-"""
+One thread at a time drives each part; any thread may call `status`."""
 
 from __future__ import annotations
 

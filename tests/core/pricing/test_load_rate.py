@@ -65,18 +65,55 @@ def filled(client: WireClient) -> dict[str, CacheKey]:
     return keys
 
 
-@pytest.mark.parametrize("server", ["16KiB/s"], indirect=True)
-def test_what_a_tenant_may_not_load_is_a_miss_for_it_alone(server: ServerProcess) -> None:
+@pytest.mark.parametrize("server", ["32KiB/s"], indirect=True)
+@pytest.mark.parametrize("cleared", [False, True])
+def test_a_hit_of_l1_or_of_a_tier_is_cut_at_what_the_tenant_may_load(server: ServerProcess, cleared: bool) -> None:
+    """The first hit gets a burst and what comes within a wait, 3 s of the rate; the others get what has come."""
     with server.client() as client:
         slow, quick, plain = filled(client).values()
-        client.call("CLEAR", m.Clear())
-        assert client.hit(slow) == CHUNK, "a hit in a tier is cut at what can be loaded in time"
-        client.store(slow, b"k")
-        assert client.hit(slow) == CHUNK * CHUNKS, "what is there is given whole, and then paid for: more than a minute"
-        assert [client.hit(key) for key in (slow, slow, quick, quick, plain)] == [0, 0, *[CHUNK * CHUNKS] * 3]
-        assert client.status()["lookups"]["misses"]["bandwidth"] == 3
+        if cleared:
+            client.call("CLEAR", m.Clear())
+        began, hits = time.monotonic(), [client.hit(slow) for _ in range(5)]
+        assert hits[0] == 3 * CHUNK
+        assert sum(hits) / CHUNK * CHUNK_BYTES <= (time.monotonic() - began + BURST_S + WAIT_S) * (32 << 10)
+        assert [client.hit(key) for key in (quick, quick, plain)] == [CHUNK * CHUNKS] * 3
+        status = client.status()
+        assert status["lookups"]["misses"]["bandwidth"] == 5
+        limited = {name: row["limited"] for name, row in status["use"]["tenants"].items()}
+        assert limited == {"slow": 5, "quick": 0, "other": 0}
         record = next(each for each in client.call("RECENT", m.Recent()).records if each.reason)
-        assert (record.tenant, record.detail) == ("slow", "the tenant loads at most 16.0 KiB/s")
+        assert (record.tenant, record.detail) == ("slow", "the tenant loads at most 32.0 KiB/s")
+
+
+@pytest.mark.parametrize("server", ["32KiB/s"], indirect=True)
+def test_a_load_without_a_lookup_is_charged_to_the_tenant(server: ServerProcess) -> None:
+    """It is given whole, and the tenant then loads nothing for longer than half a minute."""
+    with server.client() as client:
+        slow, quick, _ = filled(client).values()
+        loaded = [client.retrieve(key) for key in (slow, slow, quick, quick)]
+        assert [found is not None for found in loaded] == [True, False, True, True]
+        assert "loads at most 32.0 KiB/s" in client.prepare_retrieve(slow).reason
+        assert client.hit(slow) == 0
+        status = client.status()
+        assert status["use"]["tenants"]["slow"]["limited"] == 3
+        record = next(each for each in client.call("RECENT", m.Recent()).records if each.reason)
+        assert (record.request, record.outcome, record.reason) == ("RETRIEVE", "miss", "bandwidth")
+
+
+def test_what_a_lookup_paid_for_is_copied_once() -> None:
+    rate = LoadRate(100.0, lasts_s=10.0)
+    rate.take(250.0, 0.0)
+    assert rate.room(0.0) == 50.0
+    assert rate.may_copy(250.0, 0.0)
+    rate.copied(200.0)
+    assert (rate.room(0.0), rate.paid) == (50.0, 50.0), "a load that was paid for"
+    rate.copied(150.0)
+    assert (rate.room(0.0), rate.paid) == (-50.0, 0.0), "half a load that was not"
+    assert not rate.may_copy(1.0, 0.0)
+    assert rate.may_copy(1.0, 1.0)
+    for second in range(100):
+        rate.take(100.0, float(second))
+    assert rate.paid == 100.0 * (10.0 + BURST_S + WAIT_S), "no more than lookups of a ticket's lifetime"
 
 
 @pytest.mark.parametrize("server", ["512KiB/s"], indirect=True)

@@ -2,8 +2,7 @@
 that lives as long as its standard input.
 
 It says JSON lines: its ranges; after a line that it reads, that it has written them, and whether it has connected to
-another server meanwhile; after another line, that its copy has ended.
-"""
+another server meanwhile; after another line, that its copy has ended."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The codec `planes` in a server: what a tier holds, and that the dtype of the layout reaches the codec.
 
-Objects of zeros would be taken for single bytes: only the layout tells that their elements are longer.
-"""
+Objects of zeros would be taken for single bytes: only the layout tells that their elements are longer."""
 
 from __future__ import annotations
 

@@ -76,6 +76,7 @@ def test_who_uses_the_cache_is_in_the_status_by_name_and_without_a_salt(endpoint
         "stored_objects": 4,
         "evicted_objects": 0,
         "prefill_saved_s": 0.0,
+        "limited": 0,
     }
     of_big = use["models"]["big"]
     assert (of_big["objects"], of_big["stored_objects"], of_big["evicted_objects"]) == (16, 24, 8)

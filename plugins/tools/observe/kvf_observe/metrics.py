@@ -38,6 +38,7 @@ USE: dict[str, tuple[str, Type, str]] = {
     "stored_objects_total": ("stored_objects", "counter", "objects stored in L1"),
     "evicted_objects_total": ("evicted_objects", "counter", "objects evicted from L1"),
     "prefill_saved_seconds_total": ("prefill_saved_s", "counter", "estimated prefill time saved"),
+    "limited_requests_total": ("limited", "counter", "misses from load_bandwidth"),
 }
 
 
