@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from kvframework_bench.outside.load import FULL, OutsideSizes, trace_lines, writ
 from kvframework_bench.outside.run import bench_outside, chosen_contenders
 from kvframework_bench.outside.tools import Result, Target, Workload
 from kvframework_bench.outside.vllm_bench import VllmBench
-from kvframework_bench.serving.contenders import IDEAL, NONE, OURS, PEER, Contender
+from kvframework_bench.serving.contenders import IDEAL, NONE, OURS, OWN, PEER, Contender, Offload
 from kvframework_bench.serving.load import LoadShape, make_load
 
 pytest.importorskip("h11")
@@ -109,9 +110,17 @@ def test_a_run_goes_on_where_it_ended(run: Callable[..., OutsideFigures], tmp_pa
         run(StandIn(), contender(NONE), sizes=FULL)
 
 
+@contextmanager
+def without_server(_directory: Path, _capacity: int) -> Iterator[Offload]:
+    raise BenchFailed("the server has ended")
+    yield
+
+
 def test_what_does_not_run_here_is_named(run: Callable[..., OutsideFigures]) -> None:
-    figures = run(StandIn(), contender(NONE), absent(PEER), contender(OURS, "dies", needed=False))
+    served = Contender(OWN, without_server, needed=False)
+    figures = run(StandIn(), contender(NONE), served, absent(PEER), contender(OURS, "dies", needed=False))
     assert [(each.what, each.reason) for each in figures.skipped] == [
+        (OWN, "the server has ended"),
         (PEER, "not installed: it"),
         (OURS, "Exception: only supported on GPUs"),
     ]

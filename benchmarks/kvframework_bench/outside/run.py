@@ -170,19 +170,19 @@ class _Bench:
         settings = EngineSettings(self._model, sizes.longest, sizes.kv_cache_bytes, tokenizer=True)
         cores = halves(sorted(os.sched_getaffinity(0)))[0]
         with ExitStack() as stack:
+            engine: Engine | None = None
             try:
                 offload = stack.enter_context(contender.open(place, sizes.capacity_bytes))
+                engine = stack.enter_context(self._launch(contender.name, settings, offload.options, cores, place))
+                engine.await_answer()
             except BenchUnavailable as error:
                 skipped.append(Skipped(contender.name, error.fact, error.hint))
                 return
-            engine = stack.enter_context(self._launch(contender.name, settings, offload.options, cores, place))
-            try:
-                engine.await_answer()
             except BenchFailed as error:
                 if contender.needed:
                     raise
-                why = engine.why() or error.fact
-                skipped.append(Skipped(contender.name, why, "the contender's engine does not start"))
+                why = (engine.why() if engine is not None else "") or error.fact
+                skipped.append(Skipped(contender.name, why, "the contender does not start"))
                 return
             prompt = [self._vocabulary - 1 - at % 512 for at in range(_WARM_UP_TOKENS)]
             ask_all([Due(0.0, engine.port, body(SERVED, prompt, 2), 2)] * 2)

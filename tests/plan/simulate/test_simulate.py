@@ -57,6 +57,13 @@ def test_a_prompt_that_comes_again_hits_in_l1() -> None:
     assert (outcome.ttft_s, outcome.engine_s, outcome.tiers) == (None, None, [])
 
 
+@pytest.mark.parametrize(("capacity", "objects"), [("8GiB", 2), ("1GiB", 16)])
+def test_one_object_stands_for_a_chunk_of_the_trace_where_l1_has_room_for_many(capacity: str, objects: int) -> None:
+    settings = settings_of("server.chunk_size=0", capacity=capacity, bytes_per_token=128 << 10)
+    outcome = simulate(trace_of((0, [1, 2]), (1, [1, 3]), chunk_tokens=512), settings)
+    assert (outcome.blocks, outcome.l1_blocks, outcome.l1_tokens) == (objects * 2, objects // 2, 512)
+
+
 def test_the_same_input_gives_the_same_outcome() -> None:
     settings = settings_of(*REDIS, capacity="64MiB", tiers=[TierSpeed("redis", 1e9)], engines=Engines(2, 2000))
     outcomes = [simulate(made_trace(60, CHUNK, every_s=0.05), settings) for _ in range(2)]

@@ -28,7 +28,7 @@ COLLECT_EVERY = 10_000
 def simulate(trace: Trace, settings: Settings, registry: PluginRegistry | None = None) -> Outcome:
     """Run the requests of a trace, in its order, and return what came of them."""
     registry = registry or PluginRegistry()
-    sizes = sizes_of(settings, registry)
+    sizes = sizes_of(settings, registry, trace.header.chunk_tokens)
     chunks = Chunks(sizes.chunk_tokens, trace.header.chunk_tokens, whole=settings.whole_chunks)
     time = VirtualTime(START)
     fleet = None if settings.engines is None else Fleet(settings.engines, time)

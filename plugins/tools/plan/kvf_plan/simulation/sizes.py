@@ -24,6 +24,7 @@ from kvframework.storage.l1.allocator import rounded
 MAX_ENGINES = 1024
 MAX_BYTES_PER_TOKEN = 1 << 30
 _LEAST_RATE, _LONGEST_S = math.ulp(0.0), sys.float_info.max
+_LEAST_OBJECTS = 128
 # Tiers that hold what other nodes have stored.
 OF_OTHER_NODES = ("peers",)
 
@@ -60,12 +61,11 @@ class Sizes:
         return rounded(self.chunk_tokens)
 
 
-def sizes_of(settings: Settings, registry: PluginRegistry) -> Sizes:
-    """Check the settings. Raises `SimulationError`, and `ConfigError` and `PluginError` for the configuration."""
+def sizes_of(settings: Settings, registry: PluginRegistry, of_trace: int) -> Sizes:
+    """Check the settings, for a trace whose chunks have `of_trace` tokens. Raises `SimulationError`, and `ConfigError`
+    and `PluginError` for the configuration."""
     config = settings.config
     _check_numbers(settings)
-    chunk = config.server.chunk_size or _chunk_of(settings.bytes_per_token)
-    whole = chunk * settings.bytes_per_token
     _, memory = resolve_table(registry, config.l1.memory, MemoryProvider)
     capacity = getattr(memory, "capacity", None)
     if not isinstance(capacity, int):
@@ -74,6 +74,8 @@ def sizes_of(settings: Settings, registry: PluginRegistry) -> Sizes:
             where=config.l1.memory.where,
             available="a memory with the option `capacity`",
         )
+    chunk = config.server.chunk_size or _chunk_of(settings.bytes_per_token, of_trace, capacity)
+    whole = chunk * settings.bytes_per_token
     if rounded(whole) > capacity:
         raise SimulationError(
             f"L1 has {ByteSize(capacity)}, and one chunk of {chunk} tokens takes {ByteSize(rounded(whole))}",
@@ -91,10 +93,13 @@ def sizes_of(settings: Settings, registry: PluginRegistry) -> Sizes:
     )
 
 
-def _chunk_of(bytes_per_token: int) -> int:
-    """Return the tokens of a chunk of a model with one layer group, where the server leaves them to the model."""
+def _chunk_of(bytes_per_token: int, of_trace: int, capacity: int) -> int:
+    """Return the tokens of a chunk of a model with one layer group, where the server leaves them to the model. Where
+    these divide the trace's chunk, of which no part is found alone, and L1 has room for many, that is one object."""
     group = LayerGroup(1, 1, 1, min(bytes_per_token, CHUNK_BYTES), "uint8", planes=1)
-    return with_chunk(KVLayout("paged", (group,)), LEAST_CHUNK, MOST_CHUNK).chunk_tokens
+    chunk = with_chunk(KVLayout("paged", (group,)), LEAST_CHUNK, MOST_CHUNK).chunk_tokens
+    few = _LEAST_OBJECTS * of_trace * bytes_per_token > capacity
+    return chunk if of_trace % chunk or few else of_trace
 
 
 def tier_names(config: Config) -> list[str]:
