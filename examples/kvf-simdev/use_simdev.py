@@ -11,8 +11,8 @@ endpoint, node = sys.argv[1:]
 runtime = kvf_simdev.runtime(node)
 shape = (2, 64, 16, 4, 8)  # K and V, blocks, tokens of a block, heads, dim
 caches = {f"layer.{n}": DeviceTensor.empty(runtime, runtime.devices[0], shape, "float16") for n in range(2)}
-first, second = caches["layer.0"].narrow(1, 0, 32), caches["layer.0"].narrow(1, 32, 32)
-first.fill(bytes(range(256)) * (2 * 32 * 16 * 4 * 8 * 2 // 256))
+first, second = (caches["layer.0"].select(0, 1).narrow(0, at, 32) for at in (0, 32))  # of V
+first.fill(bytes(range(256)) * (32 * 16 * 4 * 8 * 2 // 256))
 group = {"layers": ["layer.*"], "axes": ["plane", "block", "token", "head", "dim"], "block_size": 16}
 
 with KVClient(endpoint) as client:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvf_dev.testing.accelerator.tensor import DeviceTensor, contiguous
+from kvf_dev.testing.accelerator.runtime import DeviceTensor, contiguous
 from kvf_dev.testing.transport.rig import TransportRig
 from kvframework.api.plugin import dtype_bytes
 from tests.cuda.node import CudaNode

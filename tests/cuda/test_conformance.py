@@ -6,8 +6,7 @@ import pytest
 
 from kvf_dev.testing import TransportConformance
 from kvf_dev.testing.transport import RigSpec
-from kvf_dev.testing.transport.content import Content
-from kvf_dev.testing.transport.memory import Faults
+from kvf_dev.testing.transport.memory import Content, Faults
 from tests.cuda.building import is_simulated
 from tests.cuda.node import CudaNode
 

@@ -9,8 +9,7 @@ import re
 
 import pytest
 
-from kvf_dev.testing.transport.cases import PAGED
-from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine
+from kvf_dev.testing.transport.engine import PAGED, PATIENCE_S, KitEngine
 from kvf_dev.testing.transport.node import status_of
 from kvf_devices import Allocation, Exported
 from kvframework.client import KVClient

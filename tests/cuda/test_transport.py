@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvf_dev.testing.transport import RigSpec
-from kvf_dev.testing.transport.cases import PAGED
-from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine
+from kvf_dev.testing.transport.engine import PAGED, PATIENCE_S, KitEngine
 from kvf_dev.testing.transport.node import Program, endpoint_in
 from kvframework.client import KVClient
 from tests.cuda.building import KERNELS_VARIABLE, environment

@@ -10,8 +10,7 @@ import pytest
 
 from kvf_dev.testing.accelerator import SimulatedNode
 from kvf_dev.testing.accelerator.rig import SimulatedRig
-from kvf_dev.testing.transport.cases import PAGED
-from kvf_dev.testing.transport.engine import KitEngine
+from kvf_dev.testing.transport.engine import PAGED, KitEngine
 from kvf_dev.testing.transport.node import client_of, serving
 from kvframework.client import KVClient
 from kvframework.server import Server

@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from kvf_dev.testing.accelerator.rig import SimulatedRig
-from kvf_dev.testing.transport.cases import PAGED
-from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine
+from kvf_dev.testing.transport.engine import PAGED, PATIENCE_S, KitEngine
 from kvf_dev.testing.transport.node import held_by, status_of
 from kvframework.client import KVClient
 from kvframework.errors import BadLayout, TransportMismatch

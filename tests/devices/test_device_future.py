@@ -14,8 +14,7 @@ import pytest
 
 from kvf_dev.testing.accelerator import SimulatedNode
 from kvf_dev.testing.accelerator.rig import SimulatedRig
-from kvf_dev.testing.transport.cases import PAGED
-from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine
+from kvf_dev.testing.transport.engine import PAGED, PATIENCE_S, KitEngine
 from kvf_dev.testing.transport.node import Program, client_of, endpoint_in
 from kvf_dev.testing.transport.rig import RigSpec
 from kvframework.api import futures

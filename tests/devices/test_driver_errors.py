@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvf_dev.testing.accelerator import Event, SimulatedNode
-from kvf_dev.testing.transport.cases import PAGED
-from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine, must_work
+from kvf_dev.testing.transport.engine import PAGED, PATIENCE_S, KitEngine, must_work
 from kvf_dev.testing.transport.node import client_of, status_of
 from kvframework.api.futures import Future
 from kvframework.api.transport import StoreOutcome

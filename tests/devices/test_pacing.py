@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvf_dev.testing.accelerator import SimulatedNode
-from kvf_dev.testing.transport.cases import PAGED
-from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine, must_work
+from kvf_dev.testing.transport.engine import PAGED, PATIENCE_S, KitEngine, must_work
 from kvf_dev.testing.transport.node import client_of, serving
 from kvf_devices import DeviceOptions
 from kvf_devices.copier import Copier, Launcher

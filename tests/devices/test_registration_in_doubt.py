@@ -16,8 +16,7 @@ import pytest
 from kvf_dev.testing.accelerator import SimulatedNode
 from kvf_dev.testing.accelerator.rig import SimulatedRig
 from kvf_dev.testing.transport import RigSpec
-from kvf_dev.testing.transport.cases import PAGED
-from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine
+from kvf_dev.testing.transport.engine import PAGED, PATIENCE_S, KitEngine
 from kvf_dev.testing.transport.node import Program, client_of, endpoint_in, status_of
 from kvf_devices.supervisor import START_S
 from kvframework.client import KVClient

@@ -10,7 +10,7 @@ import pytest
 from kvf_dev.testing.accelerator.rig import SimulatedRig
 from kvf_dev.testing.transport import engine as kit
 from kvf_dev.testing.transport import node
-from kvf_dev.testing.transport.cases import PAGED
+from kvf_dev.testing.transport.engine import PAGED
 from kvframework.client import KVClient, ModelPart, WorkerAdapter
 from kvframework.server import Server
 

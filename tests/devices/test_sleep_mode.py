@@ -9,8 +9,7 @@ import pytest
 
 from kvf_dev.testing.accelerator import AcceleratorError, SimulatedNode
 from kvf_dev.testing.accelerator.rig import SimulatedRig
-from kvf_dev.testing.transport.cases import PAGED
-from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine, must_work
+from kvf_dev.testing.transport.engine import PAGED, PATIENCE_S, KitEngine, must_work
 from kvf_dev.testing.transport.node import status_of
 from kvframework.client import KVClient
 from tests.devices.rigs import kvf_simdev

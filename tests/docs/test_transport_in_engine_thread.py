@@ -12,8 +12,7 @@ import pytest
 from kvf_dev.testing.accelerator import Accelerator, SimulatedNode
 from kvf_dev.testing.accelerator.rig import SimulatedRig
 from kvf_dev.testing.kit import wait_until
-from kvf_dev.testing.transport.cases import PAGED
-from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine
+from kvf_dev.testing.transport.engine import PAGED, PATIENCE_S, KitEngine
 from kvf_dev.testing.transport.node import client_of, held_by, serving, status_of
 from kvframework.client import KVClient
 from kvframework.errors import ServerGone, TransportMismatch

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, cast
 
-from kvf_dev.testing.accelerator.tensor import DeviceTensor, contiguous
+from kvf_dev.testing.accelerator.runtime import DeviceTensor, contiguous
 from kvframework_bench.cuda.device import Device, PinnedMemory
 from kvframework_bench.cuda.workload import CudaShape
 from kvframework_bench.errors import WrongBytes

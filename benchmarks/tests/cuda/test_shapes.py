@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvf_dev.testing.accelerator.tensor import DeviceTensor, contiguous
+from kvf_dev.testing.accelerator.runtime import DeviceTensor, contiguous
 from kvf_layouts.paged import PagedLayout
 from kvframework.api.copy_plans import CopyPlanner, PlacedView
 from kvframework.api.transport import ArenaRange, GroupBlocks

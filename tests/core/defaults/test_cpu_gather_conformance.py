@@ -17,4 +17,4 @@ class TestCpuGather(TransportConformance):
     @classmethod
     def spec(cls, tmp_path_factory: pytest.TempPathFactory) -> RigSpec:
         arguments = {"transport": "cpu_gather", "directory": str(tmp_path_factory.mktemp("rig"))}
-        return RigSpec("kvf_dev.testing.transport.host_rig:TorchRig", arguments)
+        return RigSpec("kvf_dev.testing.transport.rig:TorchRig", arguments)

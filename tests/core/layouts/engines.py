@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvf_cpu_gather.kernel import CopyKernel
-from kvf_dev.testing.transport.cases import GroupCase
+from kvf_dev.testing.transport.engine import GroupCase
 from kvf_layouts.declaring import PagedRule
 from kvf_layouts.paged import PagedLayout
 from tests.core.defaults.arena_link import ArenaLink

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvf_dev.testing.transport.cases import CASES, MemoryModel
+from kvf_dev.testing.transport.engine import CASES, MemoryModel
 from kvf_layouts.declaring import OpaqueRule, PagedRule
 from kvf_layouts.opaque import OpaqueLayout
 from kvf_layouts.paged import PagedLayout

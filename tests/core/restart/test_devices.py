@@ -12,8 +12,7 @@ import pytest
 
 from kvf_dev.testing.accelerator import SimulatedNode
 from kvf_dev.testing.transport import RigSpec
-from kvf_dev.testing.transport.cases import PAGED
-from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine, must_work
+from kvf_dev.testing.transport.engine import PAGED, PATIENCE_S, KitEngine, must_work
 from kvf_dev.testing.transport.node import Program, client_of
 from tests.core.restart.device_server import RIG
 from tests.devices.rigs import simdev

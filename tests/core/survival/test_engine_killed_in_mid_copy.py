@@ -18,8 +18,7 @@ import pytest
 from kvf_dev.testing.accelerator import SimulatedNode
 from kvf_dev.testing.accelerator.rig import SimulatedRig
 from kvf_dev.testing.transport import RigSpec
-from kvf_dev.testing.transport.cases import PAGED
-from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine, must_work
+from kvf_dev.testing.transport.engine import PAGED, PATIENCE_S, KitEngine, must_work
 from kvf_dev.testing.transport.node import Program, client_of, endpoint_in, held_by, status_of
 from kvframework.client import KVClient
 from kvframework.wire import messages as m

@@ -155,8 +155,7 @@ def aborted(endpoint: str, _rig: str) -> Turn:
 
 def copies(endpoint: str, rig: str) -> Turn:
     """Transfers by the server's own copies, cancelled at any point of them, and an instance that registers again."""
-    from kvf_dev.testing.transport.cases import PAGED
-    from kvf_dev.testing.transport.engine import KitEngine
+    from kvf_dev.testing.transport.engine import PAGED, KitEngine
     from kvf_dev.testing.transport.node import client_of, rig_told
 
     made = rig_told(rig)

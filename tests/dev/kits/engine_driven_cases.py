@@ -105,7 +105,7 @@ def _tests_of(patches: list[tuple[Any, str, Any]]) -> type:
             with pytest.MonkeyPatch.context() as patch:
                 for owner, name, work in patches:
                     patch.setattr(owner, name, work)
-                yield RigSpec("kvf_dev.testing.transport.host_rig:TorchRig", arguments)
+                yield RigSpec("kvf_dev.testing.transport.rig:TorchRig", arguments)
 
     return Planted
 

@@ -21,7 +21,7 @@ from kvf_dev.testing import HasherConformance
 from kvf_dev.testing.hasher import MakeHasher
 from kvframework.api.hasher import DIGEST_BYTES, TOKEN_BYTES, Buffer, KeyHasher
 from kvframework.errors import RequestError
-from tests.dev.kits.by_hand import must_fail
+from tests.dev.kits.kit_run import must_fail
 
 Extras = Mapping[int, bytes] | None
 

@@ -24,7 +24,7 @@ from kvf_dev.testing.layout import (  # noqa: E402
 )
 from kvf_layouts.paged import PagedLayout  # noqa: E402
 from kvframework.api.layout import KVLayout, Layout, canonical_desc  # noqa: E402
-from tests.dev.kits.by_hand import must_fail  # noqa: E402
+from tests.dev.kits.kit_run import must_fail  # noqa: E402
 from tests.dev.kits.layout_subjects import AXES, paged  # noqa: E402
 
 pytestmark = pytest.mark.torch

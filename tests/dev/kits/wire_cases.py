@@ -12,7 +12,7 @@ from line_tier import LineServer, LineTier
 
 from kvf_dev.testing import FaultProxy, TierConformance
 from kvf_dev.testing.tier import TierKit
-from kvf_dev.testing.tier.faults import WireFaultTests
+from kvf_dev.testing.tier.lifecycle import WireFaultTests
 from kvframework.api.tier import Tier
 
 

@@ -90,7 +90,6 @@ def created(provider: AnyProvider, title: str, given: Mapping[str, object]) -> I
 
 
 def _context(kind: str) -> list[object]:
-    """Return what `create` is given beside the options."""
     if kind == "tier":
         return [TableContext(where=WHERE)]
     if kind == "memory":
@@ -165,7 +164,6 @@ def _takes(function: Callable[..., Any], positional: int, by_name: set[str] = fr
 
 
 def no_services() -> CacheServices:
-    """Services for handlers that are made and never called."""
     services: CacheServices = _unused(CacheServices, chunk_size=256, hasher=_no_hasher())
     return services
 

@@ -13,9 +13,7 @@ from pathlib import Path
 import msgspec
 
 import kvframework
-from kvf_dev.inspection.cost import MOST_S, cost_problems
-from kvf_dev.inspection.names import name_fault
-from kvf_dev.inspection.problems import Line, Problem, Target, problem
+from kvf_dev.inspection.problems import MOST_S, Line, Problem, Target, cost_problems, name_fault, problem
 from kvframework.api.plugin import API_VERSION, ENTRY_POINT_GROUP
 from kvframework.errors import ConfigFieldError, PluginNotFound
 from kvframework.registry.discovery import KINDS, EntryPointInfo, discover

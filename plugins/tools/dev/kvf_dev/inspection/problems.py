@@ -3,10 +3,17 @@ processes tell each other."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator
+from importlib import metadata
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from msgspec import Struct
 
+from kvframework.api.codec import MAX_CODEC_NAME
 from kvframework.api.plugin import ENTRY_POINT_GROUP
 from kvframework.registry.discovery import EntryPointInfo
 
@@ -48,7 +55,6 @@ class Target(Struct, frozen=True):
 
     @property
     def value(self) -> str:
-        """The value of the entry point."""
         return f"{self.module}:{self.attribute}" if self.attribute else self.module
 
 
@@ -115,3 +121,86 @@ def problem(name: str, where: str, fact: str, expected: str = "", hint: str = ""
     """Return a problem, with the usual hint of its id if none is given. Raises `KeyError` for an unknown id."""
     known = PROBLEMS[name]
     return Problem(name, known.severity, where, fact, expected, hint or known.hint)
+
+
+MAX_NAME = 32
+_WORDS = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
+# The bounds of the kinds that have one of their own: each value in L2 carries the name of its codec.
+_LONGEST = {"codec": MAX_CODEC_NAME}
+# Words that mean something else wherever the name of such a plugin is written.
+_RESERVED = {
+    ("codec", "allow"): "`allow` is a key of [codecs], beside the tables [codecs.NAME]",
+    ("transport", "auto"): "`auto` lets an engine choose among the server's transports",
+}
+
+
+class NameFault(NamedTuple):
+    """Why a plugin cannot have a name, which names there may be, and the nearest of them, "" for none."""
+
+    fact: str
+    available: str
+    nearest: str
+
+
+def name_fault(kind: str, name: str) -> NameFault | None:
+    """Return why a plugin of a kind cannot have a name, or None. `kind` need not exist."""
+    longest = _LONGEST.get(kind, MAX_NAME)
+    available = f"lower-case letters, digits and single underscores between them, at most {longest}"
+    if reason := _RESERVED.get((kind, name)):
+        return NameFault(f"{name!r} cannot be the name of a {kind}: {reason}", available, f"{name}_{kind}")
+    if _WORDS.fullmatch(name) and len(name) <= longest:
+        return None
+    fact = f"{name!r} cannot be the name of a {kind}"
+    if len(name) > longest:
+        fact += f": it has {len(name)} characters"
+    return NameFault(fact, available, _nearest(name, longest))
+
+
+def _nearest(name: str, longest: int) -> str:
+    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.strip()).lower().removeprefix("kvf-").removeprefix("kvf_")
+    tried = re.sub(r"[^a-z0-9]+", "_", spaced).strip("_")[:longest].rstrip("_")
+    return tried if _WORDS.fullmatch(tried) else ""
+
+
+T = TypeVar("T")
+# In processor time, so that a busy machine is no reason to refuse a plugin.
+MOST_S = 0.05
+MOST_BYTES = 32 << 20
+# Packages of an accelerator or an engine: their import takes memory of the device, threads, or seconds.
+_HEAVY = {"cuda", "cupy", "flash_attn", "jax", "numba", "pycuda", "pynvml", "tensorflow", "torch", "torch_npu"}
+_HEAVY |= {"transformers", "triton", "vllm"}
+
+
+def measured(work: Callable[[], T]) -> tuple[T, Cost]:
+    before, resident, started = _roots(), _resident(), time.process_time()
+    answer = work()
+    seconds = time.process_time() - started
+    return answer, Cost(seconds, max(_resident() - resident, 0), sorted(_roots() - before))
+
+
+def cost_problems(module: str, distributions: Collection[str], cost: Cost) -> Iterator[Problem]:
+    """Excess costs of the import. Packages of `distributions` may be imported with it."""
+    owners = metadata.packages_distributions()
+    own = {root for root, names in owners.items() if not set(distributions).isdisjoint(names)}
+    others = [root for root in cost.roots if root not in own | {module.partition(".")[0]}]
+    heavy = [root for root in others if root in _HEAVY]
+    if heavy or cost.seconds > MOST_S or cost.nbytes > MOST_BYTES:
+        taken = f"{cost.seconds * 1000:.0f} ms of processor time and {cost.nbytes / 1e6:.0f} MB"
+        limit = f"at most {MOST_S * 1000:.0f} ms and {MOST_BYTES >> 20} MiB, and no library of an accelerator"
+        yield problem(
+            "heavy-import", module, f"importing the plugin takes {taken}, with {', '.join(others) or 'nothing'}", limit
+        )
+    for root in others:
+        if root not in heavy:
+            yield problem("eager-import", module, f"importing the plugin imports {root}")
+
+
+def _roots() -> set[str]:
+    """Imported packages, without the standard library's, kvframework's, and what stands above a device's driver."""
+    roots = {name.partition(".")[0] for name in sys.modules} - sys.stdlib_module_names
+    return {root for root in roots if root not in ("kvframework", "kvf_devices") and not root.startswith("__")}
+
+
+def _resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

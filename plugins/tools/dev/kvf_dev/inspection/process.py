@@ -15,9 +15,8 @@ import msgspec
 import pluggy
 from msgspec import inspect as types
 
-from kvf_dev.inspection.cost import measured
 from kvf_dev.inspection.creation import created, signature_problems
-from kvf_dev.inspection.problems import Line, Problem, Target, problem
+from kvf_dev.inspection.problems import Line, Problem, Target, measured, problem
 from kvframework.api import hookspecs
 from kvframework.api.memory import MemoryProvider
 from kvframework.api.plugin import ENTRY_POINT_GROUP, PROJECT, ByteSize, Options

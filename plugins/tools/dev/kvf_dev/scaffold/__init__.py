@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from kvf_dev.inspection.names import name_fault
+from kvf_dev.inspection.problems import name_fault
 from kvframework import __version__
 from kvframework.api.installing import SOURCES, requirement
 from kvframework.errors import KVFrameworkError

@@ -63,7 +63,6 @@ _CLAIMS = [(1 << 62, 8), (1 << 40, 8), (1 << 31, 8), (0xFFFF_FFFF, 4), (0x7FFF_F
 
 
 def _must_be_free(memory: bytearray, what: str) -> None:
-    """Fail if a view of `memory` is left."""
     gc.collect()
     try:
         memory.clear()
@@ -72,7 +71,6 @@ def _must_be_free(memory: bytearray, what: str) -> None:
 
 
 def _damages(packed: bytes) -> Iterator[tuple[str, bytes]]:
-    """Return what happened to the packed bytes, and what they are then."""
     chance, size = random.Random(9), len(packed)  # noqa: S311  fixed places
     for at in {*range(min(_END, size)), *range(max(0, size - _END), size)}:
         for bit in range(8):
@@ -120,7 +118,6 @@ class CodecConformance(NamedKit):
 
     @pytest.fixture
     def make_codec(self) -> MakeCodec:
-        """Return a factory of codecs; a server makes a codec when a value first needs it."""
         return self.by_name()
 
     @pytest.fixture
@@ -128,7 +125,6 @@ class CodecConformance(NamedKit):
         return make_codec()
 
     def pack(self, codec: Codec, data: bytes, dtype: str | None = None) -> bytes:
-        """Return the bytes that a tier receives for `data`, elements of `dtype` if one is given."""
         return b"".join(self.parts_of(codec, memoryview(data), dtype))
 
     def parts_of(self, codec: Codec, data: memoryview, dtype: str | None = None) -> Sequence[memoryview]:
@@ -155,12 +151,10 @@ class CodecConformance(NamedKit):
             return bytes(place)
 
     def must_unpack(self, codec: Codec, packed: bytes, data: bytes, why: str = "", *, shift: int = 0) -> None:
-        """Fail unless `packed` unpacks to `data`."""
         found = self.unpack(codec, packed, len(data), shift=shift)
         must_be_equal(found, data, f"the codec unpacked other bytes, of {len(data)} bytes{', ' * bool(why)}{why}")
 
     def refused_or(self, codec: Codec, packed: bytes, nbytes: int) -> bytes | None:
-        """Return the unpacked bytes, None if they were refused. Any other error counts as a bug of the codec."""
         try:
             return self.unpack(codec, packed, nbytes)
         except ValueError:
@@ -170,18 +164,15 @@ class CodecConformance(NamedKit):
             pytest.fail(f"for damaged bytes the codec raised {kind} ({error}) instead of ValueError")
 
     def must_refuse(self, codec: Codec, packed: bytes, nbytes: int, why: str) -> None:
-        """Fail unless unpacking raises `ValueError`."""
         if self.refused_or(codec, packed, nbytes) is not None:
             pytest.fail(f"the codec unpacked damaged bytes instead of raising ValueError: {why}")
 
     def must_notice(self, codec: Codec, packed: bytes, data: bytes, why: str) -> None:
-        """Fail if damaged bytes are unpacked to another object than `data`."""
         found = self.refused_or(codec, packed, len(data))
         if found not in (None, data) and self.detects_damage:
             pytest.fail(f"the codec unpacked damaged bytes to another object: {why}")
 
     def most_memory(self, work: Callable[[], object]) -> int:
-        """Return the bytes that `work` has allocated at most."""
         tracemalloc.start()
         try:
             work()
@@ -196,7 +187,6 @@ class CodecConformance(NamedKit):
 
     @pytest.mark.parametrize("content", CONTENTS)
     def test_what_is_packed_is_unpacked(self, codec: Codec, content: str) -> None:
-        """Also what is packed already, and looks like it."""
         data = CONTENTS[content]
         packed = self.pack(codec, data)
         self.must_unpack(codec, packed, data, content)
@@ -223,7 +213,6 @@ class CodecConformance(NamedKit):
                 self.must_unpack(codec, packed, data[:nbytes], f"{content}, declared as elements of {dtype!r}")
 
     def test_a_batch_is_packed_before_it_is_sent(self, codec: Codec) -> None:
-        """The return value of `encode` stays unchanged while the codec packs other objects."""
         objects = list(CONTENTS.values())
         batch = [self.parts_of(codec, memoryview(data)) for data in objects]
         packed = [b"".join(parts) for parts in batch]
@@ -266,7 +255,6 @@ class CodecConformance(NamedKit):
         assert opened < _TIMES // 2, f"the codec keeps {opened} descriptors and threads after {2 * _TIMES} objects"
 
     def test_what_another_process_packed_is_unpacked(self, codec: Codec) -> None:
-        """The other process stands for the server before a restart, or another node."""
         data = bytes(number * number % 251 for number in range(50_000))
         packed = self.elsewhere(codec, _ELSEWHERE, seed=1)
         self.must_unpack(codec, packed, data, "packed by another process")
@@ -375,7 +363,6 @@ class CodecConformance(NamedKit):
                 self.must_notice(codec, damaged, data, what)
 
     def test_a_small_place_takes_little_memory(self, codec: Codec) -> None:
-        """The bound holds whatever the packed bytes unpack to."""
         packed = self.pack(codec, bytes(32 * _MIB))
         most = self.most_memory(lambda: self.must_refuse(codec, packed, 1000, "32 MiB in the place of 1000 bytes"))
         assert most < 2 * len(packed) + 4 * _MIB, f"the codec allocated {most} bytes for an object of 1000 bytes"

@@ -60,7 +60,6 @@ def must_offer(policy: EvictionPolicy, keys: Iterable[PackedKey]) -> list[Packed
 
 
 def walk(policy: EvictionPolicy) -> Iterator[PackedKey]:
-    """Yield the victims; fail if one is no key."""
     victims = policy.victims()
     assert isinstance(victims, Iterator), f"victims() returned a {type(victims).__name__}, not an iterator"
     for key in victims:
@@ -162,7 +161,6 @@ class _Machine(RuleBasedStateMachine):
 
 
 def _key(number: int) -> PackedKey:
-    """Another object each time: keys are equal by their bytes."""
     return bytes([number]) * PACKED_KEY_BYTES
 
 
@@ -207,12 +205,10 @@ class EvictionConformance(NamedKit):
 
     @pytest.fixture
     def make_policy(self) -> MakePolicy:
-        """Return a factory of empty policies."""
         return self.by_name()
 
     @pytest.fixture
     def policy(self, make_policy: MakePolicy) -> EvictionPolicy:
-        """An empty policy."""
         return make_policy()
 
     def test_it_has_the_plugins_name(self, policy: EvictionPolicy) -> None:
@@ -281,7 +277,6 @@ class EvictionConformance(NamedKit):
         self.must_behave(Machine, examples=self.examples, steps=30)
 
     def test_any_thread_may_call(self, policy: EvictionPolicy) -> None:
-        """One thread at a time calls: the core holds the storage lock."""
         keys = fresh_keys(6)
 
         def access() -> None:
@@ -323,7 +318,6 @@ class EvictionConformance(NamedKit):
     @pytest.mark.parametrize("leaves", ["evicted", "dropped"])
     @pytest.mark.parametrize("uses", [0, 1, 2, 5])
     def test_what_has_left_is_forgotten(self, policy: EvictionPolicy, uses: int, leaves: str) -> None:
-        """A policy may remember at most `remembered_keys` keys of removed objects."""
 
         def come_and_go(_index: int) -> None:
             (key,) = fresh_keys(1)

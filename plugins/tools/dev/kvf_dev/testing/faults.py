@@ -69,7 +69,6 @@ class FaultProxy:
 
     @property
     def port(self) -> int:
-        """The TCP port."""
         return self.address[1]
 
     def inject(self, kind: str, amount: float | None = None) -> None:
@@ -193,7 +192,6 @@ class FaultProxy:
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
-    """Close a connection by a TCP reset."""
     with contextlib.suppress(OSError):
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
     writer.transport.abort()

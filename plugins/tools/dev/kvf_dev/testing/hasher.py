@@ -46,7 +46,6 @@ sys.stdout.buffer.write(made.fingerprint.encode())
 
 
 def packed(tokens: Iterable[int]) -> bytes:
-    """Pack tokens as engines send them: little-endian u32."""
     words = array.array("I", tokens)
     if sys.byteorder == "big":
         words.byteswap()
@@ -64,7 +63,6 @@ def split(digests: bytes) -> list[bytes]:
 
 
 def must_change(before: bytes, after: bytes, chunk: int, what: str) -> None:
-    """Fail unless exactly the digests from `chunk` on are others."""
     __tracebackhide__ = True
     one, other = split(before), split(after)
     if len(one) != len(other):
@@ -77,7 +75,6 @@ def must_change(before: bytes, after: bytes, chunk: int, what: str) -> None:
 
 
 def must_differ(named: Sequence[tuple[object, bytes]], what: str) -> None:
-    """Fail where two of the (name, digests) pairs end with the same digest."""
     __tracebackhide__ = True
     seen: dict[bytes, object] = {}
     for name, digests in named:
@@ -87,7 +84,6 @@ def must_differ(named: Sequence[tuple[object, bytes]], what: str) -> None:
 
 
 def _rank(rows: list[int]) -> int:
-    """Return the number of independent rows of bits."""
     by_top: dict[int, int] = {}
     for row in rows:
         while row:
@@ -110,7 +106,6 @@ class HasherConformance(NamedKit):
 
     @pytest.fixture
     def make_hasher(self) -> MakeHasher:
-        """Return a factory of hashers; an engine and the server each make their own."""
         return self.by_name()
 
     @pytest.fixture
@@ -284,7 +279,6 @@ class HasherConformance(NamedKit):
         assert bytes(forms[form]) == tokens, "chunk_digests() changed the caller's tokens"
 
     def test_memory_is_not_kept(self, hasher: KeyHasher) -> None:
-        """Neither a view of the tokens nor a reference: they are the caller's memory."""
         for count in (_CHUNK - 1, 10 * _CHUNK, 1000 * _CHUNK):
             for more in ({}, {"parent": bytes(range(DIGEST_BYTES))}, {"extras": {0: b"a"}}):
                 tokens = _Tokens(packed(range(count)))
@@ -342,7 +336,6 @@ class HasherConformance(NamedKit):
 
     @pytest.mark.parametrize("seed", [1, 2])
     def test_another_process_finds_the_same(self, hasher: KeyHasher, seed: int) -> None:
-        """The result does not depend on `PYTHONHASHSEED`."""
         tokens = packed(number * 2654435761 % 2**32 for number in range(64))
         here = b"".join(
             hasher.chunk_digests(tokens, 4, parent=parent, extras=extras)

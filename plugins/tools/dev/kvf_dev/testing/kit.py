@@ -11,6 +11,7 @@ import ast
 import contextlib
 import faulthandler
 import importlib
+import json
 import operator
 import os
 import signal
@@ -20,14 +21,18 @@ import threading
 import time
 import traceback
 import tracemalloc
+from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar, TypeVar
 
 import pytest
 from _pytest.outcomes import OutcomeException
 
+from kvframework import __version__
 from kvframework.api.plugin import Buffer, Provider
 from kvframework.config.schema import PluginTable
 from kvframework.errors import PluginUnavailable
@@ -38,6 +43,9 @@ from kvframework.registry.tables import resolve_table
 _FRAMES, _END_S = 8, 5.0
 _LONGEST = 300
 T = TypeVar("T")
+_PROBE_S = 0.02
+# The seconds taken and allowed, by the class and what was measured.
+_BUDGETS: dict[tuple[type, str], tuple[float, float]] = {}
 # Seconds. Frequent switches expose state that threads must not share, and values that are visible too early.
 _SWITCH_S = 1e-6
 # Steps of a call before which another one runs, and the seconds for which that may wait for a lock of the first.
@@ -61,7 +69,6 @@ class DoesNotEnd(OutcomeException):
 
 
 def stacks(threads: Collection[threading.Thread]) -> str:
-    """Return the innermost calls of each thread that is running."""
     frames, shown = sys._current_frames(), []
     for thread in threads:
         if (frame := frames.get(thread.ident or 0)) is not None:
@@ -70,11 +77,23 @@ def stacks(threads: Collection[threading.Thread]) -> str:
     return "\n".join(shown)
 
 
+@dataclass
+class Ran:
+    """What became of the tests of a class: `skipped` counts by reason, `failed` by test."""
+
+    seconds: float = 0.0
+    passed: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+    skipped: Counter[str] = field(default_factory=Counter)
+
+
 class Hooks:
-    """Hooks of pytest that limit each test of a kit, and its setup and teardown, to `limit_s` seconds."""
+    """Hooks of pytest that limit each test of a kit, and its setup and teardown, to `limit_s` seconds, end a cascade of
+    failures, and sum up at the end: in words, and as JSON in the file that $KVF_KIT_REPORT names."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._ended: dict[type, str] = {}  # by class, the test that did not end
+        self._ran: dict[type[Kit], Ran] = {}
         capture = config.pluginmanager.getplugin("capturemanager")
         with capture.global_and_fixture_disabled() if capture else contextlib.nullcontext():
             self._stderr = os.dup(2)
@@ -83,6 +102,8 @@ class Hooks:
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
         if (case := _kit_of(item)) in self._ended:
             pytest.skip(f"{self._ended[case]} did not end, so the other tests of its class are skipped")
+        if case is not None and len(failed := self._ran.setdefault(case, Ran()).failed) >= case.stop_after:
+            pytest.skip(f"mend {', '.join(failed)} first: `stop_after` is {case.stop_after}")
         with self._limited(item):
             return (yield)
 
@@ -95,6 +116,34 @@ class Hooks:
     def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, object, object]:
         with self._limited(item):
             return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        if (case := _kit_of(item)) is not None:
+            ran = self._ran.setdefault(case, Ran())
+            ran.seconds += report.duration
+            ran.passed += report.passed and report.when == "call"
+            if report.failed:
+                ran.failed[item.name.partition("[")[0]] += 1
+            elif report.skipped and isinstance(report.longrepr, tuple):
+                ran.skipped[report.longrepr[2].removeprefix("Skipped: ")] += 1
+        return report
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        kits = []
+        for case, ran in self._ran.items():
+            budgets = {what: each for (of, what), each in _BUDGETS.items() if of is case}
+            terminalreporter.section(f"kit of {case.__name__}")
+            counts = f"{ran.passed} passed, {ran.failed.total()} failed, {ran.skipped.total()} skipped"
+            terminalreporter.line(f"{counts}, in {ran.seconds:.0f} s (usually {case.usual_s:g} s)")
+            for reason, count in ran.skipped.most_common():
+                terminalreporter.line(f"skipped {count}: {reason}")
+            for what, (took, limit) in budgets.items():
+                terminalreporter.line(f"{what}: {1e3 * took:.2f} ms of {1e3 * limit:.2f} ms")
+            kits.append({"kit": case.__name__, "plugin": getattr(case, "use", ""), **vars(ran), "budgets_s": budgets})
+        if path := os.environ.get("KVF_KIT_REPORT"):
+            Path(path).write_text(json.dumps({"kvframework": __version__, "kits": kits}, indent=1))
 
     @contextlib.contextmanager
     def _limited(self, item: pytest.Item) -> Iterator[None]:
@@ -191,13 +240,11 @@ def together(works: Sequence[Callable[[], object]], within_s: float) -> None:
 
 
 def shown(error: Exception) -> str:
-    """Return an error in words, without the bytes of a key."""
     binary = any(isinstance(each, bytes | bytearray | memoryview) for each in error.args)
     return f"{type(error).__name__}: {'of bytes' if binary else str(error)[:_LONGEST]}"
 
 
 def held(*, mappings: bool = False) -> set[str]:
-    """Return what this process holds: threads, open descriptors, and perhaps shared mappings."""
     found = {f"thread {thread.name} ({thread.ident})" for thread in threading.enumerate()}
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the descriptor of the listing itself
@@ -209,13 +256,20 @@ def held(*, mappings: bool = False) -> set[str]:
 
 
 def wait_until(condition: Callable[[], object], what: str, timeout: float = 20.0) -> None:
-    """Return once `condition()` is true; fail after `timeout` seconds."""
     __tracebackhide__ = True
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() >= deadline:
             pytest.fail(f"{what} did not come true within {timeout:g} s")
         time.sleep(0.005)
+
+
+def load() -> float:
+    """Return how many times longer than on an idle machine work takes now, at least 1. Takes 20 ms of work."""
+    began, used = time.perf_counter(), time.thread_time()
+    while time.thread_time() - used < _PROBE_S:
+        pass
+    return max(1.0, (time.perf_counter() - began) / _PROBE_S)
 
 
 def must_be_equal(found: Buffer, wanted: Buffer, why: str) -> None:
@@ -250,10 +304,22 @@ class Kit:
     """Seconds after which a test, or its setup or teardown, is ended and fails with the stacks of all threads. The rest
     of its class is then skipped."""
 
+    stop_after: ClassVar[int] = 4
+    """After so many tests have failed the rest of the class is skipped: they would fail for the same reason."""
+
+    usual_s: ClassVar[float] = 60.0
+    """Seconds that the kit usually takes, for the summary."""
+
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         plugins = metafunc.config.pluginmanager
         if not plugins.has_plugin(__name__):
             plugins.register(Hooks(metafunc.config), __name__)
+
+    def must_take(self, what: str, seconds: float, budget_s: float) -> None:
+        """Fail if the seconds are more than the budget, scaled by how busy the machine is now."""
+        limit = budget_s * load()
+        _BUDGETS[type(self), what] = seconds, limit
+        assert seconds <= limit, f"{what} takes {1e3 * seconds:.1f} ms; the budget is {1e3 * limit:.1f} ms"
 
     def grown(self, work: Callable[[int], object], times: int, before: int) -> int:
         """Return by how many bytes the memory grows while `work` is repeated `times` times, after `before` times."""
@@ -315,18 +381,15 @@ class NamedKit(Kit):
             pytest.skip(error.fact)
 
     def by_name(self, options: Mapping[str, object] | None = None) -> Callable[[], Any]:
-        """Return a factory of the plugin that `use` names."""
         provider, checked = self.resolve(options)
         return partial(provider.create, checked)
 
     @property
     def _fixture(self) -> str:
-        """The fixture that an author may give instead of `use`."""
         kind = self._descriptor.kind
         return {"eviction": "make_policy", "tier": "tier"}.get(kind, f"make_{kind}")
 
     def must_be_named(self, name: object) -> None:
-        """Fail unless `name`, the name of the object under test, is the plugin's."""
         kind = self._descriptor.kind
         assert isinstance(name, str), f"`name` of a {kind} is a str, not {name!r}"
         assert name, f"`name` of a {kind} is empty"

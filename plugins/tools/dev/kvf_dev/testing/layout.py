@@ -84,7 +84,6 @@ class Slab:
         return self._slabs[-1][start : start + nbytes].view(dtype).view(shape)
 
     def foreign_bytes_changed(self) -> int:
-        """Return how many bytes beside the tensors were written."""
         rest = [slab.clone() for slab in self._slabs]
         for slab, start, nbytes in self._own:
             rest[slab][start : start + nbytes] = _FOREIGN
@@ -110,7 +109,6 @@ MakeSubject = Callable[[Slab, int, int], LayoutSubject]
 
 
 def declare(layout: Layout, subject: LayoutSubject) -> KVLayout:
-    """Return the declaration of an instance; its view learns of it."""
     declared = layout.describe(subject.kv_caches, block_size=subject.block_size)
     assert isinstance(declared, KVLayout), f"describe() returned a {type(declared).__name__}, not a KVLayout"
     subject.view.declared(declared)
@@ -128,7 +126,6 @@ class Place(NamedTuple):
 
 
 def places(views: BlockViews) -> Iterator[tuple[Place, torch.Tensor]]:
-    """Yield every place with its view."""
     for index, planes in enumerate(views):
         for plane, layers in enumerate(planes):
             for layer, view in enumerate(layers):
@@ -137,7 +134,6 @@ def places(views: BlockViews) -> Iterator[tuple[Place, torch.Tensor]]:
 
 
 def pattern(like: torch.Tensor, seed: int) -> torch.Tensor:
-    """Return finite values in the shape of a block, a different pattern for each seed."""
     generator = torch.Generator().manual_seed(seed)
     raw = torch.randint(0, 256, (*like.shape, like.element_size()), dtype=torch.uint8, generator=generator)
     if like.dtype.is_floating_point:
@@ -146,14 +142,12 @@ def pattern(like: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether shape, dtype and all bytes are equal."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
 def same_memory(one: BlockViews, other: BlockViews) -> bool:
-    """Return whether both are views of the same places."""
     return [[[_place(view) for view in layers] for layers in planes] for planes in one] == [
         [[_place(view) for view in layers] for layers in planes] for planes in other
     ]
@@ -180,7 +174,6 @@ def _is_of(name: str, entry: str) -> bool:
 
 
 def _number(name: str) -> int:
-    """Return the layer's number in a tensor of several, 0 for none."""
     last = name.rpartition(".")[2]
     return int(last) if last.isdecimal() else 0
 
@@ -203,7 +196,6 @@ def _is_no_matter(what: str, views: BlockViews, declared: KVLayout) -> bool:
 
 
 def _wrong(caches: Mapping[str, LayerTensors]) -> Iterator[tuple[str, Mapping[str, LayerTensors]]]:
-    """Yield what is wrong with other tensors than those that were declared, and these."""
     first, *_, last = list(caches) * 2
     yield "no layers at all", {}
     yield "the last layer is missing", {name: held for name, held in caches.items() if name != last}
@@ -233,12 +225,10 @@ def _resized(tensor: torch.Tensor, axis: int, more: int) -> torch.Tensor:
 
 
 def _twin(dtype: torch.dtype) -> torch.dtype:
-    """Return another dtype whose elements are as wide."""
     return next(each for each in _DTYPES if each is not dtype and each.itemsize == dtype.itemsize)
 
 
 def must_be_the_engines(views: BlockViews, subject: LayoutSubject) -> None:
-    """Fail unless the views and the engine's own view show the same bytes in each place, written by either."""
     __tracebackhide__ = True
     for number, (place, view) in enumerate(places(views)):
         written = pattern(view, 2 * number)
@@ -277,12 +267,10 @@ class LayoutConformance(NamedKit):
 
     @pytest.fixture
     def layout(self, make_layout: MakeLayout, subject: LayoutSubject) -> Layout:
-        """The layout as the engine makes it."""
         return self.of_engine(make_layout, subject)
 
     @pytest.fixture
     def bare(self, make_layout: MakeLayout) -> Layout:
-        """The layout as a server makes it, without the engine's options."""
         return make_layout({})
 
     @pytest.fixture
@@ -358,7 +346,6 @@ class LayoutConformance(NamedKit):
     def test_views_are_the_engines_memory(
         self, layout: Layout, subject: LayoutSubject, declared: KVLayout, memory: Slab
     ) -> None:
-        """A write by the engine is visible through the views, bit for bit, and the reverse."""
         views = layout.block_views(declared, subject.kv_caches)
         must_be_the_engines(views, subject)
         changed = memory.foreign_bytes_changed()
@@ -376,7 +363,6 @@ class LayoutConformance(NamedKit):
             assert desc == canonical_desc(declared, chunk), "objects of these forms have the shapes of the core"
 
     def test_the_server_side_needs_no_torch(self, layout: Layout, bare: Layout, declared: KVLayout) -> None:
-        """`object_desc` works in a process that cannot import torch."""
         program = _IN_A_SERVER.format(declared=msgspec.msgpack.encode(declared))
         found = msgspec.msgpack.decode(self.elsewhere(bare, program, without="torch"), type=MemoryLayoutDesc)
         assert found == layout.object_desc(declared, 48), "a server without torch describes other objects"

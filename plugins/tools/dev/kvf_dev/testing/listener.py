@@ -25,7 +25,6 @@ _KEY = PackedKey(_NAMESPACE.ljust(40, b"\0") + _DIGEST)
 
 
 def _fill(ring: RecordRing) -> None:
-    """Put a record of every kind into a ring."""
     key = CacheKey("model", 1, 0, _NAMESPACE, 0, 256, "request", digests=_DIGEST)
     who = ("request", "engine", 7, 3, "model", _NAMESPACE[:4].hex())
     ring.added([_KEY, _KEY[::-1]])

@@ -56,7 +56,6 @@ class MemoryConformance(NamedKit):
         return self._make
 
     def _make(self, capacity: int, kept: int | None = None) -> Memory:
-        """Return memory, made as a server does it. Skips the test if the plugin cannot run here."""
         provider, options = self.resolve({**self.options, "capacity": capacity})
         if kept is not None and not provider.keeps:
             os.close(kept)
@@ -71,14 +70,12 @@ class MemoryConformance(NamedKit):
         memory.close()
 
     def _started(self, memory: Memory) -> Memory:
-        """Return the memory once all of it is usable."""
         ends: list[int] = []
         memory.start(ends.append)
         self._until_all_is_ready(memory, ends)
         return memory
 
     def _until_all_is_ready(self, memory: Memory, ends: list[int]) -> None:
-        """Wait for `on_ready(capacity)`; `ends` has what was reported so far."""
         __tracebackhide__ = True
         what = f"on_ready({memory.capacity}), which reports all of the memory,"
         wait_until(lambda: ends and ends[-1] >= memory.capacity, what, self.patience_s)
@@ -282,7 +279,6 @@ class MemoryConformance(NamedKit):
     def _must_close(
         self, memory: Memory, before: set[str], when: str, closed: Callable[[], None] = lambda: None
     ) -> None:
-        """Fail unless closing the memory, once and once more, leaves what was held `before`."""
         name = _name_of(memory)
         self._in_time(memory.close, "close()")
         closed()
@@ -367,13 +363,11 @@ def _leaving_nothing(what: str) -> Iterator[None]:
 
 
 def _mark(view: memoryview, number: int) -> None:
-    """Write another 8 bytes at the end of each page, the last bytes among them."""
     for end in range(len(view) % _PAGE or _PAGE, len(view) + 1, _PAGE):
         view[end - 8 : end] = (end * 31 + number).to_bytes(8, "little")
 
 
 def _wrong_page(view: memoryview, number: int) -> int | None:
-    """Return where the first page is that has not what `_mark` wrote; None if all have it."""
     for end in range(len(view) % _PAGE or _PAGE, len(view) + 1, _PAGE):
         if view[end - 8 : end] != (end * 31 + number).to_bytes(8, "little"):
             return end - 8
@@ -381,12 +375,10 @@ def _wrong_page(view: memoryview, number: int) -> int | None:
 
 
 def _taken(fd: int) -> int | None:
-    """Return how many bytes of the file the kernel has allocated; None where it does not say."""
     found = os.fstat(fd)
     return found.st_blocks * 512 if stat.S_ISREG(found.st_mode) else None
 
 
 def _name_of(memory: Memory) -> str:
-    """Return the name by which others could open it in /dev/shm; "" for none."""
     path = os.readlink(f"/proc/self/fd/{memory.fd}")
     return path if path.startswith("/dev/shm/") and not path.endswith(" (deleted)") else ""  # noqa: S108

@@ -12,8 +12,7 @@ from kvf_dev.testing.accelerator.node import (
     SimulatedNode,
     Violation,
 )
-from kvf_dev.testing.accelerator.runtime import Accelerator, Event, Stream
-from kvf_dev.testing.accelerator.tensor import DeviceTensor
+from kvf_dev.testing.accelerator.runtime import Accelerator, DeviceTensor, Event, Stream
 
 __all__ = [
     "NODE_VARIABLE",

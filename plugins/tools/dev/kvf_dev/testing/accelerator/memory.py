@@ -59,7 +59,6 @@ class DeviceMemory:
                 self._memory[device] = mmap.mmap(file.fileno(), 0)
 
     def poison(self, reason: str) -> None:
-        """Make every further call of this process fail with `ContextLost`."""
         self._poisoned = self._poisoned or reason
 
     def check(self, device: str) -> None:
@@ -96,7 +95,6 @@ class DeviceMemory:
             return self._add(nbytes, device, start, row, None)
 
     def free(self, address: int) -> None:
-        """Free memory of `allocate`."""
         region = self._end(address, "freed")
         self._ledger.all("update allocations set freed = 1 where id = ?", region.allocation)
         self._memory[region.device][region.start : region.start + region.nbytes] = b"\xdd" * region.nbytes
@@ -131,17 +129,14 @@ class DeviceMemory:
         return self._add(size, device, start, number, row)
 
     def close_memory(self, address: int) -> None:
-        """Close memory of `open_memory`."""
         region = self._end(address, "closed")
         self._ledger.all("delete from mappings where id = ?", region.mapping)
 
     def pin(self, offset: int, nbytes: int) -> None:
-        """Register a slice of the host segment for copies."""
         with self._lock:
             self._pinned = merged([*self._pinned, (offset, offset + nbytes)])
 
     def region(self, address: int, what: str) -> Region:
-        """Return the region of an address. Raises `Misuse` if it has none."""
         if (owner := address >> _PROCESS_BITS) != self.process:
             raise self._misuse("wrong_process", f"{what}: {address:#x} is an address of process {owner}")
         with self._lock:
@@ -160,7 +155,6 @@ class DeviceMemory:
                 raise self._misuse("use_after_free", f"{what}: its owner has freed this memory")
 
     def fragments(self, addresses: Sequence[int], length: int, device: str, what: str) -> Fragments:
-        """Return where fragments lie in the device's memory. Raises `Misuse`."""
         regions: dict[int, Region] = {}
         places = []
         region: Region | None = None
@@ -181,7 +175,6 @@ class DeviceMemory:
             raise self._misuse(kind, f"{what}: the memory at {region.address:#x} was {region.ended}")
 
     def _end(self, address: int, how: Literal["freed", "closed"]) -> Region:
-        """End the region that begins at an address."""
         with self._lock:
             region = self.region(address, how)
             if (region.mapping is not None) is not (how == "closed") or region.address != address:

@@ -7,6 +7,7 @@ node (`Misuse`). Thread-safe. What a process has ends with it.
 from __future__ import annotations
 
 import itertools
+import math
 import mmap
 import os
 import queue
@@ -17,9 +18,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvf_dev.testing.accelerator.memory import DeviceMemory, Fragments
 from kvf_dev.testing.accelerator.node import NODE_VARIABLE, AcceleratorError, ContextLost, merged
+from kvframework.api.layout import MemoryTensor
+from kvframework.api.plugin import dtype_bytes
 
 _POLL_S, _HOLD_POLL_S = 0.0005, 0.005
 _NUMBERS = itertools.count(1)
@@ -50,7 +54,6 @@ class Stream:
         threading.Thread(target=self._run, name=f"sim-stream-{self.number}", daemon=True).start()
 
     def add(self, work: Callable[[], object]) -> None:
-        """Queue a piece of work. Its error is the stream's until an event has taken it."""
         self._work.put(work)
 
     def hold(self) -> Callable[[], None]:
@@ -62,11 +65,9 @@ class Stream:
 
     @property
     def held(self) -> bool:
-        """Whether work queued now is behind a hold."""
         return not all(each.is_set() for each in self._holds)
 
     def synchronize(self, timeout: float = 20.0) -> None:
-        """Wait for all queued work. Raises the stream's error, if there was one."""
         done = threading.Event()
         self.add(done.set)
         if not done.wait(timeout):
@@ -76,7 +77,6 @@ class Stream:
             raise AcceleratorError(error)
 
     def end_later(self) -> None:
-        """End its thread after all queued work."""
         self._work.put(None)
 
     def _run(self) -> None:
@@ -105,17 +105,14 @@ class Accelerator(DeviceMemory):
     # streams and events
 
     def stream(self, device: str) -> Stream:
-        """Return a new stream of the device."""
         row = self._ledger.insert("insert into streams(process) values(?)", self.process)
         return Stream(self, device, row)
 
     def destroy_stream(self, stream: Stream) -> None:
-        """End the stream once its queued work is done. Does not wait."""
         stream.end_later()
         self._ledger.all("delete from streams where id = ?", stream.row)
 
     def default_stream(self, device: str) -> Stream:
-        """Return the device's default stream."""
         with self._lock:
             if device not in self._default_streams:
                 self._default_streams[device] = Stream(self, device)
@@ -127,7 +124,6 @@ class Accelerator(DeviceMemory):
         return stream.hold()
 
     def create_event(self, device: str, *, interprocess: bool = False) -> Event:
-        """Return a new event."""
         self.check(device)
         token = secrets.token_bytes(16)
         row = self._ledger.insert(
@@ -136,7 +132,6 @@ class Accelerator(DeviceMemory):
         return Event(device, row)
 
     def export_event(self, event: Event) -> bytes:
-        """Return a handle of the event for other processes."""
         row = self._ledger.one("select token from events where id = ? and shared", event.row)
         if row is None or event.opening is not None:
             raise AcceleratorError("export: this is no interprocess event of this process")
@@ -157,7 +152,6 @@ class Accelerator(DeviceMemory):
         return Event(device, number, opening)
 
     def destroy_event(self, event: Event) -> None:
-        """Destroy an event of `create_event` or `open_event`."""
         event.closed = True
         if event.opening is None:
             self._ledger.all("update events set destroyed = 1 where id = ?", event.row)
@@ -242,17 +236,16 @@ class Accelerator(DeviceMemory):
 
     def read(self, address: int, nbytes: int) -> bytes:
         """Return the bytes that a kernel of the engine reads there, after all work in the default stream."""
-        return self.read_later(address, nbytes, None)[0]
+        found = bytearray(nbytes)
+        self.read_into(memoryview(found), address)
+        return bytes(found)
 
-    def read_later(self, address: int, nbytes: int, stream: Stream | None) -> list[bytes]:
-        """Queue such a read: the list has the bytes once it is done. Without a stream wait for it."""
-        found: list[bytes] = []
+    def read_into(self, host: memoryview, address: int, stream: Stream | None = None) -> None:
 
         def work(memory: mmap.mmap, at: int) -> None:
-            found.append(memory[at : at + nbytes])
+            host[:] = memory[at : at + host.nbytes]
 
-        self._kernel("a read by a kernel", address, nbytes, stream, work)
-        return found
+        self._kernel("a read by a kernel", address, host.nbytes, stream, work)
 
     def _kernel(
         self, what: str, address: int, nbytes: int, stream: Stream | None, work: Callable[[mmap.mmap, int], None]
@@ -292,7 +285,6 @@ class Accelerator(DeviceMemory):
         stream.add(run)
 
     def _in_the_middle(self, device: str) -> None:
-        """The point of a copy at which injected faults happen."""
         if (fault := self._ledger.take_fault(device)) is None:
             return
         row, kind = fault
@@ -320,3 +312,35 @@ class Accelerator(DeviceMemory):
             raise self._misuse("use_after_close", f"{what}: the event was closed here")
         if event.device != device:
             raise self._misuse("wrong_device", f"{what}: an event of {event.device} on {device}")
+
+
+if TYPE_CHECKING:
+    from kvf_dev.testing.accelerator.runtime import Accelerator
+
+
+class DeviceTensor(MemoryTensor):
+    """A view of device memory. `strides` are in elements; `dtype` is torch's name of it."""
+
+    def __init__(
+        self, runtime: Accelerator, address: int, shape: Sequence[int], strides: Sequence[int] | None, dtype: str
+    ) -> None:
+        super().__init__(address, shape, dtype, strides, device="simulated")
+        self.runtime = runtime
+
+    @classmethod
+    def empty(cls, runtime: Accelerator, device: str, shape: Sequence[int], dtype: str) -> DeviceTensor:
+        address = runtime.allocate(device, math.prod(shape) * dtype_bytes(dtype))
+        return cls(runtime, address, shape, None, dtype)
+
+    def fill(self, data: bytes) -> None:
+        self.runtime.write(self.address, data)
+
+    def content(self) -> bytes:
+        return self.runtime.read(self.address, self.nbytes)
+
+    def _made(self, offset: int, shape: Sequence[int], strides: Sequence[int], dtype: str) -> DeviceTensor:
+        return DeviceTensor(self.runtime, self.address + offset * self.element_size(), shape, strides, dtype)
+
+
+def contiguous(shape: Sequence[int]) -> list[int]:
+    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]

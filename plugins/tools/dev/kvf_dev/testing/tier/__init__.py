@@ -7,9 +7,8 @@ from __future__ import annotations
 from kvf_dev.testing.tier.capacity import CapacityTests, ExpiryTests, ListingTests
 from kvf_dev.testing.tier.concurrency import ConcurrencyTests, DeadlineTests, SharingTests
 from kvf_dev.testing.tier.contract import BatchTests, ClaimTests, ContractTests, ModelTests
-from kvf_dev.testing.tier.faults import WireFaultTests
 from kvf_dev.testing.tier.kit import TierKit
-from kvf_dev.testing.tier.lifecycle import CrashTests, LeakTests, LifecycleTests
+from kvf_dev.testing.tier.lifecycle import CrashTests, LeakTests, LifecycleTests, WireFaultTests
 
 __all__ = ["TierConformance", "TierKit"]
 

@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from kvf_dev.testing.tier.concurrency import turns
-from kvf_dev.testing.tier.kit import DELETED, FAILED, FOUND, MISSING, STORED, TierKit
-from kvf_dev.testing.tier.watched import WatchedTier, parts_of
+from kvf_dev.testing.tier.kit import DELETED, FAILED, FOUND, MISSING, STORED, TierKit, WatchedTier, parts_of
 from kvframework.api.tier import PackedKey, TierEntry
 from kvframework.errors import TierError
 
@@ -93,7 +92,6 @@ class CapacityTests(TierKit):
         self.must_be_empty(fillable, usage.used_bytes)
 
     def must_be_empty(self, tier: WatchedTier, before: int) -> None:
-        """Fail unless as much is in use as before all that was deleted, and there is room for half of the capacity."""
         left = tier.usage().used_bytes - before
         assert left == 0, f"the tier's used_bytes grew by {left} although all values were deleted"
         values = dict.fromkeys(self.fresh_keys(10), bytes(tier.usage().capacity_bytes // 20))
@@ -102,7 +100,6 @@ class CapacityTests(TierKit):
         tier.delete(list(values))
 
     def test_one_value_that_does_not_fit_is_refused_alone(self, fillable: WatchedTier) -> None:
-        """What it would replace stays, or leaves whole."""
         one, huge, other = keys = self.fresh_keys(3)
         values, held = [b"one", bytes(fillable.usage().capacity_bytes + 1), b"other"], None
         for turn in range(3):
@@ -188,7 +185,6 @@ class ExpiryTests(TierKit):
             self.until_it_expires(expiring, key, lambda: None)
 
     def test_a_value_expires(self, expiring: WatchedTier) -> None:
-        """It is gone for every call then."""
         (key,) = self.fresh_keys(1)
         known = expiring.capabilities()
         before = expiring.usage().used_bytes if "usage" in known else 0
@@ -209,7 +205,6 @@ class ExpiryTests(TierKit):
 
 
 def used(entry: TierEntry, since: float = 0.0) -> float:
-    """Return `used_at`; fails if that is no time between `since` and now, in Unix seconds."""
     assert entry.used_at is not None, "scan reports used_at for some values only"
     now = time.time()
     assert since - _CLOCK_S <= entry.used_at <= now + _CLOCK_S, (
@@ -227,7 +222,6 @@ class ListingTests(TierKit):
         return watched
 
     def skip_without_times(self, tier: WatchedTier, found: Mapping[PackedKey, TierEntry]) -> None:
-        """Skip the rest of a test for a tier that does not say when values were used."""
         if all(entry.used_at is None for entry in found.values()):
             assert "usage" not in tier.capabilities(), "a tier that reports usage must report used_at"
             pytest.skip("the tier does not know when a value was used")

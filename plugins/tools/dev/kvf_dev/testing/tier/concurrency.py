@@ -13,8 +13,7 @@ from functools import partial
 import pytest
 
 from kvf_dev.testing.kit import must_be_equal
-from kvf_dev.testing.tier.kit import DAMAGED, DELETED, EVERY_CALL, FOUND, MISSING, TierKit
-from kvf_dev.testing.tier.watched import WatchedTier, parts_of
+from kvf_dev.testing.tier.kit import DAMAGED, DELETED, EVERY_CALL, FOUND, MISSING, TierKit, WatchedTier, parts_of
 from kvframework.api.tier import PackedKey
 from kvframework.errors import TierError
 
@@ -90,7 +89,6 @@ class ConcurrencyTests(TierKit):
         self.while_writing([write_new, *writes], partial(read, one), partial(read, two))
 
     def whole(self, tier: WatchedTier, key: PackedKey, lengths: dict[int, int]) -> bool:
-        """Return whether there is a value; fail unless it is whole."""
         received, found = tier.load(key, 2 * max(lengths.values()))
         if received is MISSING:
             return False
@@ -163,7 +161,6 @@ class SharingTests(ConcurrencyTests):
 
     @pytest.fixture
     def other(self, watched: WatchedTier) -> WatchedTier:
-        """A second tier over the store of `tier`."""
         if not self.is_shared:
             pytest.skip("the tier is not shared")
         if not self.can_reopen:
@@ -231,7 +228,6 @@ class DeadlineTests(TierKit):
     @pytest.mark.parametrize("seconds", [0.001, 0.05])
     @pytest.mark.parametrize("name", ["put", "get_into", "contains", "delete"])
     def test_a_short_deadline_ends_a_big_batch(self, watched: WatchedTier, name: str, seconds: float) -> None:
-        """The deadline is that of the batch, not of each key."""
         value = os.urandom(32 << 10)
         keys = self.fresh_keys(1000)
         parts = [[memoryview(value if name == "put" else bytearray(value))]] * len(keys)

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from kvf_dev.testing.kit import must_be_equal
-from kvf_dev.testing.tier.kit import DAMAGED, DELETED, FOUND, MISSING, STORED, TierKit
-from kvf_dev.testing.tier.watched import WatchedTier, parts_of
+from kvf_dev.testing.tier.kit import DAMAGED, DELETED, FOUND, MISSING, STORED, TierKit, WatchedTier, parts_of
 from kvframework.api.keys import PACKED_KEY_BYTES
 from kvframework.api.tier import OPTIONAL_METHODS, Outcome, PackedKey
 from kvframework.errors import TierError

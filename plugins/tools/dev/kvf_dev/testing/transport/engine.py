@@ -4,21 +4,165 @@ of its transfers, with a sentence for any other."""
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from importlib import import_module
+from itertools import product
 from typing import Any
 
 import pytest
 
-from kvf_dev.testing.transport.cases import CHUNK, GroupCase, MemoryModel, Name, loaded_slots
 from kvf_dev.testing.transport.rig import TransportRig
 from kvframework.api.futures import Future
+from kvframework.api.plugin import DTYPE_BYTES
 from kvframework.api.transport import BlockIds, LoadOutcome, StoreOutcome
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
 from kvframework.errors import DeadlineExceeded
 from kvframework.registry.registry import PluginRegistry
+
+CHUNK = 16
+# A tensor of a model: group, layer, plane (-1: held by the tensor itself).
+Name = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class GroupCase:
+    """One layer group: its sizes, and the axes in which the engine holds it."""
+
+    axes: tuple[str, ...]
+    layers: int = 2
+    planes: int = 2
+    heads: int = 2
+    dim: int = 3
+    dtype: str = "float32"
+    block_size: int = 4
+    compress_ratio: int = 1
+    window: int = 0
+    state: bool = False
+    opaque: bool = False
+
+    @property
+    def slots(self) -> int:
+        return 1 if self.state else self.block_size // self.compress_ratio
+
+    @property
+    def units(self) -> int:
+        return 1 if self.opaque else self.slots
+
+    def table(self, pattern: str, index: int) -> dict[str, object]:
+        common = {"layers": [pattern], "block_size": self.block_size, "window": self.window, "state": self.state}
+        if self.opaque:
+            return {**common, "block_axis": self.axes.index("block")}
+        return {**common, "axes": list(self.axes), "compress_ratio": self.compress_ratio}
+
+    def shapes(self, blocks: int) -> dict[tuple[int, int], tuple[int, ...]]:
+        """Return the shape of each tensor by (layer, plane); -1 for an axis that the tensor itself holds."""
+        sizes = {"layer": self.layers, "plane": self.planes, "block": blocks, "token": self.slots}
+        sizes |= {"head": self.heads, "dim": self.dim}
+        if "block" not in self.axes:
+            sizes["token"] *= blocks
+        shape = tuple(sizes[axis] for axis in self.axes)
+        lanes = product(range(self.layers), range(self.planes))
+        return dict.fromkeys((self.held_apart(layer, plane) for layer, plane in lanes), shape)
+
+    def held_apart(self, layer: int, plane: int) -> tuple[int, int]:
+        return (-1 if "layer" in self.axes else layer, -1 if "plane" in self.axes else plane)
+
+
+PAGED = {
+    "nhd": [GroupCase(("plane", "block", "token", "head", "dim"))],
+    "hnd": [GroupCase(("block", "plane", "head", "token", "dim"), dtype="bfloat16")],
+    "dim_before_token": [GroupCase(("block", "head", "dim", "token"), dtype="float16")],
+    "all_layers_in_one": [GroupCase(("block", "layer", "plane", "token", "head", "dim"), layers=3)],
+    "pairs_of_flat_tokens": [GroupCase(("token", "head", "dim"), dtype="uint8")],
+    "latent": [GroupCase(("block", "token", "dim"), planes=1, heads=1, dim=5, layers=3)],
+    "window": [GroupCase(("plane", "block", "token", "head", "dim"), window=10)],
+    "state": [
+        GroupCase(("block", "token", "head", "dim")),
+        GroupCase(("block", "dim"), planes=1, heads=1, dim=7, state=True),
+    ],
+    "hybrid": [
+        GroupCase(("plane", "block", "head", "token", "dim"), block_size=8),
+        GroupCase(("block", "token", "head", "dim"), layers=3, window=20, block_size=4),
+        GroupCase(("block", "dim"), layers=1, planes=1, heads=1, dim=6, state=True, block_size=16),
+        GroupCase(("block", "token", "dim"), layers=1, planes=1, heads=1, compress_ratio=4, block_size=16),
+    ],
+}
+NHD = PAGED["nhd"]
+OPAQUE = {
+    "opaque": [
+        GroupCase(("block", "token", "head", "dim"), opaque=True, dtype="bfloat16"),
+        GroupCase(("block", "token", "dim"), planes=1, heads=1, layers=1, opaque=True, window=9),
+    ]
+}
+CASES = {**PAGED, **OPAQUE}
+
+
+class MemoryModel:
+    """The expected bytes of an engine's tensors: `images` by tensor. Starts with random bytes."""
+
+    def __init__(self, groups: Sequence[GroupCase], blocks: Sequence[int], seed: int) -> None:
+        self.groups = groups
+        self.blocks = blocks
+        source = random.Random(seed)  # noqa: S311 - repeatable test data
+        self.shapes: dict[Name, tuple[int, ...]] = {
+            (index, *name): shape
+            for index, (group, count) in enumerate(zip(groups, blocks, strict=True))
+            for name, shape in group.shapes(count).items()
+        }
+        self.images = {
+            name: bytearray(source.randbytes(math.prod(shape) * DTYPE_BYTES[groups[name[0]].dtype]))
+            for name, shape in self.shapes.items()
+        }
+
+    def copy_slots(self, other: MemoryModel, group: int, source: int, target: int, slots: Sequence[int]) -> None:
+        for slot in slots:
+            there, here = other.elements(group, source, slot), self.elements(group, target, slot)
+            for (from_name, from_place), (to_name, to_place) in zip(there, here, strict=True):
+                self.images[to_name][to_place] = other.images[from_name][from_place]
+
+    def canonical_block(self, index: int, block: int) -> bytes:
+        """Return the bytes of one block as `[planes, layers, slots, hidden]`, or the raw block of an opaque group."""
+        group = self.groups[index]
+        lanes = product(range(group.planes), range(group.layers), range(group.slots))
+        places = (each for plane, layer, slot in lanes for each in self._lane(index, block, layer, plane, slot))
+        return b"".join(self.images[name][place] for name, place in places)
+
+    def elements(self, index: int, block: int, slot: int) -> Iterator[tuple[Name, slice]]:
+        """Yield every element of one slot as (tensor, its bytes), in the same order for all axes."""
+        group = self.groups[index]
+        slots = range(group.slots) if group.opaque else [slot]
+        for layer, plane, at in product(range(group.layers), range(group.planes), slots):
+            yield from self._lane(index, block, layer, plane, at)
+
+    def _lane(self, index: int, block: int, layer: int, plane: int, slot: int) -> Iterator[tuple[Name, slice]]:
+        group = self.groups[index]
+        name, nbytes = (index, *group.held_apart(layer, plane)), DTYPE_BYTES[group.dtype]
+        token = slot if "block" in group.axes else block * group.slots + slot
+        for head, dim in product(range(group.heads), range(group.dim)):
+            places = {"layer": layer, "plane": plane, "block": block, "token": token, "head": head, "dim": dim}
+            offset = 0
+            for axis, size in zip(group.axes, self.shapes[name], strict=True):
+                offset = offset * size + places[axis]
+            yield name, slice(offset * nbytes, (offset + 1) * nbytes)
+
+
+def loaded_slots(group: GroupCase, blocks: int, skip_tokens: int) -> Iterator[tuple[int, list[int]]]:
+    """Yield each written block of a load of `blocks` blocks, and its written slots: token by token, by definition."""
+    tokens = blocks * group.block_size
+    for at in range(blocks):
+        if group.state and at != blocks - 1:
+            continue
+        if group.window and (at + 1) * group.block_size <= tokens - group.window:
+            continue
+        width = group.block_size // group.units
+        slots = [unit for unit in range(group.units) if at * group.block_size + (unit + 1) * width > skip_tokens]
+        if slots:
+            yield at, slots
+
 
 SPARE = 3
 PATIENCE_S = 20.0
@@ -30,7 +174,6 @@ _SEEDS = itertools.count(1000)
 
 
 def registry_for(rig: TransportRig) -> PluginRegistry:
-    """Return the registry of installed plugins, with the rig's modules."""
     registry = PluginRegistry()
     for name in rig.plugins:
         registry.register(import_module(name), distribution="kit")
@@ -86,22 +229,18 @@ class KitEngine:
 
     @property
     def address(self) -> int:
-        """The device's address of the first tensor."""
         return int(next(iter(self.tensors.values())).data_ptr())
 
     def request(self, seed: int | None = None, request_id: str = "r") -> RequestHashes:
-        """Return a request with tokens of `seed` (below 1000), or with tokens of its own."""
         seed = next(_SEEDS) if seed is None else seed
         request = RequestHashes(self.client.hasher, CHUNK, request_id=request_id)
         request.extend([seed * 1000 + at for at in range(self.chunks * CHUNK)])
         return request
 
     def source(self, start: int = 0, end: int | None = None, *, seed: int | None = None) -> list[list[int]]:
-        """Return the blocks that hold tokens `[start, end)`, per group; those of an engine of another `seed`."""
         return self._blocks(start, end, 0, self._seed if seed is None else seed)
 
     def target(self, start: int = 0, end: int | None = None) -> list[list[int]]:
-        """Return other blocks for the same tokens."""
         return self._blocks(start, end, self.chunks * CHUNK, self._seed)
 
     def store(
@@ -133,11 +272,9 @@ class KitEngine:
         )
 
     def submit(self, what: str, request: RequestHashes) -> Future[Any]:
-        """Store from the blocks of `source`, or load into those of `target`."""
         return self.store(request, self.source()) if what == "store" else self.load(request, self.target())
 
     def stored(self, request: RequestHashes | None = None, what: str = "a transfer") -> RequestHashes:
-        """Store a request (None: a new one), which must succeed, and return it."""
         __tracebackhide__ = True
         request = request or self.request()
         must_succeed(self.store(request, self.source()), what)
@@ -165,11 +302,9 @@ class KitEngine:
         self.must_be_right(what or WRONG)
 
     def read_later(self, stream: object | None) -> list[Callable[[], bytes | None]]:
-        """Queue a read of each tensor on a stream, as `TransportRig.read_later`."""
         return [self.rig.read_later(tensor, stream) for tensor in self.tensors.values()]
 
     def hit(self, request: RequestHashes) -> int:
-        """Return how many tokens a lookup finds."""
         scheduler = SchedulerAdapter(
             self.client,
             model_name=self.worker.model_name,
@@ -188,7 +323,6 @@ class KitEngine:
                 self.model.copy_slots(other, index, sources[index][at], targets[index][at], slots)
 
     def overwrite(self, *, later: bool = False) -> object:
-        """Give the memory other content at once, or later; return the event behind it in that case."""
         self.model = MemoryModel(self.groups, self.model.blocks, next(_SEEDS))
         event = None
         for name, image in self.model.images.items():
@@ -202,11 +336,9 @@ class KitEngine:
         self._passed = self.caches = self._caches()
 
     def snapshot(self) -> MemoryModel:
-        """Return the model as it is now, apart from later changes."""
         return deepcopy(self.model)
 
     def differences(self) -> list[str]:
-        """Return the places where the memory differs from the model."""
         found = []
         for name, tensor in self.tensors.items():
             is_there, expected = self.rig.read(tensor), bytes(self.model.images[name])
@@ -216,7 +348,6 @@ class KitEngine:
         return found
 
     def must_be_right(self, why: str = WRONG) -> None:
-        """Fail if the memory differs from the model."""
         __tracebackhide__ = True
         if found := self.differences():
             pytest.fail(f"{why}: {'; '.join(found[:3])}")
@@ -260,27 +391,23 @@ class KitEngine:
 
 
 def must_succeed(future: Future[Any], what: str = "a transfer") -> None:
-    """Fail unless the transfer ends well in time."""
     __tracebackhide__ = True
     if not (outcome := _outcome(future, what)):
         pytest.fail(f"{what} failed, though nothing hinders it: {outcome}")
 
 
 def must_work(engine: KitEngine, what: str = "", *, request: RequestHashes | None = None) -> None:
-    """Store a request (None: a new one) and load it into other blocks; fail unless all memory is then as it must be."""
     __tracebackhide__ = True
     engine.must_load(engine.stored(request, what or "a transfer"), what=what)
 
 
 def must_miss(future: Future[Any], why: str = "a transfer that cannot succeed ended well") -> None:
-    """Fail unless the transfer ends in time, as a miss."""
     __tracebackhide__ = True
     if outcome := _outcome(future, "a transfer that is to miss"):
         pytest.fail(f"{why}: {outcome}")
 
 
 def must_be_under_way(future: Future[Any]) -> None:
-    """Fail if the transfer ends within 0.2 s."""
     __tracebackhide__ = True
     if future.wait(0.2):
         pytest.fail("blocks are still touched: the transfer ended while its copy stood still")

@@ -4,7 +4,9 @@ tensors that are lent to them, on both paths. They see it at the link to the ser
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -14,9 +16,8 @@ import msgspec
 import pytest
 
 from kvf_dev.testing.kit import held, must_refuse, wait_until
-from kvf_dev.testing.transport.cases import CASES, NHD
-from kvf_dev.testing.transport.engine import KitEngine, must_miss, must_succeed, must_work
-from kvf_dev.testing.transport.kit import SOON_S, MakeEngine, TransportKit
+from kvf_dev.testing.transport.engine import CASES, NHD, KitEngine, must_miss, must_succeed, must_work
+from kvf_dev.testing.transport.node import SOON_S, TransportKit, client_of
 from kvf_layouts.paged import PagedLayout
 from kvframework.api.futures import Future, Promise
 from kvframework.api.layout import KVLayout
@@ -28,13 +29,13 @@ class EngineDriven(TransportKit):
     """Plans, buffers and tensors are the transport's for a while only."""
 
     @pytest.fixture
-    def wire(self, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wire(self) -> None:
         """Hide the arena; skip the test for a transport that sends no bytes then."""
-        monkeypatch.setattr(KVClient, "maps_arena", property(lambda _: False))
-        with monkeypatch.context() as patch:
+        self.patch.setattr(KVClient, "maps_arena", property(lambda _: False))
+        with self.patch.context() as patch:
             sent = _seen(patch, hold=False)
             try:
-                engine = make_engine(NHD)
+                engine = self.make_engine(NHD)
             except TransportMismatch:
                 pytest.skip("the transport works only where the engine maps the arena")
             engine.store(engine.request(), engine.source()).wait(SOON_S)
@@ -42,9 +43,28 @@ class EngineDriven(TransportKit):
         if not sent:
             pytest.skip("the transport moves no bytes over the wire")
 
-    def test_ranges_are_written_before_they_are_published(
-        self, engine: KitEngine, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    @contextmanager
+    def planned(self, call: str, work: Callable[[Any], object] = lambda _: None) -> Iterator[None]:
+        """A context in which `work` sees each plan first. At its end it skips a transport that makes no plans."""
+        original, calls = getattr(KVClient, call), []
+
+        def saw(done: Future[Any]) -> None:
+            if done.exception() is None:
+                calls.append(call)
+                work(done.result(0))
+
+        def prepared(client: Any, transfer: Any) -> Any:
+            future = original(client, transfer)
+            future.add_done_callback(saw)
+            return future
+
+        with self.patch.context() as patch:
+            patch.setattr(KVClient, call, prepared)
+            yield
+        if not calls:
+            pytest.skip("the transport copies nothing in the engine")
+
+    def test_ranges_are_written_before_they_are_published(self, engine: KitEngine) -> None:
         """From its commit on, any other engine may load what lies there."""
         published: list[tuple[memoryview, bytes]] = []
 
@@ -58,16 +78,14 @@ class EngineDriven(TransportKit):
 
             plan._commit = committed
 
-        with _planned(monkeypatch, "prepare_store", watch):
+        with self.planned("prepare_store", watch):
             must_succeed(engine.store(engine.request(), engine.source()))
         late = sum(piece != before for piece, before in published)
         published.clear()
         assert not late, f"{late} ranges were written after `commit`: they were published before"
 
     @pytest.mark.parametrize("what", ["store", "load"])
-    def test_a_copy_in_the_engine_that_fails_is_one_miss(
-        self, client: KVClient, engine: KitEngine, monkeypatch: pytest.MonkeyPatch, what: str
-    ) -> None:
+    def test_a_copy_in_the_engine_that_fails_is_one_miss(self, engine: KitEngine, what: str) -> None:
         """The arena refuses the copy: nothing is published, and ranges and pins are given back at once."""
         request = engine.stored() if what == "load" else engine.request()
 
@@ -75,20 +93,18 @@ class EngineDriven(TransportKit):
             plan.arena = memoryview(b"")
             plan.arena.release()
 
-        with _planned(monkeypatch, f"prepare_{what}", refuse):
+        with self.planned(f"prepare_{what}", refuse):
             future = engine.submit(what, request)
             future.wait(SOON_S)
         must_miss(future, f"a {what} whose copy failed was answered as one that succeeded")
         assert what == "load" or engine.hit(request) == 0, "a store whose copy failed was published"
-        self.must_be_given_back(client, f"a {what} whose copy failed")
+        self.must_be_given_back(f"a {what} whose copy failed")
         engine.overwrite()
         must_work(engine, f"a transfer after a {what} that failed")
 
     @pytest.mark.parametrize("end", ["is used", "is given back"])
     @pytest.mark.parametrize("what", ["store", "load"])
-    def test_an_answer_that_comes_late(
-        self, client: KVClient, engine: KitEngine, monkeypatch: pytest.MonkeyPatch, what: str, end: str
-    ) -> None:
+    def test_an_answer_that_comes_late(self, engine: KitEngine, what: str, end: str) -> None:
         """The engine's thread does not wait for it, and it is not lost; after a cancel it is given back."""
         request, late = engine.stored() if what == "load" else engine.request(), []
         prepare = getattr(KVClient, f"prepare_{what}")
@@ -97,7 +113,7 @@ class EngineDriven(TransportKit):
             late.append(_Late(prepare(self, transfer)))
             return late[0]
 
-        with monkeypatch.context() as patch:
+        with self.patch.context() as patch:
             patch.setattr(KVClient, f"prepare_{what}", prepared)
             started = time.perf_counter()
             future = engine.submit(what, request)
@@ -112,12 +128,12 @@ class EngineDriven(TransportKit):
         late[0].arrive()
         if end == "is used":
             must_succeed(future, f"a {what} whose answer came late")
-        self.must_be_given_back(client, f"a {what} whose answer came late")
+        self.must_be_given_back(f"a {what} whose answer came late")
         must_work(engine)
 
-    def test_tensors_are_those_of_the_submit(self, engine: KitEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_tensors_are_those_of_the_submit(self, engine: KitEngine) -> None:
         """An engine without stable memory passes other tensors each time; the former ones are not touched."""
-        with _planned(monkeypatch, "prepare_store"):
+        with self.planned("prepare_store"):
             first = engine.stored()
         stored, former = engine.snapshot(), engine.tensors
         engine.move()
@@ -126,9 +142,7 @@ class EngineDriven(TransportKit):
         engine.tensors, engine.model = former, stored
         engine.must_be_right("tensors of an earlier transfer were touched")
 
-    def test_blocks_that_the_tensors_of_a_submit_lack_are_refused(
-        self, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_blocks_that_the_tensors_of_a_submit_lack_are_refused(self) -> None:
         """Where the declaration leaves the number of blocks open, the transport alone can hold ids against tensors."""
         describe = PagedLayout.describe
 
@@ -137,13 +151,13 @@ class EngineDriven(TransportKit):
             groups = tuple(msgspec.structs.replace(group, strides=(), num_blocks=0) for group in found.groups)
             return msgspec.structs.replace(found, groups=groups, num_blocks=0)
 
-        with monkeypatch.context() as patch:
+        with self.patch.context() as patch:
             patch.setattr(PagedLayout, "describe", described)
             try:
-                engine = make_engine(NHD)
+                engine = self.make_engine(NHD)
             except BadLayout:
                 pytest.skip("the transport takes no layout that leaves the number of blocks open")
-            with _planned(monkeypatch, "prepare_store"):
+            with self.planned("prepare_store"):
                 must_succeed(engine.store(engine.request(), engine.source()), "a store of a number of blocks left open")
         request, known = engine.request(), engine.source()
         wrong = [[*known[0][:-1], engine.model.blocks[0]]]
@@ -154,15 +168,13 @@ class EngineDriven(TransportKit):
 
     @pytest.mark.parametrize("case", ["nhd", "hybrid", "dim_before_token"])
     @pytest.mark.usefixtures("wire")
-    def test_the_wire_carries_the_same_as_the_arena(self, make_engine: MakeEngine, case: str) -> None:
-        must_work(make_engine(CASES[case], chunks=24), "a request of 24 chunks over the wire")
+    def test_the_wire_carries_the_same_as_the_arena(self, case: str) -> None:
+        must_work(self.make_engine(CASES[case], chunks=24), "a request of 24 chunks over the wire")
 
     @pytest.mark.usefixtures("wire")
-    def test_buffers_stay_as_they_are_until_they_are_answered(
-        self, engine: KitEngine, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_buffers_stay_as_they_are_until_they_are_answered(self, engine: KitEngine) -> None:
         """The server may read them as long as it has not answered: the next store needs other memory."""
-        sent = _seen(monkeypatch, hold=True)
+        sent = _seen(self.patch, hold=True)
         futures = []
         for number in range(3):
             futures.append(engine.store(engine.request(), engine.source()))
@@ -179,11 +191,9 @@ class EngineDriven(TransportKit):
         assert not changed, f"{changed} buffers were written over before the server had answered"
 
     @pytest.mark.usefixtures("wire")
-    def test_buffers_are_never_written_again_after_a_failure(
-        self, engine: KitEngine, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_buffers_are_never_written_again_after_a_failure(self, engine: KitEngine) -> None:
         """They may still be sent: what would arrive is another object's content."""
-        with monkeypatch.context() as patch:
+        with self.patch.context() as patch:
             sent = _seen(patch, hold=True)
             future = engine.store(engine.request(), engine.source())
             wait_until(lambda: sent, "a store over the wire")
@@ -195,16 +205,51 @@ class EngineDriven(TransportKit):
         changed = _changed(sent)
         assert not changed, f"{changed} buffers of a store that was not answered were written again"
 
+    def test_it_registers_only_where_it_can_move_bytes(self) -> None:
+        """Where the arena is not mapped, a transport that needs it leaves the engine to the next one."""
+        with self.patch.context() as patch:
+            patch.setattr(self.client, "_arena", None)
+            with contextlib.suppress(TransportMismatch):
+                engine = self.make_engine(NHD)
+                stored = engine.store(engine.request(), engine.source())
+                assert stored.wait(SOON_S), "a store where the arena is not mapped did not end"
+                moved = stored.result().ok
+                engine.close()
+                assert moved, "it registers where the arena is not mapped: `on_registered` must raise TransportMismatch"
+
+    def test_what_was_lent_is_let_go(self) -> None:
+        """After `close` neither the context nor its module refers to tensors, plans or the arena: all would stay."""
+        lent: dict[str, list[weakref.ref[Any]]] = {"tensors": [], "plans": [], "the arena": []}
+        with client_of(self.rig, self.server.endpoint) as client:
+            engine = KitEngine(self.rig, client, 80_000, NHD)
+            context = engine.worker._instance and engine.worker._instance.transfer
+            with contextlib.ExitStack() as stack:
+                for call in ("prepare_store", "prepare_load"):
+                    stack.enter_context(self.planned(call, lambda plan: lent["plans"].append(weakref.ref(plan))))
+                must_work(engine)
+            assert client.arena is not None
+            lent["the arena"].append(weakref.ref(client.arena.view.obj))
+            lent["tensors"] += map(weakref.ref, engine.tensors.values())
+            engine.close()
+        del engine, client
+
+        def kept() -> list[str]:
+            gc.collect()
+            return [what for what, each in lent.items() if any(one() is not None for one in each)]
+
+        with contextlib.suppress(pytest.fail.Exception):  # a thread may end a moment later
+            wait_until(lambda: not kept(), "the end of all", SOON_S)
+        assert not kept(), f"after close it still refers to {', '.join(kept())}"
+        del context
+
     @pytest.mark.parametrize("path", ["arena", "wire"])
-    def test_close_gives_threads_and_files_back(
-        self, request: pytest.FixtureRequest, make_engine: MakeEngine, path: str
-    ) -> None:
+    def test_close_gives_threads_and_files_back(self, request: pytest.FixtureRequest, path: str) -> None:
         """The first instance opens what the client keeps; the second one leaves nothing."""
         if path == "wire":
             request.getfixturevalue("wire")
         for _ in range(2):
             before = held()
-            engine = make_engine(NHD)
+            engine = self.make_engine(NHD)
             must_work(engine, "a transfer")
             engine.close()
         with contextlib.suppress(pytest.fail.Exception):  # a stream's thread may end a moment later
@@ -260,27 +305,3 @@ def _seen(patch: pytest.MonkeyPatch, *, hold: bool) -> list[_Sent]:
 
 def _changed(sent: Sequence[_Sent]) -> int:
     return sum(view != before for each in sent for view, before in each.buffers)
-
-
-@contextmanager
-def _planned(
-    monkeypatch: pytest.MonkeyPatch, call: str, work: Callable[[Any], object] = lambda _: None
-) -> Iterator[None]:
-    """A context in which `work` sees each plan first. Skips the test of a transport that makes no plans, at its end."""
-    original, calls = getattr(KVClient, call), []
-
-    def saw(done: Future[Any]) -> None:
-        if done.exception() is None:
-            calls.append(call)
-            work(done.result(0))
-
-    def planned(self: Any, transfer: Any) -> Any:
-        future = original(self, transfer)
-        future.add_done_callback(saw)
-        return future
-
-    with monkeypatch.context() as patch:
-        patch.setattr(KVClient, call, planned)
-        yield
-    if not calls:
-        pytest.skip("the transport copies nothing in the engine")

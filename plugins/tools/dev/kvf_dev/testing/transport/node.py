@@ -11,24 +11,35 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import msgspec
 import pytest
 
-from kvf_dev.testing.kit import wait_until
-from kvf_dev.testing.transport.cases import CASES, CHUNK, MemoryModel
-from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine, registry_for
+from kvf_dev.testing.kit import Kit, wait_until
+from kvf_dev.testing.transport.engine import (
+    CASES,
+    CHUNK,
+    NHD,
+    PATIENCE_S,
+    GroupCase,
+    KitEngine,
+    MemoryModel,
+    registry_for,
+)
 from kvf_dev.testing.transport.rig import RigSpec, TransportRig
+from kvframework.api.futures import Future
+from kvframework.api.plugin import Options
 from kvframework.client import KVClient
 from kvframework.config.load import load_config
 from kvframework.server import Server
@@ -38,7 +49,6 @@ _READY = "ready"
 
 
 def settings_for(rig: TransportRig, endpoint: str) -> list[str]:
-    """The server's configuration as `--set` overrides."""
     return [
         f"server.endpoint={endpoint}",
         f"server.chunk_size={CHUNK}",
@@ -69,21 +79,18 @@ def serving(rig: TransportRig) -> Iterator[Server]:
 
 
 def client_of(rig: TransportRig, endpoint: str) -> KVClient:
-    """A connected client; the caller closes it."""
     client = KVClient(endpoint, plugins=registry_for(rig), deadline_scale=20.0)
     assert client.wait_up(PATIENCE_S), "no connection to the server"
     return client
 
 
 def held_by(status: dict[str, object]) -> tuple[int, int]:
-    """Return (pins, write leases) of a server's status document."""
     l1 = status["l1"]
     assert isinstance(l1, dict)
     return l1["pins"], l1["write_leases"]
 
 
 def status_of(client: KVClient) -> dict[str, object]:
-    """Return the server's status document."""
     reply = client.request("REPORT_STATUS", Empty(), StatusReply, timeout=5.0)
     document: dict[str, object] = msgspec.json.decode(reply.document)
     return document
@@ -107,7 +114,6 @@ class Program:
         assert (line := self.next_line()) == _READY, f"a process of the kit says {line!r}"
 
     def kill(self) -> None:
-        """Kill the process, and wait for its end and that of its children, which the kernel kills a moment later."""
         lists = Path(f"/proc/{self.process.pid}/task").glob("*/children")
         children = [int(child) for each in lists for child in each.read_text().split()]
         self.process.kill()
@@ -115,7 +121,6 @@ class Program:
         wait_until(lambda: not any(map(_is_running, children)), "the end of the children of a killed process")
 
     def close(self) -> None:
-        """End the process by the end of its input. Idempotent."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -128,7 +133,6 @@ class Program:
         self.process.stdout.close()
 
     def next_line(self) -> str:
-        """Return the next line that it prints."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, f"the process ended with status {self.process.wait()}"
@@ -189,7 +193,6 @@ def _say(line: str) -> None:
 
 
 def rig_told(argument: str) -> TransportRig:
-    """Return the rig that a program was given."""
     factory, options = json.loads(argument)
     return RigSpec(factory, options).make()
 
@@ -206,6 +209,122 @@ def main() -> None:
     else:
         _compute(rig, *arguments)
     rig.close()
+
+
+if TYPE_CHECKING:
+    from kvf_devices import DeviceTransportProvider, EngineDriver
+
+T = TypeVar("T")
+Reads = Sequence[Callable[[], bytes | None]]
+SOON_S = 5.0
+_NUMBERS = itertools.count(1)
+
+
+class TransportKit(Kit):
+    """Give a `spec` fixture. One server and one client serve all tests of a class."""
+
+    # Seconds for which a submit may keep the engine's thread while its copy is held, and for events that need no call.
+    submit_budget_s = 0.05
+    patience_s: ClassVar[float] = 20.0
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def spec(cls) -> Iterator[RigSpec]:
+        """The recipe for the rig; the fixture ends the processes under it."""
+        raise NotImplementedError("give a `spec` fixture of class scope")
+
+    @pytest.fixture(scope="class", name="rig")
+    @classmethod
+    def _make_rig(cls, spec: RigSpec) -> Iterator[TransportRig]:
+        made = spec.make()
+        yield made
+        made.close()
+
+    @pytest.fixture(scope="class", name="server")
+    @classmethod
+    def _serve(cls, rig: TransportRig) -> Iterator[Server]:
+        with serving(rig) as running:
+            yield running
+
+    @pytest.fixture(scope="class", name="client")
+    @classmethod
+    def _connect(cls, rig: TransportRig, server: Server) -> Iterator[KVClient]:
+        with client_of(rig, server.endpoint) as connected:
+            yield connected
+
+    @pytest.fixture
+    def engine(self) -> KitEngine:
+        return self.make_engine(NHD)
+
+    def make_engine(self, groups: Sequence[GroupCase], **options: Any) -> KitEngine:
+        number = next(_NUMBERS)
+        engine = KitEngine(options.pop("rig", self.rig), self.client, number, groups, seed=number, **options)
+        self._engines.callback(engine.close)
+        return engine
+
+    @pytest.fixture(autouse=True)
+    def _run(
+        self, spec: RigSpec, rig: TransportRig, server: Server, client: KVClient, monkeypatch: pytest.MonkeyPatch
+    ) -> Iterator[None]:
+        """After every test: no pin and no reservation is left, and the device noted no mistake."""
+        self.recipe, self.rig, self.server, self.client, self.patch = spec, rig, server, client, monkeypatch
+        before = len(rig.problems())
+        with ExitStack() as self._engines:
+            yield
+        wait_until(lambda: held_by(status_of(client)) == (0, 0), "the end of all pins and reservations")
+        if found := rig.problems()[before:]:
+            pytest.fail(f"the device noted {found[0]}", pytrace=False)
+
+    @contextmanager
+    def doomed(self) -> Iterator[tuple[Program, KVClient, KitEngine]]:
+        """A server process for the test to kill, and an engine at it."""
+        with tempfile.TemporaryDirectory(prefix="kvf-") as directory, ExitStack() as stack:
+            server = Program("server", self.recipe, endpoint_in(Path(directory)))
+            stack.callback(server.close)
+            client = stack.enter_context(client_of(self.rig, server.endpoint))
+            engine = KitEngine(self.rig, client, 1, NHD, seed=1)
+            stack.callback(engine.close)
+            yield server, client, engine
+
+    @contextmanager
+    def in_mid_copy(self, submit: Callable[[], Future[T]]) -> Iterator[tuple[Future[T], Callable[[], None]]]:
+        """A transfer whose copy stands still in its middle until the second value is called, or the block ends. Skips
+        the test for a transport that copies in the engine's thread."""
+        if self.rig.synchronous:
+            pytest.skip("the transport copies in the engine's thread: nothing is under way after a submit")
+        with ExitStack() as held:
+            held.enter_context(self.rig.holding_copies())
+            future = submit()
+            wait_until(self.rig.held, "a copy that is held")
+            yield future, held.close
+
+    def must_go_on(self, reads: Reads) -> None:
+        what = "the end of a stream's wait for a transfer that is over"
+        wait_until(lambda: all(read() is not None for read in reads), what, self.patience_s)
+
+    def must_be_given_back(self, of: str) -> None:
+        what = f"{of} to give its ranges and pins back"
+        wait_until(lambda: held_by(status_of(self.client)) == (0, 0), what, SOON_S)
+
+    def copiers(self) -> dict[str, int | None]:
+        transports = status_of(self.client)["transports"]
+        assert isinstance(transports, dict)
+        return {each["device"]: each["pid"] for each in transports.get(self.rig.transport, {}).get("devices", ())}
+
+    def provider(self) -> tuple[DeviceTransportProvider[Any], Options]:
+        registry = registry_for(self.rig)
+        provider = registry.resolve("transport", self.rig.transport)
+        if not hasattr(provider, "create_copier"):
+            pytest.skip("the transport is none of a device driver")
+        return cast("DeviceTransportProvider[Any]", provider), registry.options(
+            provider, dict(self.rig.server_options), where="the kit"
+        )
+
+    def driver(self) -> EngineDriver[Any]:
+        provider, _ = self.provider()
+        options = registry_for(self.rig).options(provider, dict(self.rig.engine_options), where="the kit")
+        driver: EngineDriver[Any] = provider.create_engine(options)
+        return driver
 
 
 if __name__ == "__main__":

@@ -3,16 +3,28 @@ process."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib
 import math
+import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
+from importlib import import_module
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
-from kvframework.api.layout import TensorLike
+from kvf_dev.testing.kit import wait_until
+from kvframework.api.layout import MemoryTensor, TensorLike
+from kvframework.api.plugin import dtype_bytes
+from kvframework.errors import DeviceError
 
 
 class TransportRig(ABC):
@@ -47,23 +59,27 @@ class TransportRig(ABC):
     def write_later(self, tensor: TensorLike, data: bytes) -> object:
         """Queue a write that takes effect a good while later (0.2 s); return the event behind it, for a submit."""
 
+    def write_behind(self, tensor: TensorLike, data: bytes) -> None:
+        """Queue such a write in the calling thread's current stream, for a submit without an event."""
+        pytest.skip("give `write_behind` of the rig: a late write in the current stream")
+
     def event(self) -> object:
         """Return the engine's event for a submit behind no queued work; None is fine for most."""
         return None
 
     def stream(self) -> object:
         """Return a stream of the engine's beside its current one, as an argument of `DeviceFuture.wait`."""
-        pytest.skip("this device's streams cannot wait for a transfer")
+        pytest.skip("give `stream` of the rig: a stream that can wait for a transfer")
 
     def read_later(self, tensor: TensorLike, stream: object | None) -> Callable[[], bytes | None]:
         """Queue a read of all bytes of a contiguous tensor on a stream (None: the current one), as a kernel of the
         engine would. Never blocks. The returned function gives the bytes once the stream has passed the read, None
         before; it may raise the read's error."""
-        pytest.skip("this device's streams cannot wait for a transfer")
+        pytest.skip("give `read_later` of the rig: a read behind a stream's work")
 
     def holding_copies(self) -> AbstractContextManager[None]:
         """Stop the next copy of the transport in its middle until the block ends."""
-        pytest.skip("this device's copies cannot be held")
+        pytest.skip("give `holding_copies` of the rig (`DeviceRig` has it, with `copies`)")
 
     def held(self) -> bool:
         """Return whether a copy stands still in `holding_copies`."""
@@ -71,15 +87,19 @@ class TransportRig(ABC):
 
     def holding_writes(self) -> AbstractContextManager[None]:
         """Delay the effect of `write_later` until the block ends."""
-        pytest.skip("this device's writes cannot be held")
+        pytest.skip("give `holding_writes` of the rig (`DeviceRig` has it)")
 
     def fail_copy(self) -> None:
         """Make the next copy of the transport fail on a device that works otherwise."""
-        pytest.skip("this device's copies cannot be made to fail")
+        pytest.skip("give `fail_copy` of the rig (`DeviceRig` has it, with `copies`)")
 
     def poison(self) -> None:
         """Make the next copy of the transport poison the context of its process, as an illegal access does."""
-        pytest.skip("this device's contexts cannot be poisoned")
+        pytest.skip("give `poison` of the rig: a context that is lost")
+
+    def without_device(self) -> AbstractContextManager[None]:
+        """Make each call on the device fail until the block ends, as during a reset of it."""
+        pytest.skip("give `without_device` of the rig: a reset of the device")
 
     def problems(self) -> list[str]:
         """Return the mistakes noted so far, where the device can tell: in any process."""
@@ -99,7 +119,7 @@ class TransportRig(ABC):
 
     def elsewhere(self) -> TransportRig:
         """Return a rig of another device of the machine, in this process."""
-        pytest.skip("there is no other device")
+        pytest.skip("give `elsewhere` of the rig: another device")
 
     def close(self) -> None:
         """Free the rig's resources. Idempotent."""
@@ -107,7 +127,6 @@ class TransportRig(ABC):
 
 
 def nbytes_of(tensor: TensorLike) -> int:
-    """Return the bytes of a contiguous tensor."""
     return math.prod(tensor.shape) * tensor.element_size()
 
 
@@ -119,8 +138,273 @@ class RigSpec:
     arguments: Mapping[str, object] = field(default_factory=dict)
 
     def make(self) -> TransportRig:
-        """Import the factory and return its rig."""
         module, _, name = self.factory.partition(":")
         rig = getattr(importlib.import_module(module), name)(**self.arguments)
         assert isinstance(rig, TransportRig)
         return rig
+
+
+LATER_S = 0.2
+_POLL_S = 0.002
+
+
+class Stops:
+    """Files in a directory, by which a test stops or fails the next copy in any process."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self._at = Path(directory)
+
+    def ask(self, what: str) -> None:
+        (self._at / what).touch()
+
+    def takes(self, what: str) -> bool:
+        """Whether this copy is the one that the test asked for."""
+        with contextlib.suppress(FileNotFoundError):
+            (self._at / what).rename(self._at / f"{what}.taken")
+            return True
+        return False
+
+    def held(self) -> bool:
+        return (self._at / "hold.taken").exists()
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        self.ask("hold")
+        try:
+            yield
+        finally:
+            for name in ("hold", "hold.taken"):
+                (self._at / name).unlink(missing_ok=True)
+
+    def stand_still(self, then: Callable[[], None] = lambda: None) -> None:
+        while self.held():
+            time.sleep(_POLL_S)
+        then()
+
+
+class DeviceRig(TransportRig):
+    """Give `empty`, the hooks `queue`, `reached`, `hold` and `new_stream`; `copies` and `stream_of` if the transport
+    copies in the engine's process. `directory` belongs to the rigs of one test class alone."""
+
+    copies: ClassVar[str] = ""
+    """The call by which the transport queues one batch, "module:Class.method". The rig sees it in each process that it
+    is made in. What is queued behind a held batch on another stream, or on one without order, passes it."""
+
+    streams_wait: ClassVar[bool] = True
+    """Whether the engine's streams can wait for a transfer, by the transport's `stream_hook`."""
+
+    def __init__(self, transport: str, directory: str | Path, options: Mapping[str, object] | None = None) -> None:
+        self.transport = transport
+        self.engine_options = self.server_options = options or {}
+        self.directory = str(directory)
+        self._stops = Stops(directory)
+        self._late: object | None = None
+        self._queued: list[object] = []  # the events behind late writes
+        self._kept: list[bytes] = []  # what those write
+        self._gates: list[Callable[[], None]] | None = None
+        self._restore: Callable[[], None] = lambda: None
+        if self.copies:
+            self._see_copies()
+
+    # the hooks
+
+    @abstractmethod
+    def queue(self, address: int, host: memoryview, stream: object | None, *, to_device: bool) -> object:
+        """Queue a copy between device memory and `host` on a stream (None: the current one of the thread). Never waits.
+        Return an event behind it, as an engine passes it to a submit."""
+
+    @abstractmethod
+    def reached(self, event: object) -> bool:
+        """Return whether all before an event of `queue` is done. May raise the error of it."""
+
+    @abstractmethod
+    def hold(self, stream: object | None) -> Callable[[], None]:
+        """Let what is queued on the stream from now on wait for a call of the returned release. Never waits."""
+
+    @abstractmethod
+    def new_stream(self) -> object:
+        """Return another stream of the engine's."""
+
+    def stream_of(self, *arguments: Any, **named: Any) -> object:
+        """Return the stream on which a call of `copies` queues, by the call's arguments."""
+        raise NotImplementedError("give `stream_of` with `copies`")
+
+    # what the base makes of them
+
+    def write(self, tensor: TensorLike, data: bytes) -> None:
+        self._wait_for_late()
+        self._wait(self.queue(tensor.data_ptr(), memoryview(data), None, to_device=True))
+
+    def read(self, tensor: TensorLike) -> bytes:
+        self._wait_for_late()
+        found = bytearray(nbytes_of(tensor))
+        self._wait(self.queue(tensor.data_ptr(), memoryview(found), None, to_device=False))
+        return bytes(found)
+
+    def write_later(self, tensor: TensorLike, data: bytes) -> object:
+        self._late = self._late or self.new_stream()
+        return self._written_late(tensor, data, self._late)
+
+    def write_behind(self, tensor: TensorLike, data: bytes) -> None:
+        self._written_late(tensor, data, None)
+
+    def _written_late(self, tensor: TensorLike, data: bytes, stream: object | None) -> object:
+        release = self.hold(stream)
+        if self._gates is None:
+            threading.Timer(LATER_S, release).start()
+        else:
+            self._gates.append(release)
+        self._kept.append(data)
+        self._queued.append(self.queue(tensor.data_ptr(), memoryview(data), stream, to_device=True))
+        return self._queued[-1]
+
+    @contextmanager
+    def holding_writes(self) -> Iterator[None]:
+        self._gates = []
+        try:
+            yield
+        finally:
+            for release in self._gates:
+                release()
+            self._gates = None
+
+    def stream(self) -> object:
+        return self.new_stream() if self.streams_wait else super().stream()
+
+    def read_later(self, tensor: TensorLike, stream: object | None) -> Callable[[], bytes | None]:
+        found = bytearray(nbytes_of(tensor))
+        event = self.queue(tensor.data_ptr(), memoryview(found), stream, to_device=False)
+        return lambda: bytes(found) if self.reached(event) else None
+
+    @contextmanager
+    def holding_copies(self) -> Iterator[None]:
+        self._need_copies()
+        with self._stops.holding():
+            yield
+
+    def held(self) -> bool:
+        return self._stops.held()
+
+    def fail_copy(self) -> None:
+        self._need_copies()
+        self._stops.ask("fail")
+
+    def close(self) -> None:
+        self._wait_for_late()
+        self._restore()
+
+    def _need_copies(self) -> None:
+        if not self.copies:
+            pytest.skip("give `copies` of the rig, the call by which the transport queues a copy")
+
+    def _see_copies(self) -> None:
+        module, _, name = self.copies.partition(":")
+        *path, last = name.split(".")
+        owner = attrgetter(".".join(path))(import_module(module)) if path else import_module(module)
+        right = getattr(owner, last)
+
+        @wraps(right)
+        def queued(*arguments: Any, **named: Any) -> Any:
+            if self._stops.takes("hold"):
+                release = self.hold(self.stream_of(*arguments, **named))
+                threading.Thread(target=self._stops.stand_still, args=(release,), daemon=True).start()
+            answer = right(*arguments, **named)
+            if self._stops.takes("fail"):  # a part of the transfer is under way by now
+                raise DeviceError("a fault of the rig: the copy failed")
+            return answer
+
+        setattr(owner, last, queued)
+        self._restore = lambda: setattr(owner, last, right)
+
+    def _wait_for_late(self) -> None:
+        for event in self._queued:
+            self._wait(event)
+        self._queued.clear()
+        self._kept.clear()
+
+    def _wait(self, event: object) -> None:
+        wait_until(lambda: self.reached(event), "the end of the engine's own copies")
+
+
+class HostRig(TransportRig):
+    """Host memory at an address, and a transport that copies it in the engine's thread. No torch."""
+
+    synchronous = True
+
+    def __init__(self, transport: str, directory: str, options: Mapping[str, object] | None = None) -> None:
+        self.transport = transport
+        self.engine_options = self.server_options = options or {}
+        self._stops = Stops(directory)
+        self._queued: list[threading.Thread] = []
+
+    def empty(self, shape: Sequence[int], dtype: str) -> TensorLike:
+        tensor = MemoryTensor(0, shape, dtype)
+        memory = ctypes.create_string_buffer(tensor.nbytes + dtype_bytes("float64"))
+        # As allocators do, whole elements begin at multiples of their size.
+        return MemoryTensor(ctypes.addressof(memory) + 7 & ~7, shape, dtype, owner=memory)
+
+    def write(self, tensor: TensorLike, data: bytes) -> None:
+        self._finish_queued()
+        _write(tensor, data)
+
+    def read(self, tensor: TensorLike) -> bytes:
+        self._finish_queued()
+        return ctypes.string_at(tensor.data_ptr(), nbytes_of(tensor))
+
+    def write_later(self, tensor: TensorLike, data: bytes) -> object:
+        thread = threading.Timer(LATER_S, _write, (tensor, data))
+        thread.start()
+        self._queued.append(thread)
+        return _Event(self, list(self._queued))
+
+    def event(self) -> object:
+        return _Event(self, [])
+
+    def holding_copies(self) -> AbstractContextManager[None]:
+        return self._stops.holding()
+
+    def held(self) -> bool:
+        return self._stops.held()
+
+    def fail_copy(self) -> None:
+        self._stops.ask("fail")
+
+    def stand_still(self) -> None:
+        if self._stops.takes("hold"):
+            self._stops.stand_still()
+        if self._stops.takes("fail"):
+            raise DeviceError("a fault of the rig: the copy failed")
+
+    def close(self) -> None:
+        self._finish_queued()
+
+    def _finish_queued(self) -> None:
+        for thread in self._queued:
+            thread.join()
+        self._queued.clear()
+
+
+class TorchRig(HostRig):
+    """CPU tensors of torch."""
+
+    def empty(self, shape: Sequence[int], dtype: str) -> TensorLike:
+        import torch
+
+        return torch.zeros(*shape, dtype=getattr(torch, dtype))
+
+
+class _Event:
+    """The part of `torch.Event` that transports of host memory use."""
+
+    def __init__(self, rig: HostRig, behind: Sequence[threading.Thread]) -> None:
+        self._rig = rig
+        self._behind = behind
+
+    def synchronize(self) -> None:
+        for thread in self._behind:
+            thread.join()
+        self._rig.stand_still()
+
+
+def _write(tensor: TensorLike, data: bytes) -> None:
+    ctypes.memmove(tensor.data_ptr(), data, len(data))
