@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import msgspec
 
+import kvframework_bench.cuda.decode
 from kvframework.api.futures import Future
 from kvframework.api.transport import LoadOutcome, StoreOutcome
 from kvframework.client import WorkerAdapter
@@ -112,7 +116,48 @@ def _a_drop() -> None:
     WorkerAdapter.submit_store = lambda *_a, **_k: Future.resolved(dropped)  # type: ignore[method-assign]
 
 
-BUGS: dict[str, Callable[[], None]] = {"": lambda: None, "wrong bit": _one_wrong_bit, "miss": _a_miss, "drop": _a_drop}
+class _HostEvent:
+    """An event of a stream whose work is over as soon as it is asked for."""
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return
+
+    def elapsed_time(self, later: _HostEvent) -> float:
+        return 1e3 * (later.at - self.at)
+
+
+def _host_torch() -> None:
+    """The steps of `decode` compute on the host, beside real transfers of the simulated GPU."""
+    import torch
+
+    host = SimpleNamespace(
+        randn=lambda *shape, dtype, **_: torch.randn(*shape, dtype=dtype),
+        mv=torch.mv,
+        bfloat16=torch.bfloat16,
+        cuda=SimpleNamespace(
+            Stream=object,
+            Event=lambda **_: _HostEvent(),
+            stream=nullcontext,
+            synchronize=lambda: None,
+            OutOfMemoryError=MemoryError,
+        ),
+    )
+    kvframework_bench.cuda.decode.cuda_torch = lambda: host
+
+
+BUGS: dict[str, Callable[[], None]] = {
+    "host torch": _host_torch,
+    "": lambda: None,
+    "wrong bit": _one_wrong_bit,
+    "miss": _a_miss,
+    "drop": _a_drop,
+}
 
 
 def main() -> None:

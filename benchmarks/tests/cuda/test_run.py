@@ -78,6 +78,23 @@ def test_submits_are_timed_and_torch_without_cuda_is_named(node: CudaNode) -> No
     assert all("torch" in named.reason and named.hint for named in figures.skipped)
 
 
+@pytest.mark.torch
+def test_steps_that_decode_run_beside_transfers_of_every_engine(node: CudaNode) -> None:
+    pytest.importorskip("torch")
+    outcome = run(node, "decode", bug="host torch", step_bytes=1 << 15)
+    assert outcome.figures is not None
+    assert outcome.figures.skipped == []
+    found = outcome.figures.decode
+    assert found is not None
+    assert (found.step_bytes, found.chunks) == (1 << 15, TINY.matmul_chunks)
+    assert [(row.engine, row.operation) for row in found.rows] == [
+        (engine, operation) for engine in ("plain", "auto", "dma", "kernel") for operation in ("store", "retrieve")
+    ]
+    assert is_whole(found.quiet_s)
+    assert all(is_whole(row.slowdown) and is_whole(row.gb_s) for row in found.rows)
+    assert outcome.leaked == 0
+
+
 def test_the_loop_runs_beside_transfers_of_every_engine(node: CudaNode) -> None:
     outcome = run(node, "loop")
     assert outcome.loop_skipped == []
