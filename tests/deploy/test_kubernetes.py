@@ -159,8 +159,16 @@ def test_bad_values_are_refused(index: int) -> None:
 
 
 @needs_helm
-def test_a_table_that_the_chart_writes_is_refused_in_the_toml() -> None:
-    assert "use options.server, options.l1 and l1.size" in rendered("daemonset", "--set", "config=[l1]", code=1)
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("config=[l1]", "use options.server, options.l1 and l1.size"),
+        ("image.tag=latest", "a tag that is not latest"),
+        ("sidecar.engine.image=vllm/vllm-openai:latest", "a tag that is not latest"),
+    ],
+)
+def test_what_a_schema_cannot_explain_is_refused_with_words(value: str, said: str) -> None:
+    assert said in rendered("daemonset", "--set", value, code=1)
 
 
 @needs_helm

@@ -1,5 +1,4 @@
-"""What the command says of its release, and that pip takes this release where first-party code wants
-one."""
+"""What the command says of its release, and that pip takes this release where first-party code wants one."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Strangers in a process of their own: opens connections, says how many, and holds them until its input ends.
 
-Usage: crowd_program.py (ipc PATH | tcp HOST PORT [FROM ...]) COUNT SECONDS. FROM are the addresses that the
-connections come from, one after the other; without any: from a thousand.
-"""
+Usage: crowd_program.py (ipc PATH | tcp HOST PORT [FROM ...]) COUNT SECONDS. FROM are the addresses that the connections
+come from, one after the other; without any: from a thousand."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """What each session keeps from eviction, against a model that counts it anew; and whose hits lapse, and when.
 
-Hypothesis drives an object table of a few units, with sessions that look up, load, store, free and end.
-"""
+Hypothesis drives an object table of a few units, with sessions that look up, load, store, free and end."""
 
 from __future__ import annotations
 

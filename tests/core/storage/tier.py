@@ -22,8 +22,7 @@ def in_envelope(key: PackedKey, value: bytes) -> bytes:
 class MemoryTier(Tier):
     """Values in a dict, which outlives the tier when it is passed in. Faults are switched by plain attributes.
 
-    `calls` lists what was asked, in order, as (operation, keys).
-    """
+    `calls` lists what was asked, in order, as (operation, keys)."""
 
     name = "memory"
     has: frozenset[str] = frozenset()

@@ -1,8 +1,7 @@
 """Engine processes: turns over overlapping prompts, in an order that follows from the seed alone.
 
 As a program: the settings as JSON. It ends after `rounds` turns, or once its standard input has a line, and prints its
-report as one line of JSON. Any wrong byte or broken promise ends it with a traceback.
-"""
+report as one line of JSON. Any wrong byte or broken promise ends it with a traceback."""
 
 from __future__ import annotations
 

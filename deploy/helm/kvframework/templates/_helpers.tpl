@@ -18,6 +18,10 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version | replace "+" "_" }}
 {{- end -}}
 
 {{- define "kvframework.image" -}}
+{{- $engine := .Values.sidecar.engine.image -}}
+{{- if or (eq .Values.image.tag "latest") (regexMatch `:latest$|^[^:@]+$` $engine) -}}
+{{- fail "image.tag and sidecar.engine.image need a digest, or a tag that is not latest" -}}
+{{- end -}}
 {{- with .Values.image -}}
 {{ .repository }}{{ if .digest }}@{{ .digest }}{{ else }}:{{ .tag | default $.Chart.AppVersion }}{{ end }}
 {{- end -}}
