@@ -93,8 +93,8 @@ def check_private_directory(path: Path, *, owner: int | None = None) -> None:
         raise EndpointError(
             f"the directory belongs to uid {status.st_uid}, not to {owner}",
             where=str(path),
-            hint=f"server: set [server] endpoint to another directory; client that trusts uid {status.st_uid}:"
-            f" set {SERVER_UID_VARIABLE}={status.st_uid}",
+            hint=f"for a server: set [server] endpoint to a directory of uid {owner}; for a client, if the server has"
+            f" uid {status.st_uid}: set {SERVER_UID_VARIABLE}={status.st_uid}",
         )
     forbidden = 0o077 if path == default_directory() else 0o022
     if status.st_mode & forbidden:

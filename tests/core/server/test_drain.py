@@ -15,6 +15,7 @@ from typing import Any, cast
 import pytest
 
 from kvframework.service.operator_requests import Drain
+from kvframework.storage.l2.writer import DRAIN_NICE
 from kvframework.wire import messages as m
 from tests.core.cli.command import COMMAND, environment, run
 from tests.support.held_server import HeldServer
@@ -32,6 +33,12 @@ EVICTS = ("l1.high_watermark=0.9", "l1.low_watermark=0.8")
 def drain(server: ServerProcess, *options: str) -> tuple[int, dict[str, Any]]:
     done = run("drain", "--json", "--endpoint", server.endpoint, *options)
     return done.returncode, json.loads(done.stdout)
+
+
+def niceness(server: ServerProcess) -> list[int]:
+    """Of each thread."""
+    threads = [each.read_text() for each in Path(f"/proc/{server.pid}/task").glob("*/stat")]
+    return [int(each.rpartition(")")[2].split()[16]) for each in threads]
 
 
 def ended(server: ServerProcess) -> int:
@@ -84,6 +91,7 @@ def test_until_the_time_of_the_shorter_drain_loads_are_answered_and_stores_find_
         with server.client() as client:
             registered = client.register()
             wait_until(lambda: client.status()["drain"]["left"] == CHUNKS, what="the drain")
+            wait_until(lambda: DRAIN_NICE in niceness(server), what="a writing thread that leaves the cores to others")
             assert client.hit(key_for(registered, TOKENS)) == len(TOKENS)
             plan = client.call("PREPARE_STORE", m.Prepare(key_for(registered, range(5, 5 + 512)), 1))
             assert (plan.lease, plan.outcome.dropped) == ("", 2)
