@@ -112,7 +112,6 @@ PARTS: dict[str, tuple[str, ...]] = {
         "docs/test_requests.py",
         "docs/test_security.py",
         "docs/test_site.py",
-        "docs/test_transport_in_engine_thread.py",
         "docs/test_transports.py",
         "docs/test_tutorial.py",
         "examples/test_distributions.py",

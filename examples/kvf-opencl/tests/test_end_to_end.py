@@ -52,10 +52,10 @@ class Node:
     @contextmanager
     def held_copy(self) -> Iterator[Callable[[], None]]:
         """Holds the next copy of an engine; the value waits for that copy."""
-        hold, held = self.directory / "hold", self.directory / "held"
-        hold.touch()
-        yield lambda: wait_until(held.exists, "a copy that is held")
-        held.unlink()
+        asked, taken = self.directory / "hold", self.directory / "hold.taken"  # the files of `DeviceRig`
+        asked.touch()
+        yield lambda: wait_until(taken.exists, "a copy that is held")
+        taken.unlink()
 
 
 def kill(process: subprocess.Popen[str]) -> None:

@@ -211,7 +211,7 @@ class DeviceRig(TransportRig):
     @abstractmethod
     def queue(self, address: int, host: memoryview, stream: object | None, *, to_device: bool) -> object:
         """Queue a copy between device memory and `host` on a stream (None: the current one of the thread). Never waits.
-        Return an event behind it, as an engine passes it to a submit."""
+        Return an event behind all that the stream has, ordered or not, as an engine passes it to a submit."""
 
     @abstractmethod
     def reached(self, event: object) -> bool:
