@@ -65,3 +65,11 @@ def test_of_two_steps_under_way_the_second_waits_for_the_first(pace: LoadPace, c
     # The second took 20 ms behind the first.
     assert pace.is_short(4_900_000, idle=False)
     assert not pace.is_short(5_100_000, idle=False)
+
+
+def test_a_copy_that_slept_or_failed_slowly_makes_loads_wait_until_it_is_forgotten(pace: LoadPace) -> None:
+    pace.copied(10_000_000, 3600.0)
+    assert not pace.is_short(1_000_000, idle=True)
+    for _ in range(16):
+        pace.copied(10_000_000, 0.01)
+    assert pace.is_short(9_000_000, idle=False)

@@ -3,6 +3,9 @@ registration get from a real server."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +18,7 @@ from kvframework.service.keys import MAX_OBJECTS
 from kvframework.wire import messages as m
 from kvframework.wire.protocol import non_gpu_namespace
 from tests.support.engines import BLOCK, LAYERS, PagedEngine
+from tests.support.redis_server import RedisServer
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient
@@ -98,6 +102,22 @@ def test_an_engine_keeps_its_chunk_at_a_server_that_sizes_chunks_by_another_rule
         request = engine.request(list(range(engine.chunk)))
         assert engine.store(request, blocks)
         assert engine.hit(request) == engine.chunk
+
+
+def test_servers_of_one_redis_whose_chunks_follow_other_rules_share_nothing(tmp_path: Path) -> None:
+    with RedisServer(tmp_path) as redis, ExitStack() as stack:
+        tier, rule = ("l2.0.use=redis", f"l2.0.url={redis.url}"), "server.chunk_size=256"
+        first, other = (stack.enter_context(ServerProcess(*tier, *more)) for more in ((), (rule,)))
+        clients = [stack.enter_context(KVClient(each.endpoint, deadline_scale=20.0)) for each in (first, other)]
+        engines = [PagedEngine(each, wide=WIDE, blocks=512 // BLOCK) for each in clients]
+        assert [engine.chunk for engine in engines] == [64, 256]
+        for server, engine in zip((first, other), engines, strict=True):
+            request = engine.request(list(range(256)))
+            assert engine.hit(request) == 0
+            assert engine.store(request, list(range(256 // BLOCK)))
+            wait_until(lambda server=server: server.status()["l2"][0]["write_pending"] == 0, 60, "the writes")
+            assert engine.hit(request) == 256
+        assert [each.status()["l2"][0]["state"] for each in (first, other)] == ["up", "up"]
 
 
 def test_an_older_client_and_the_eight_fields_beside_an_engine() -> None:
