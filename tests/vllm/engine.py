@@ -19,6 +19,8 @@ from tests.support.lazy import torch
 # What is told to the connectors of `tests.vllm.faults` by the environment.
 STEPS = "KVF_TEST_STEPS"
 SERVER_PID = "KVF_TEST_SERVER_PID"
+# A folder: `halted` is there once a copy halts, which goes on once `over` is there.
+HALTED = "KVF_TEST_HALTED"
 
 
 @dataclass

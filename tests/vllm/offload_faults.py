@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from kvf_vllm.offloading import worker
 from kvf_vllm.offloading.connector import KvFrameworkOffloading
+from tests.support.waiting import wait_until
+from tests.vllm.engine import HALTED
 from tests.vllm.faults import Counting, change_adapters_while_loaded, kill_server
 
 _move = worker.move
+
+
+def _zero(addresses: Any, runs: Any) -> None:
+    for address, nbytes in zip(addresses.tolist(), runs.nbytes.tolist(), strict=True):
+        ctypes.memset(address, 0, nbytes)
 
 
 class Watched(Counting, KvFrameworkOffloading):
@@ -24,9 +33,8 @@ class WrongKv(Watched):
     def register_kv_caches(self, kv_caches: Any) -> None:
         def zeros(runs: Any, arena: Any, *, storing: bool) -> None:
             _move(runs, arena, storing=storing)
-            for address, nbytes in zip(runs.engine.tolist(), runs.nbytes.tolist(), strict=True):
-                if not storing:
-                    ctypes.memset(address, 0, nbytes)
+            if not storing:
+                _zero(runs.engine, runs)
 
         worker.move = zeros
         super().register_kv_caches(kv_caches)
@@ -50,6 +58,31 @@ class ServerDiesDuringLoad(Watched):
 
         worker.move = killing
         super().register_kv_caches(kv_caches)
+
+
+class HaltsALoad(Watched):
+    """Once, in the last worker, when the bytes are copied; what is written after the halt is wrong."""
+
+    storing = False
+
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        super().register_kv_caches(kv_caches)
+        parallel, folder = self._spec.config.parallel, Path(os.environ[HALTED])
+
+        def halting(runs: Any, arena: Any, *, storing: bool) -> None:
+            _move(runs, arena, storing=storing)
+            if (folder / "halted").exists() or storing != self.storing or parallel.rank != parallel.world_size - 1:
+                return
+            (folder / "halted").touch()
+            wait_until((folder / "over").exists, 300, "the end of the halt")
+            base = ctypes.addressof(ctypes.c_char.from_buffer(arena.view))
+            _zero(runs.arena + base if storing else runs.engine, runs)
+
+        worker.move = halting
+
+
+class HaltsAStore(HaltsALoad):
+    storing = True
 
 
 class AdapterChangesWhileLoaded(Watched):

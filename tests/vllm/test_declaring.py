@@ -72,12 +72,13 @@ def test_other_releases_are_refused_with_what_is_supported(version: str) -> None
     assert "0.30" in refused.value.available
 
 
-@pytest.mark.parametrize(("version", "on_cpu"), [("0.33.0", True), ("0.31.0", False), ("0.30.1", False)])
-def test_a_release_whose_offloading_is_another_is_refused(version: str, on_cpu: bool) -> None:
-    for known in ("0.32.0", "0.30.0") if on_cpu else ("0.32.0",):
-        check_offloading(known, on_cpu=on_cpu)
-    with pytest.raises(VersionMismatch, match=r"offloading on a \w+ is not the one"):
-        check_offloading(version, on_cpu=on_cpu)
+@pytest.mark.parametrize("version", ["0.30.1", "0.31.0"])
+def test_a_release_whose_offloading_is_another_is_refused(version: str) -> None:
+    for known in ("0.32.0", "0.33.0"):
+        check_offloading(known, on_cpu=False)
+        check_offloading(version, on_cpu=True)
+    with pytest.raises(VersionMismatch, match="offloading on a device is not the one"):
+        check_offloading(version, on_cpu=False)
 
 
 def weights(folder: Path, *, value: bytes = b"\x01" * 64, name: str = "model.safetensors") -> Path:

@@ -78,6 +78,10 @@ def test_chunks_that_are_no_whole_blocks(server: ServerProcess) -> None:
     refused(server, ConfigFieldError, "only one of", extra={"blocks_per_chunk": 2, "block_size": 32})
 
 
+def test_loads_of_vllms_own_within_the_step(server: ServerProcess) -> None:
+    refused(server, ConfigFieldError, "sync_load_budget_bytes", "kvframework.load", extra={"sync_load_budget_bytes": 1})
+
+
 def test_hashes_that_differ_in_each_process(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     for algorithm in ("xxhash", "xxhash_cbor"):
@@ -125,4 +129,4 @@ def test_a_vllm_of_another_interface(tmp_path: Path) -> None:
     tried = ran(sys.executable, "-c", program, code=1, timeout=300)
     assert "VersionMismatch" in tried.stderr
     assert "vLLM 0.29.1" in tried.stderr
-    assert "hint: install such a vLLM" in tried.stderr
+    assert "hint: install a supported vLLM" in tried.stderr

@@ -176,8 +176,6 @@ def test_a_server_that_is_killed_costs_recompute(bench: Bench, cold: Answer, con
 
 @pytest.mark.parametrize("load", ["async", "sync"])
 def test_a_load_that_cannot_be_named_is_computed(bench: Bench, cold: Answer, load: str) -> None:
-    if load == "sync":
-        only_ours(bench)
     options = {"kvframework.load": load, "kvframework.deadline_scale": 50.0}
     bench = Bench(**{**vars(bench), "options": options})
     with rows.server_for() as server:

@@ -91,12 +91,11 @@ def check_version(version: str) -> str:
 
 def check_offloading(version: str, *, on_cpu: bool) -> None:
     """Raise `VersionMismatch` for a release whose offloading `KvFrameworkOffloading` does not follow: before 0.32 vLLM
-    registers no memory of others with a device, and the workers of 0.33 are asked for loads in another way."""
-    known = SUPPORTED if on_cpu else SUPPORTED[-1:]
+    registers no memory of others with a device."""
+    known = [*(SUPPORTED if on_cpu else SUPPORTED[-1:]), TRIED]
     if _release(version) not in known:
         raise VersionMismatch(
-            f"this is vLLM {version}, whose offloading {'on a CPU' if on_cpu else 'on a device'} is not the one that "
-            "KvFrameworkOffloading follows",
+            f"this is vLLM {version}, whose offloading on a device is not the one that KvFrameworkOffloading follows",
             where="kvf_vllm",
             available=f"vLLM {', '.join(known)}",
             hint='use "kv_connector": "KvFrameworkConnector"',

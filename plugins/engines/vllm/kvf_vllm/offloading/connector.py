@@ -77,6 +77,8 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
         self._release = check_version(vllm.__version__)
         check_offloading(vllm.__version__, on_cpu=bool(current_platform.is_cpu()))
         join_log("vllm")
+        if self._release:
+            log.warning("vLLM %s is untested with models; only its classes are tested", vllm.__version__)
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._options = parse_options(transfer.kv_connector_extra_config)

@@ -7,7 +7,7 @@ canonical layout an object has no slots, and engines with another number of tens
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from kvf_vllm.offloading.checks import check_hashes, refusals
 from kvf_vllm.offloading.kinds import check_kinds
 from kvframework.api.layout import MAX_OBJECT_BYTES
 from kvframework.api.plugin import ByteSize
-from kvframework.errors import BadLayout, TransportMismatch
+from kvframework.errors import BadLayout, ConfigFieldError, TransportMismatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,9 +67,19 @@ class ArenaSpec(OffloadingSpec):  # type: ignore[misc]
         if self.is_canonical and not config.replicated_layout:
             self.slots = min(self.slots, vllm_config.model_config.get_total_num_kv_heads())
         extra = config.extra_config
+        if extra.get("sync_load_budget_bytes"):
+            raise ConfigFieldError(
+                "sync_load_budget_bytes is set, but vLLM does not compute what such a load fails to load",
+                where="kv_connector_extra_config",
+                hint='leave sync_load_budget_bytes out; "kvframework.load" chooses the loads within a step',
+            )
         if not ("blocks_per_chunk" in extra or "block_size" in extra):
+            # vLLM 0.33 counts a window's chunks by the option.
+            chosen, transfer = copy.copy(vllm_config), copy.copy(vllm_config.kv_transfer_config)
             blocks = _blocks_per_chunk(config, kv_cache_config, self.slots)
-            config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, blocks_per_chunk=blocks))
+            transfer.kv_connector_extra_config = {**extra, "blocks_per_chunk": blocks}
+            chosen.kv_transfer_config = transfer
+            config = build_offloading_config(chosen, kv_cache_config)
         super().__init__(config)
         self.replicated_layout = config.replicated_layout
         # vLLM's default leaves out what was decoded, which the next turn of a conversation begins with.
