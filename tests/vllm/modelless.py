@@ -244,6 +244,14 @@ class Engine:
         return self.core.scheduler.get_kv_connector()
 
     def answer(self, prompt: int, tokens: Sequence[int], most: int = 2) -> Loaded:
+        name, deadline = self.ask(prompt, tokens, most), time.monotonic() + 120
+        while self.core.scheduler.has_requests():
+            assert time.monotonic() < deadline, "the request does not end"
+            self.core.step()
+        return self.executor.loaded[name]
+
+    def ask(self, prompt: int, tokens: Sequence[int], most: int = 2) -> str:
+        """Add a request, for the next step; returns its name."""
         from vllm.v1.engine import EngineCoreRequest
 
         from vllm import SamplingParams
@@ -254,11 +262,7 @@ class Engine:
         parameters.update_from_generation_config({})
         request = EngineCoreRequest(name, list(tokens), None, parameters, None, time.time(), None, None, None)
         self.core.add_request(*self.core.preprocess_add_request(request))
-        deadline = time.monotonic() + 120
-        while self.core.scheduler.has_requests():
-            assert time.monotonic() < deadline, "the request does not end"
-            self.core.step()
-        return self.executor.loaded[name]
+        return name
 
     def settle(self) -> None:
         stores, deadline = self.connector._manager.stores, time.monotonic() + 60

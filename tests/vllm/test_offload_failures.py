@@ -3,6 +3,7 @@ real."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ import pytest
 from kvframework.client import ArenaTicket, KVClient, OpaqueInstance, OpaqueObjects
 from tests.support.server_process import ServerProcess, client_fixture, server_fixture
 from tests.support.waiting import wait_until
+from tests.vllm.model import prompt
+from tests.vllm.modelless import Cache, engine
 from tests.vllm.stand_ins import FakeRequest
+from tests.vllm.test_offload_kinds_bytes import full
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
 
@@ -111,3 +115,28 @@ def test_a_reset_forgets_loads_whose_ends_vllm_no_longer_tells(server: ServerPro
     assert not made._tracked
     made.complete_load([], context)
     assert not made.tally.take().get("errors")
+
+
+def test_of_a_server_that_is_silent_a_step_waits_for_one_answer(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvf_vllm.offloading import searches
+
+    monkeypatch.setattr(searches, "ANSWER_S", 2.0)
+    with engine(Cache(full(4)), server.endpoint) as one:
+        one.answer(1, prompt(100, seed=1))
+        server.sigstop()
+        try:
+            for number in range(8):
+                one.ask(2 + number, prompt(100, seed=2 + number))
+            began = time.monotonic()
+            one.core.step()
+            assert 2.0 <= time.monotonic() - began < 5.0
+        finally:
+            server.sigcont()
+        while one.core.scheduler.has_requests():
+            one.core.step()
+        # The server answers again, and is waited for again.
+        one.settle()
+        one.core.reset_prefix_cache()
+        assert one.answer(2, prompt(100, seed=2)).end == 64

@@ -31,6 +31,8 @@ class Searches:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        # The last lookup had no answer in time: until one comes, no other is waited for.
+        self._is_silent = False
 
     def ask(self, tracked: Tracked, start: int) -> bool:
         """Ask for what is behind `start`, or hear the answer; returns False if it is still to come."""
@@ -121,8 +123,10 @@ class Searches:
         instance = self._engine.instance
         assert instance is not None
         try:
-            reply = search.sent.result(0.0 if search.ticket else ANSWER_S)
+            reply = search.sent.result(0.0 if search.ticket or self._is_silent else ANSWER_S)
+            self._is_silent = False
         except (TimeoutError, NotYet):
+            self._is_silent |= not search.ticket
             if is_late:
                 self._give_up(search)
             return
