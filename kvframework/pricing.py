@@ -98,7 +98,8 @@ class PrefillMeter:
             began, tokens, area = self._steps.popleft()
             # One that began during another waited for that.
             since, self._ended = max(began, self._ended), now
-            self._price.add(now - since, tokens, area)
+            if tokens:
+                self._price.add(now - since, tokens, area)
 
     def speed(self, queued: Iterable[tuple[int, int]]) -> EngineSpeed | None:
         """Return what the engine may say with a LOOKUP, behind `queued` parts; None while its speed is not known."""

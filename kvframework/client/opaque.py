@@ -82,6 +82,7 @@ class OpaqueInstance:
         # Those of the registration. It ends with its session, also where the server lives on; other processes of the
         # engine may keep that session for a while, so the next one has a separate id.
         self._session, self._id = b"", objects.instance_id
+        self._ticket: ArenaTicket | None = None
         self._lock = threading.Lock()
         self._closed = threading.Event()
         client.when_up(self._register)
@@ -105,10 +106,7 @@ class OpaqueInstance:
     @property
     def ticket(self) -> ArenaTicket | None:
         """The ticket of the arena as it is mapped now; None without a server, or over TCP."""
-        hello, boot = self._client.hello if self.is_ready else None, self._client.boot_id
-        if hello is None or boot is None or not hello.liveness:
-            return None
-        return ArenaTicket(hello.liveness, hello.session, boot)
+        return self._ticket if self.is_ready else None
 
     def lookup(
         self, prompt: Prompt, groups: Sequence[KeyGroup], *, wait_s: float = 0.0, speed: EngineSpeed | None = None
@@ -211,6 +209,7 @@ class OpaqueInstance:
             reply = client.request("REGISTER_KV_CACHE", payload, m.Registered, urgent=True)
             if reply.desc != desc:
                 raise VersionMismatch(f"the server computes the object layout {reply.desc}", available=str(desc))
+            self._ticket = ArenaTicket(hello.liveness, hello.session, hello.boot_id) if hello.liveness else None
             self._namespace, self._session, self._id = namespace, hello.session, instance_id
 
 

@@ -164,6 +164,30 @@ def test_a_step_is_counted_whose_plan_fails(server: ServerProcess, monkeypatch: 
         assert names.step > steps
 
 
+def test_vllm_plans_only_steps_that_may_have_a_job(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine(CACHES["FullAttentionSpec"](), server.endpoint) as one:
+        planned, connector = 0, one.connector
+        plan, ends = connector.connector_scheduler.build_connector_meta, []
+        prepare = connector._manager.prepare_store
+
+        def counted(output: Any) -> Any:
+            nonlocal planned
+            planned += 1
+            return plan(output)
+
+        def prepared(keys: Any, context: Any) -> Any:
+            ends.append(one.core.scheduler.requests["1-1"].num_tokens if one.core.scheduler.requests else None)
+            return prepare(keys, context)
+
+        monkeypatch.setattr(connector.connector_scheduler, "build_connector_meta", counted)
+        monkeypatch.setattr(connector._manager, "prepare_store", prepared)
+        one.answer(1, prompt(TOKENS - 300, seed=8), most=300)
+    # The prompt, each chunk of 64 tokens in the step that completes it, and none at the end.
+    assert ends == [400, *range(448, 700, 64)]
+    # With the blocks of 16 tokens that the request gets, its begin and its end.
+    assert planned < 300 / 16 * 2
+
+
 def test_a_store_begins_behind_the_step_that_computes_it_however_early_its_places_are_known(
     server: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:

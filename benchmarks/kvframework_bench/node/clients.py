@@ -173,6 +173,46 @@ class Scheduler(Session):
         return True
 
 
+class KeyScheduler(Scheduler):
+    """The scheduler of an engine that names its objects itself and moves their bytes, as vLLM's own offloading does:
+    LOOKUP_KEYS and the end of one load, of all ranks together. It registers the instance and stores the prompts."""
+
+    def __init__(self, context: zmq.Context[Any], endpoint: str, keys: list[CacheKey], instance_id: int) -> None:
+        super().__init__(context, endpoint, keys, {})
+        self._instance_id = instance_id
+
+    def store(self, key: CacheKey) -> None:
+        """Store a prompt, without bytes of its own. Raises `BenchFailed`."""
+        prepare = m.PrepareKeys(_bare(key, 0), self._instance_id, _groups(key))
+        plan = self.call("PREPARE_STORE_KEYS", prepare, m.StorePlan)
+        outcome = self.call("COMMIT_STORE", m.Commit(plan.lease), m.Committed).outcome
+        if outcome.stored * CHUNK_TOKENS != key.end:
+            raise BenchFailed(f"the server stored {outcome.stored} objects", available=f"{key.end // CHUNK_TOKENS}")
+
+    def begin(self) -> None:
+        self._next += 1
+        key = self._keys[self._next % len(self._keys)]
+        asked = m.LookupKeys(_bare(key, None), free=self._tickets, grant=(self._instance_id,), groups=_groups(key))
+        self.send("LOOKUP_KEYS", asked)
+
+    def goes_on(self, frames: list[bytes]) -> bool:
+        reply = self.answer(frames, m.LookupReply)
+        self.answered()
+        if reply.hit_tokens != self._keys[0].end or len(reply.grants) != 1:
+            raise BenchFailed(f"a lookup found {reply.hit_tokens} tokens", available=f"{self._keys[0].end} tokens")
+        self._tickets = (reply.ticket,)
+        self.post("COMMIT_RETRIEVE", m.Commit(reply.grants[0].lease))
+        return False
+
+
+def _bare(key: CacheKey, worker_id: int | None) -> CacheKey:
+    return msgspec.structs.replace(key, digests=b"", worker_id=worker_id)
+
+
+def _groups(key: CacheKey) -> tuple[m.KeyGroup, ...]:
+    return (m.KeyGroup(key.digests, CHUNK_TOKENS),)
+
+
 class Worker(Session):
     """One rank: PREPARE_RETRIEVE, no copy, COMMIT_RETRIEVE. The latency is that of the first, or of the LOOKUP that has
     granted the load."""

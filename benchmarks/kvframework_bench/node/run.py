@@ -1,5 +1,5 @@
 """The run of `kvframework bench node`: the same requests to a bare peer, to the server with all answers, without those
-that are of no use, and with loads that LOOKUPs have granted, in turn.
+that are of no use, with loads that LOOKUPs have granted, and by keys that the engines name, in turn.
 
 The times of requests are drawn before: a server that is late meets the next ones all the same, and their latency counts
 from when they were due.
@@ -24,7 +24,7 @@ from kvframework.wire.frames import join
 from kvframework.wire.protocol import SINCE_0_3
 from kvframework_bench.console import Stage, no_progress
 from kvframework_bench.errors import BenchFailed
-from kvframework_bench.node.clients import CHUNK_TOKENS, MODEL, Client, Echoed, Scheduler, Worker, digests
+from kvframework_bench.node.clients import CHUNK_TOKENS, MODEL, Client, Echoed, KeyScheduler, Scheduler, Worker, digests
 from kvframework_bench.node.figures import NodeFigures, NodeRow
 from kvframework_bench.process import scratch
 from kvframework_bench.rounds import Latency, Spread
@@ -37,6 +37,7 @@ _ARENA_BYTES = 256 << 20
 _LATE_S = 10.0
 _GROUP = LayerGroup(1, CHUNK_TOKENS, 1, 16, "bfloat16", planes=1)
 _NAMESPACE = MODEL.encode().ljust(NAMESPACE_BYTES)
+_OBJECTS = LayerGroup(1, CHUNK_TOKENS, 1, 512, "uint8", 1, ("block", "dim"), packing=MODEL)
 _SHAPE = m.RegisterKvCache(0, MODEL, 1, 0, _NAMESPACE, TRANSPORT, KVLayout("paged", (_GROUP,), 1))
 
 
@@ -90,6 +91,8 @@ def bench_node(sizes: Sizes, *, seed: int, stage: Stage = no_progress) -> NodeFi
         if SINCE_0_3 in sessions[0].features:
             ways["one way back"] = (sessions, server.child.pid)
             ways["granted"] = (schedulers, server.child.pid)
+            keyed = _connected_by_keys(context, server.endpoint, sizes, seed, stack)
+            ways["by keys"] = (keyed, server.child.pid)
         with stage("serving a node", sizes.rounds) as advance:
             for _ in range(sizes.rounds):
                 for way, (clients, pid) in ways.items():
@@ -97,7 +100,7 @@ def bench_node(sizes: Sizes, *, seed: int, stage: Stage = no_progress) -> NodeFi
                         session.one_way = way in ("one way back", "granted")
                     for scheduler in schedulers:
                         scheduler.grants = way == "granted"
-                    everyone = echoes if way == "bare echo" else sessions
+                    everyone: Sequence[Client] = clients if way in ("bare echo", "by keys") else sessions
                     samples.setdefault(way, []).append(_take(clients, everyone, sizes, chance, pid))
                 advance()
     rows = [_row(way, taken, samples["bare echo"]) for way, taken in samples.items()]
@@ -127,6 +130,27 @@ def _connected(
         scheduler = Scheduler(context, endpoint, asked, workers)
         stack.callback(scheduler.close)
         made += [scheduler, *workers.values()]
+    return made
+
+
+def _connected_by_keys(
+    context: zmq.Context[Any], endpoint: str, sizes: Sizes, seed: int, stack: ExitStack
+) -> list[KeyScheduler]:
+    """Return the schedulers of as many engines that name their objects themselves, with all prompts stored."""
+    made: list[KeyScheduler] = []
+    namespace = b"by keys".ljust(NAMESPACE_BYTES)
+    content = [_key(sizes, seed, prompt, None) for prompt in range(PROMPTS)]
+    keys = [msgspec.structs.replace(key, world_size=1, namespace=namespace) for key in content]
+    layout = KVLayout("opaque", (_OBJECTS,), chunk_tokens=CHUNK_TOKENS)
+    for engine in range(sizes.engines):
+        scheduler = KeyScheduler(context, endpoint, keys, (1 << 32) + engine)
+        stack.callback(scheduler.close)
+        shape = m.RegisterKvCache((1 << 32) + engine, MODEL, 1, 0, namespace, TRANSPORT, layout)
+        scheduler.call("REGISTER_KV_CACHE", shape, m.Registered)
+        if not engine:
+            for key in keys:
+                scheduler.store(key)
+        made.append(scheduler)
     return made
 
 
@@ -170,7 +194,12 @@ def _take(
     seconds = time.perf_counter() - began
     server_s = (run_ns(server_pid) - before) / 1e9
     lookups = [each for client in clients if not isinstance(client, Worker) for each in client.latencies]
-    loads = [each for client in clients if not isinstance(client, Scheduler) for each in client.latencies]
+    loads = [
+        each
+        for client in clients
+        if isinstance(client, KeyScheduler) or not isinstance(client, Scheduler)
+        for each in client.latencies
+    ]
     if isinstance(clients[0], Echoed):
         loads = []
     return _Sample(lookups, loads, seconds, server_s)

@@ -55,18 +55,16 @@ class EngineWeights:
         self._caches_prefixes = caches_prefixes
         self._heard: dict[int, Weights] = {}
         self._clean_after = 0
+        # The number of updates of each worker that had any.
+        self.updates: Mapping[int, int] = {}
 
     def heard(self, news: Mapping[int, Weights]) -> None:
         self._heard.update(news)
+        self.updates = {worker: each.updates for worker, each in self._heard.items()}
 
     def cache_was_reset(self, step: int) -> None:
         """vLLM holds no KV of this step or an earlier one."""
         self._clean_after = step
-
-    @property
-    def updates(self) -> dict[int, int]:
-        """The number of updates of each worker that had any."""
-        return {worker: each.updates for worker, each in self._heard.items()}
 
     @property
     def are_changing(self) -> bool:

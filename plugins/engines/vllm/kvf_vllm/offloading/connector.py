@@ -237,18 +237,35 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
     @harmless()
     def _plan(self, scheduler_output: Any) -> StepPlan | None:
         manager, scheduled = self._manager, scheduler_output.num_scheduled_tokens
-        manager.begin_step(scheduled)
-        plan: OffloadingConnectorMetadata = super().build_connector_meta(scheduler_output)
-        manager.names.planned(writes=bool(scheduled or plan.load_jobs))
-        flushed, instance = plan.jobs_to_flush or (), manager.engine.instance
-        return StepPlan(
-            plan.load_jobs,
-            manager.stores.give_out(plan.store_jobs, flushed),
-            plan.jobs_to_flush,
-            arena=instance.ticket if instance is not None else None,
-            slot_bytes=self._slot_bytes,
-            step=manager.names.step,
-            updates=manager.names.weights.updates,
+        names, instance, plan = manager.names, manager.engine.instance, StepPlan({}, {})
+        # vLLM's plan costs some microseconds for each running request, and nearly all steps have no job.
+        if has_news := manager.begin_step(scheduled) or self._has_news(scheduler_output):
+            planned: OffloadingConnectorMetadata = super().build_connector_meta(scheduler_output)
+            plan = StepPlan(planned.load_jobs, planned.store_jobs, planned.jobs_to_flush)
+        plan.store_jobs = manager.stores.give_out(plan.store_jobs, plan.jobs_to_flush or ())
+        if instance is not None and (has_news or plan.store_jobs):
+            plan.arena, plan.slot_bytes = instance.ticket, self._slot_bytes
+        names.planned(writes=bool(scheduled or plan.load_jobs))
+        plan.step, plan.updates = names.step, names.weights.updates
+        return plan
+
+    def _has_news(self, output: Any) -> bool:
+        """Whether a request begins, ends or gets blocks in this step, or jobs are to be given out with it."""
+        cached, tables, planned = (
+            output.scheduled_cached_reqs,
+            output.kv_connector_block_state,
+            self.connector_scheduler,
+        )
+        return bool(
+            output.scheduled_new_reqs
+            or output.finished_req_ids
+            or output.preempted_req_ids
+            or output.kv_cache_block_copies
+            or any(cached.new_block_ids)
+            or (tables is not None and tables.boundary_state_offloads)
+            or planned._current_batch_load_jobs
+            or planned._current_batch_jobs_to_flush
+            or planned._current_batch_allocated_block_ids
         )
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> Any:
@@ -257,6 +274,8 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
     @harmless()
     def update_connector_output(self, connector_output: Any) -> None:
         report = connector_output.kv_connector_worker_meta
+        if report is None and not connector_output.failed_recving:
+            return
         if isinstance(report, StepReport):
             self._manager.heard(report)
         for request_id in connector_output.failed_recving or ():

@@ -150,9 +150,10 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
             self.tally.missed(tracked.miss)
             tracked.miss = ""
 
-    @harmless()
-    def begin_step(self, scheduled: Mapping[str, int]) -> None:
-        """A step is about to be planned that computes so many tokens of each request."""
+    @harmless(lambda: True)
+    def begin_step(self, scheduled: Mapping[str, int]) -> bool:
+        """A step is about to be planned that computes so many tokens of each request. Returns whether it completes a
+        chunk of any."""
         self.prefill.begin_step(scheduled, counts=not self.pace.has_planned)
         self.pace.begin_step(computes=bool(scheduled))
         for request_id in self._settling & scheduled.keys():
@@ -162,8 +163,16 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
                 tracked.own_end = sys.maxsize
             if tracked is None or not tracked.is_foreign:
                 self._settling.discard(request_id)
+        completes, unit, all_tracked = False, self.engine.unit, self._tracked
+        for request_id, tokens in scheduled.items():
+            if (tracked := all_tracked.get(request_id)) is not None:
+                request = tracked.request
+                # Tokens that are only drafted do not count yet.
+                chunks = min(request.num_computed_tokens + tokens, request.num_tokens) // unit
+                completes |= chunks != tracked.chunks
+                tracked.chunks = chunks
+        return completes
 
-    @harmless(list)
     def take_announcements(self) -> list[BlocksStored | BlocksRemoved]:
         """Return the events since the last call. vLLM asks once for each step, when it takes in what that computed."""
         self.prefill.end_step()
@@ -310,6 +319,7 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
             return nothing
         unnamed = self.engine.adapters.lacks(tracked)
         if tracked.is_foreign or unnamed == NOT_LOADED:
+            tracked.chunks = -1
             return None  # vLLM asks again with the next step
         if unnamed:
             return nothing

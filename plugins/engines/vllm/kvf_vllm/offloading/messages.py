@@ -53,8 +53,8 @@ class Laid(Served):
 
 @dataclass
 class StepPlan(OffloadingConnectorMetadata):  # type: ignore[misc]
-    """vLLM's plan of a step, the arena that its jobs are for, and the bytes of a worker's slot in an object. Its stores
-    are those whose chunks were computed in steps before. `within` has the blocks of the loads that this step reads, by
+    """vLLM's plan of a step. Where there may be jobs it has the arena and the bytes of a worker's slot. Its stores are
+    those whose chunks were computed in steps before. `within` has the blocks of the loads that this step reads, by
     job. `step` and `updates` are those of the other connector's plan."""
 
     arena: ArenaTicket | None = None
@@ -83,7 +83,7 @@ class StepReport(OffloadingWorkerMetadata):  # type: ignore[misc]
     @property
     def says_anything(self) -> bool:
         """Whether there is more in it than statistics."""
-        return self != StepReport(transfer_stats=self.transfer_stats)
+        return any(each for name, each in vars(self).items() if name != "transfer_stats")
 
     def aggregate(self, other: Any) -> StepReport:
         merged = super().aggregate(other)

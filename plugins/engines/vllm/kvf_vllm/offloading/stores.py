@@ -93,6 +93,8 @@ class Stores:
         steps whose places are known by now. Jobs whose blocks are given away in this very step (`flushed`) were
         computed before: their answer is waited for, since it is on its way."""
         ready: dict[int, TransferJob] = {}
+        if not (planned or self._held):
+            return ready
         until = time.monotonic() + ANSWER_S
         candidates = [*self._held, *(planned.keys() & flushed)]
         self._held.update(planned)

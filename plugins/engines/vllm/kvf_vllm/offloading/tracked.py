@@ -93,6 +93,8 @@ class Tracked:
     was_asked_again: bool = False
     failed: bool = False
     finished: bool = False
+    # Those that were computed when vLLM planned stores last; -1: it is to plan them again.
+    chunks: int = -1
     # None without an adapter, or as long as it has no name.
     adapter: AdapterUse | None = None
     # Where its whole chunks end, by key, and how many of each group are among them.

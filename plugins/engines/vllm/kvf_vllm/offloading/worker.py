@@ -320,7 +320,7 @@ class WorkerSide(OffloadingConnectorWorker):  # type: ignore[misc]
             return
         self._plan = plan
         self._arena.follow(plan.arena)
-        if self.slot is not None:
+        if self.slot is not None and plan.slot_bytes:
             self.slot.offset = self._rank * plan.slot_bytes
         self._weights.begin_step(plan)
         fits, now = self._weights.fit(self._rank, plan), time.monotonic()

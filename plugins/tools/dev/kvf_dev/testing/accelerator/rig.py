@@ -38,12 +38,10 @@ class SimulatedRig(DeviceRig):
         self.device = runtime.devices[device]
         self._runtime = runtime
         self._node = SimulatedNode.attached(node)
-        self._held_from = 0
-        self._lead = 0
+        self._held_from = self._lead = 0
 
     def empty(self, shape: Sequence[int], dtype: str) -> TensorLike:
-        # Every other one not at the beginning, as with an allocator that cuts parts from a slab; the others follow the
-        # end of the one before.
+        # Every other one not at the beginning, as with an allocator that cuts parts from a slab.
         self._lead = LEAD_BYTES - self._lead
         nbytes = self._lead + math.prod(shape) * dtype_bytes(dtype)
         address = self._runtime.allocate(self.device, nbytes) + self._lead

@@ -3,15 +3,13 @@ process."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import importlib
 import math
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import wraps
 from importlib import import_module
@@ -139,7 +137,7 @@ class RigSpec:
 
     def make(self) -> TransportRig:
         module, _, name = self.factory.partition(":")
-        rig = getattr(importlib.import_module(module), name)(**self.arguments)
+        rig = getattr(import_module(module), name)(**self.arguments)
         assert isinstance(rig, TransportRig)
         return rig
 
@@ -159,7 +157,7 @@ class Stops:
 
     def takes(self, what: str) -> bool:
         """Whether this copy is the one that the test asked for."""
-        with contextlib.suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):
             (self._at / what).rename(self._at / f"{what}.taken")
             return True
         return False
@@ -206,8 +204,6 @@ class DeviceRig(TransportRig):
         if self.copies:
             self._see_copies()
 
-    # the hooks
-
     @abstractmethod
     def queue(self, address: int, host: memoryview, stream: object | None, *, to_device: bool) -> object:
         """Queue a copy between device memory and `host` on a stream (None: the current one of the thread). Never waits.
@@ -228,8 +224,6 @@ class DeviceRig(TransportRig):
     def stream_of(self, *arguments: Any, **named: Any) -> object:
         """Return the stream on which a call of `copies` queues, by the call's arguments."""
         raise NotImplementedError("give `stream_of` with `copies`")
-
-    # what the base makes of them
 
     def write(self, tensor: TensorLike, data: bytes) -> None:
         self._wait_for_late()
