@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from kvframework.errors import PluginBroken
 
@@ -56,24 +57,33 @@ def named_at(where: str) -> Iterator[None]:
 
 @contextmanager
 def timed(title: str, step: str) -> Iterator[None]:
-    """Time a call of a plugin if this thread is bounded."""
+    """Time a call of a plugin if this thread is bounded: it prints to standard error then, and cannot end the process
+    without a word."""
     if _this.overdue is None:
         yield
         return
-    error = PluginBroken(
-        f"{title}: {step} has not returned within {BOUND_S:g} s",
-        where=_this.where,
-        hint="report it to the plugin's author, or choose another plugin",
-    )
-    timer = threading.Timer(BOUND_S, _this.overdue, [error])
+    this, end = (os.getpid(), threading.get_ident()), os._exit
+
+    def broken(fact: str) -> PluginBroken:
+        hint = "report it to the plugin's author, or choose another plugin"
+        return PluginBroken(f"{title}: {step} {fact}", where=_this.where, hint=hint)
+
+    def refused(status: int) -> NoReturn:
+        if this != (os.getpid(), threading.get_ident()):  # a child process of the plugin, or another thread
+            end(status)
+        raise broken(f"called os._exit({status})")
+
+    timer = threading.Timer(BOUND_S, _this.overdue, [broken(f"has not returned within {BOUND_S:g} s")])
     timer.daemon = True
     timer.start()
-    pid = os.getpid()
+    os._exit = refused
     try:
-        yield
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
     finally:
+        os._exit = end
         timer.cancel()
-        if os.getpid() != pid:  # else two processes would go on from here
+        if os.getpid() != this[0]:  # else two processes would go on from here
             os.write(2, f"error: {title}: {step} returned in a process that it has forked, which ends\n".encode())
             os._exit(1)
 

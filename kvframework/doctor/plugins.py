@@ -14,6 +14,7 @@ from kvframework.api.memory import MemoryProvider
 from kvframework.api.plugin import ByteSize, Finding, Options, ServerTerms, TableContext
 from kvframework.api.tier import TierProvider
 from kvframework.api.transport import TransportProvider
+from kvframework.bounded_calls import bounded
 from kvframework.config.schema import Config, PluginTable
 from kvframework.doctor.machine import memlock
 from kvframework.errors import KVFrameworkError
@@ -100,11 +101,13 @@ def check_plugin() -> None:
     secret = hiding(())
     registry, table = PluginRegistry(), subject.table
     try:
-        provider, options = resolve_table(registry, table, KINDS[subject.kind].provider)
+        with bounded(lambda _: None):  # the deadline is that of the process
+            provider, options = resolve_table(registry, table, KINDS[subject.kind].provider)
         # A plugin may quote its options, and findings are parts of bug reports.
         secret = hiding(secrets_of(options))
         terms, replaces, kept = subject.server, subject.replaces, subject.kept
-        check_table(registry, table, provider, options, server=terms, replaces=replaces, kept=kept)
+        with bounded(lambda _: None):
+            check_table(registry, table, provider, options, server=terms, replaces=replaces, kept=kept)
         found = _findings(subject, provider, options, started + subject.diagnose_s)
     except KVFrameworkError as error:
         found = iter([refusal(error)])

@@ -76,6 +76,10 @@ class Ran(NamedTuple):
     printed: str
 
 
+# What a run writes at its end; without it a plugin's code has ended the process.
+_END = b"end\n"
+
+
 def run_isolated(
     module: str, request: bytes, *, deadline_s: float, arguments: Sequence[str] = (), function: str = "main"
 ) -> Ran:
@@ -87,7 +91,7 @@ def run_isolated(
     the interpreter then aborts the process, and a plugin's thread that does not end would keep it alive."""
     program = (
         f"import os, sys; sys.path[:] = {sys.path!r}; from {module} import {function}; {function}(); "
-        "sys.stdout.flush(); sys.stderr.flush(); os._exit(0)"
+        f"sys.stdout.flush(); sys.stderr.flush(); os.write(int(sys.argv[1]), {_END!r}); os._exit(0)"
     )
     with tempfile.TemporaryFile() as report, tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as wanted:
         wanted.write(request)
@@ -112,7 +116,10 @@ def run_isolated(
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         said = _all(printed.fileno())[-_TAIL_BYTES:].decode(errors="replace")
-        return Ran(_all(report.fileno()).splitlines(), ended, said)
+        written = _all(report.fileno())
+        if not ended and not written.endswith(_END):
+            ended = "ended the interpreter with status 0"
+        return Ran(written.removesuffix(_END).splitlines(), ended, said)
 
 
 def _all(descriptor: int) -> bytes:

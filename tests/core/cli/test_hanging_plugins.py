@@ -3,6 +3,7 @@ refuses the new configuration and serves on."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -53,6 +54,20 @@ def stuck_codec(site: Path, hangs_in: str) -> None:
             return [CodecProvider(name="stuck", summary="", create=print, **more)]
     """
     install(site, "acme", {"codec.stuck": "acme_stuck"}, {"acme_stuck": source})
+
+
+@pytest.mark.parametrize("command", ["config check", "serve --config", "doctor --config"])
+@pytest.mark.parametrize("step", ["its probe", "check"])
+def test_a_plugin_neither_ends_the_process_nor_prints_to_its_output(
+    site: Path, toml: Path, command: str, step: str
+) -> None:
+    stuck_codec(site, step.removeprefix("its "))
+    file = site / "acme_stuck.py"
+    file.write_text(file.read_text().replace("threading.Event().wait()", "print('a word'); import os; os._exit(0)"))
+    done = quick(site, *command.split(), str(toml))
+    assert done.returncode in (1, 2), done
+    assert "a word" not in done.stdout
+    assert re.search(rf"codec.stuck .*acme 1.0.*: {step} called\s+os._exit", done.stdout + done.stderr)
 
 
 def stuck_hasher(site: Path) -> None:

@@ -56,7 +56,6 @@ def check(
 
 
 def _show_report(report: Report) -> None:
-    """Print errors first, then warnings, then notes on unchecked parts, then the totals."""
     from rich.text import Text
 
     from kvframework.api.console import print_text, stdout

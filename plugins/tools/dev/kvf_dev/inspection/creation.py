@@ -104,7 +104,6 @@ def _named(contract: Any) -> str:
 
 
 def _object_problems(made: object, contract: type[Any], title: str) -> Iterator[Problem]:
-    """Problems that the core would have with an object of a plugin."""
     name_of_class = f"{title}: {type(made).__name__}"
     if not isinstance(made, contract):
         yield problem("create-fails", title, f"create() returns {type(made).__name__}", _named(contract))

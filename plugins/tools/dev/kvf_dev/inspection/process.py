@@ -33,7 +33,6 @@ _MARK = f"{PROJECT}_impl"
 
 
 def main() -> None:
-    """Read a `Target` from standard input; `argv[1]` is the report's descriptor."""
     target = msgspec.json.decode(sys.stdin.buffer.read(), type=Target)
     descriptor = int(sys.argv[1])
     for line in _inspect(target):
@@ -152,7 +151,6 @@ def _functions(plugin: object) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def core_keys(provider: AnyProvider) -> tuple[str, ...]:
-    """The keys that the core takes from a provider's table."""
     if isinstance(provider, MemoryProvider):
         return ("use", "eviction", *L1Keys.__struct_fields__)
     return ("use", *L2Keys.__struct_fields__) if isinstance(provider, TierProvider) else ("use",)

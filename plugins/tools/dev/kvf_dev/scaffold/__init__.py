@@ -81,7 +81,6 @@ class PluginNames:
 
     @property
     def title(self) -> str:
-        """Its entry point: `tier.my_store`."""
         return f"{self.kind}.{self.name}"
 
     @property
@@ -124,7 +123,6 @@ def choose_names(kind: str, name: str, *variants: str) -> PluginNames:
 
 
 def _taken(names: PluginNames) -> Iterator[str]:
-    """Yield what is there already by one of the names."""
     for offer in discover():
         if (offer.kind, offer.name) == (names.kind, names.name):
             yield f"{offer.origin} already offers {names.title}"
@@ -165,7 +163,6 @@ def _check_classes(template: str, names: PluginNames) -> None:
 
 
 def _words(names: PluginNames) -> dict[str, str]:
-    """The replacements, in the order in which they are applied."""
     wheels = " ".join(SOURCES[each] for each in ("kvframework", "kvframework-dev", *names.requires[1:]))
     return {
         "kvf-newname": names.distribution,
@@ -190,7 +187,6 @@ def _words(names: PluginNames) -> dict[str, str]:
 
 
 def kits_requirement(names: PluginNames) -> str:
-    """What pip is given for the tests of the new plugin."""
     wanted = dict.fromkeys(names.requires[1:], ()) | names.test_requirements
     return " ".join(requirement(*extras, distribution=distribution) for distribution, extras in wanted.items())
 

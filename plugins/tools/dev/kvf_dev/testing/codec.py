@@ -128,7 +128,6 @@ class CodecConformance(NamedKit):
         return b"".join(self.parts_of(codec, memoryview(data), dtype))
 
     def parts_of(self, codec: Codec, data: memoryview, dtype: str | None = None) -> Sequence[memoryview]:
-        """Return what `encode` or `encode_elements` answers; fails unless that is a sequence of views of bytes."""
         parts = codec.encode(data) if dtype is None else codec.encode_elements(data, dtype)
         must = "the packed form must be a sequence of 1-D views of bytes that can be read several times"
         assert isinstance(parts, Sequence), f"encode returned a {type(parts).__name__}: {must}"
@@ -139,7 +138,6 @@ class CodecConformance(NamedKit):
         return parts
 
     def unpack(self, codec: Codec, packed: bytes, nbytes: int, *, shift: int = 0) -> bytes:
-        """Unpack into a place moved by `shift`, and return its content. Fails if a byte beside it was written."""
         arena = bytearray([FILLING]) * (nbytes + 2 * GUARD + shift)
         begin = GUARD + shift
         with memoryview(arena) as whole, whole[begin : begin + nbytes] as place:

@@ -47,7 +47,6 @@ def insert(policy: EvictionPolicy, keys: Iterable[PackedKey], nbytes: int = MIB)
 
 
 def must_offer(policy: EvictionPolicy, keys: Iterable[PackedKey]) -> list[PackedKey]:
-    """Fail unless the policy offers each of `keys` exactly once and nothing else; return them in its order."""
     wanted, offered = set(keys), dict[PackedKey, None]()
     for key in walk(policy):
         # Not all at once: a walk may have no end.
@@ -165,7 +164,6 @@ def _key(number: int) -> PackedKey:
 
 
 def _seconds(policy: EvictionPolicy, size: int) -> dict[str, float]:
-    """Return the seconds of the quickest call of each kind while the policy holds `size` objects."""
     taken: dict[str, float] = dict.fromkeys(_CALLS, 1e9)
 
     def measure(call: str, work: Callable[[], object]) -> object:

@@ -54,7 +54,6 @@ def packed(tokens: Iterable[int]) -> bytes:
 
 
 def mixed(count: int) -> list[int]:
-    """Return different token ids of all 32 bits, the first ones in the order of their low bits."""
     return [(number * 2654435761 + (number << 3)) % 2**32 for number in range(1, count + 1)]
 
 

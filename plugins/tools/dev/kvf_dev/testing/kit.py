@@ -285,7 +285,6 @@ def must_be_equal(found: Buffer, wanted: Buffer, why: str) -> None:
 def must_refuse(
     what: str, call: Callable[[], T], error: type[Exception], *, unless: Callable[[T], bool] = lambda _: False
 ) -> None:
-    """Fail unless `call` raises `error`, or answers what is as good."""
     __tracebackhide__ = True
     try:
         answer = call()
@@ -335,7 +334,6 @@ class Kit:
             tracemalloc.stop()
 
     def must_behave(self, machine: type[Any], *, examples: int, steps: int) -> None:
-        """Run a state machine of hypothesis in that many sequences of that many steps."""
         from hypothesis import HealthCheck, Phase, settings
         from hypothesis.stateful import run_state_machine_as_test
 

@@ -29,7 +29,6 @@ SHORT_S = 0.05
 
 
 def turns(least: int) -> Iterator[int]:
-    """Return numbers: at least so many, and for at least `LEAST_S`."""
     end = time.monotonic() + LEAST_S
     for turn in itertools.count():
         if turn >= least and time.monotonic() >= end:
@@ -41,7 +40,6 @@ class ConcurrencyTests(TierKit):
     """A reader sees the whole value of one writer, or none."""
 
     def while_writing(self, writes: list[Callable[[], object]], *reads: Callable[[], object]) -> None:
-        """Repeat `reads`, each in its own thread, until all of `writes` have ended, and once more."""
         done = threading.Event()
 
         def repeat(read: Callable[[], object]) -> None:

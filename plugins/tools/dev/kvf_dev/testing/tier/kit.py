@@ -325,7 +325,6 @@ class TierKit(NamedKit):
         return other
 
     def fresh_keys(self, count: int) -> list[PackedKey]:
-        """Return keys that the store does not hold; any byte may occur in them."""
         return [os.urandom(PACKED_KEY_BYTES) for _ in range(count)]
 
     def soon(self) -> float:
@@ -336,7 +335,6 @@ class TierKit(NamedKit):
             pytest.skip(f"the tier has no {method}")
 
     def call(self, tier: WatchedTier, name: str, key: PackedKey, deadline: float | None = None) -> object:
-        """Make a call of `EVERY_CALL`, if it has a key this one, and return its answer."""
         method, of_none, _ = name.partition(" of no keys")
         self.needs(tier, method)
         keys = [] if of_none else [key]

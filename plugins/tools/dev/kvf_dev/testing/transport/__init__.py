@@ -5,7 +5,7 @@ device, see docs/plugins/transports.md. Some tests start separate processes, whi
 from kvf_dev.testing.transport.engine_driven import EngineDriven
 from kvf_dev.testing.transport.memory import Content, Driver, Faults, Memory, Pieces
 from kvf_dev.testing.transport.order import Life, Order, Streams
-from kvf_dev.testing.transport.rig import DeviceRig, RigSpec, TransportRig
+from kvf_dev.testing.transport.rig import DeviceRig, HostRig, RigSpec, TransportRig, nbytes_of
 
 
 # pytest runs the tests of the last base first: those of content, of which the simplest round trip is the first.
@@ -13,4 +13,4 @@ class TransportConformance(Life, EngineDriven, Pieces, Driver, Faults, Streams, 
     """All tests of the kit. Give a `spec` fixture of class scope."""
 
 
-__all__ = ["DeviceRig", "RigSpec", "TransportConformance", "TransportRig"]
+__all__ = ["DeviceRig", "HostRig", "RigSpec", "TransportConformance", "TransportRig", "nbytes_of"]

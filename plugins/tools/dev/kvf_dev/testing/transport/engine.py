@@ -125,7 +125,6 @@ class MemoryModel:
                 self.images[to_name][to_place] = other.images[from_name][from_place]
 
     def canonical_block(self, index: int, block: int) -> bytes:
-        """Return the bytes of one block as `[planes, layers, slots, hidden]`, or the raw block of an opaque group."""
         group = self.groups[index]
         lanes = product(range(group.planes), range(group.layers), range(group.slots))
         places = (each for plane, layer, slot in lanes for each in self._lane(index, block, layer, plane, slot))
@@ -151,7 +150,6 @@ class MemoryModel:
 
 
 def loaded_slots(group: GroupCase, blocks: int, skip_tokens: int) -> Iterator[tuple[int, list[int]]]:
-    """Yield each written block of a load of `blocks` blocks, and its written slots: token by token, by definition."""
     tokens = blocks * group.block_size
     for at in range(blocks):
         if group.state and at != blocks - 1:
@@ -330,7 +328,6 @@ class KitEngine:
         return event
 
     def move(self) -> None:
-        """Put other tensors with other content in the place of those so far; submits pass them from now on."""
         self.tensors = dict(self._allocated(slab=False))
         self.overwrite()
         self._passed = self.caches = self._caches()

@@ -277,7 +277,6 @@ class TransportKit(Kit):
 
     @contextmanager
     def doomed(self) -> Iterator[tuple[Program, KVClient, KitEngine]]:
-        """A server process for the test to kill, and an engine at it."""
         with tempfile.TemporaryDirectory(prefix="kvf-") as directory, ExitStack() as stack:
             server = Program("server", self.recipe, endpoint_in(Path(directory)))
             stack.callback(server.close)
