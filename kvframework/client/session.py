@@ -24,7 +24,7 @@ from kvframework.messaging.client.link import Answer, OnLate
 from kvframework.messaging.curve import CurveKeys, keys_for
 from kvframework.registry.registry import PluginRegistry
 from kvframework.wire import messages as m
-from kvframework.wire.protocol import REQUESTS, SALTED_TOKEN_IDS, TOKEN_IDS, deadlines_for, offer
+from kvframework.wire.protocol import REQUESTS, SALTED_TOKEN_IDS, SINCE_0_3, TOKEN_IDS, deadlines_for, offer
 
 ENDPOINT_VARIABLE = "KVFRAMEWORK_ENDPOINT"
 _START_HINT = (
@@ -259,6 +259,9 @@ class ServerSession:
 
     def send(self, name: str, payload: Message) -> None:
         """Send a request and ignore the answer. Never blocks, never raises."""
+        # Of END_SESSION it must be known when it was sent.
+        if name in ("ABORT", "COMMIT_RETRIEVE") and self.has(SINCE_0_3) and self._connection.post(name, payload):
+            return
         self._connection.begin(name, payload, timeout=self.deadlines.of(name), urgent=True)
 
     def free_soon(self, *tickets: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
+import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -65,6 +66,8 @@ log = logging.getLogger(__name__)
 
 # The order of bytes in an object.
 ERA = "vllm-offload1"
+# How long a step takes that has nothing to do but to hear of stores.
+IDLE_S = 0.0005
 
 
 class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
@@ -242,6 +245,9 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
         if has_news := manager.begin_step(scheduled) or self._has_news(scheduler_output):
             planned: OffloadingConnectorMetadata = super().build_connector_meta(scheduler_output)
             plan = StepPlan(planned.load_jobs, planned.store_jobs, planned.jobs_to_flush)
+        elif not scheduled and self.connector_scheduler._jobs:
+            # vLLM steps on until all stores have ended; what ends them needs the processor.
+            time.sleep(IDLE_S)
         plan.store_jobs = manager.stores.give_out(plan.store_jobs, plan.jobs_to_flush or ())
         if instance is not None and (has_news or plan.store_jobs):
             plan.arena, plan.slot_bytes = instance.ticket, self._slot_bytes
@@ -256,17 +262,10 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
             output.kv_connector_block_state,
             self.connector_scheduler,
         )
-        return bool(
-            output.scheduled_new_reqs
-            or output.finished_req_ids
-            or output.preempted_req_ids
-            or output.kv_cache_block_copies
-            or any(cached.new_block_ids)
-            or (tables is not None and tables.boundary_state_offloads)
-            or planned._current_batch_load_jobs
-            or planned._current_batch_jobs_to_flush
-            or planned._current_batch_allocated_block_ids
-        )
+        requests = output.scheduled_new_reqs or output.finished_req_ids or output.preempted_req_ids
+        blocks = output.kv_cache_block_copies or any(cached.new_block_ids) or planned._current_batch_allocated_block_ids
+        jobs = planned._current_batch_load_jobs or planned._current_batch_jobs_to_flush
+        return bool(requests or blocks or jobs or (tables is not None and tables.boundary_state_offloads))
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> Any:
         return KVConnectorBase_V1.get_external_cache_hit_sources(self, request, num_external_tokens)

@@ -177,8 +177,7 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
         """Return the events since the last call. vLLM asks once for each step, when it takes in what that computed."""
         self.prefill.end_step()
         self.pace.end_step()
-        self.stores.announce()
-        return self.engine.events.take()
+        return self.stores.announcements()
 
     @harmless()
     def heard(self, report: StepReport) -> None:

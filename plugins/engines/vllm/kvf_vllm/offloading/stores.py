@@ -22,7 +22,7 @@ from kvf_vllm.offloading.searches import ANSWER_S
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
 
-    from kvf_vllm.events import BlocksStored
+    from kvf_vllm.events import BlocksRemoved, BlocksStored
     from kvf_vllm.offloading.tracked import Engine, Tracked
     from kvf_vllm.requests import Wish
     from kvframework.api.futures import Future
@@ -133,13 +133,15 @@ class Stores:
                 self._end(store)
         self._held.clear()
 
-    def announce(self) -> None:
+    def announcements(self) -> list[BlocksStored | BlocksRemoved]:
+        """Return the events since the last call."""
         committing, self._committing = self._committing, []
         for ended, event in committing:
             if not ended.query():
                 self._committing.append((ended, event))
             elif ended.exception() is None and not ended.result(0).dropped:
                 self._engine.events.stored(event)
+        return self._engine.events.take()
 
     def announce_none(self) -> None:
         self._committing.clear()
