@@ -15,7 +15,6 @@ import msgspec
 import pytest
 
 import kvframework
-from kvf_blend.messages import REQUESTS as BLEND
 from kvf_dev.testing.accelerator import node
 from kvf_observe.explain import ANSWERS
 from kvf_plan.trace import lines
@@ -67,7 +66,6 @@ def commands() -> set[str]:
         pytest.param(lines.Line.__struct_fields__, id="fields of a trace"),
         pytest.param(PLUGIN_KINDS, id="kinds of plugins"),
         pytest.param(OPTIONAL_METHODS, id="optional methods of a tier"),
-        pytest.param([each.name for each in BLEND], id="requests of blend"),
     ],
 )
 def test_a_table_has_these_names(names: Any) -> None:
