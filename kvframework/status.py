@@ -3,8 +3,7 @@ its counters as declarations; and the records of finished requests. docs/status.
 
 `msgspec.json.decode(document, type=Status)` reads a document. All fields have defaults, and unknown ones are passed
 over, so that a server of another release can be read. A new counter is a line of this module, beside the one that
-counts: the log's reports, `kvframework status`, metrics, the dashboard and docs/reference/status.md follow.
-"""
+counts: the log's reports, `kvframework status`, metrics, the dashboard and docs/reference/status.md follow."""
 
 from __future__ import annotations
 
@@ -288,7 +287,7 @@ class L1Counters(Part, frozen=True):
     loaded: Annotated[int, Counter("objects", "were loaded from L2", False, _L1_OBJECTS)] = 0
     aborted: Annotated[int, Counter("objects", "were aborted by the storing client", False, _L1_OBJECTS)] = 0
     dropped: Annotated[int, Counter("objects", "had no room in L1", True, _L1_OBJECTS)] = 0
-    forgotten: Annotated[int, Counter("objects", "were deleted by an order to forget", False, _L1_OBJECTS)] = 0
+    forgotten: Annotated[int, Counter("objects", "were deleted by `clear`", False, _L1_OBJECTS)] = 0
     retrieves: Annotated[int, Counter("RETRIEVEs", "", False, "retrieves_total")] = 0
     retrieve_misses: Annotated[int, Counter("RETRIEVEs", "missed an object", False, "retrieve_misses_total")] = 0
     lapsed: Annotated[int, Counter("pins", "expired after ticket_s or retrieve_lease_s", True, "pins_lapsed_total")] = 0

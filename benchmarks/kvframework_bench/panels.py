@@ -182,8 +182,8 @@ def _blend(figures: BlendFigures) -> list[Panel]:
     prefills = [spread_bar(row.way, row.prefill_s, kind=kind(row.way)) for row in figures.ways]
     return [
         Bars("prefill of the documents", "CPU s", prefills),
-        Bars("tokens equal to full", "%", bars([(row.way, 100 * row.agreement) for row in others])),
-        Bars("KL divergence from full", "nats", bars([(row.way, row.divergence) for row in others])),
+        Bars("tokens equal to full prefill", "%", bars([(row.way, 100 * row.agreement) for row in others])),
+        Bars("KL divergence from full prefill", "nats", bars([(row.way, row.divergence) for row in others])),
         Bars("right answers", "%", bars([(row.way, 100 * row.right) for row in figures.ways])),
     ]
 

@@ -92,7 +92,7 @@ def test_both_are_measured_over_both_paths(tmp_path: Path) -> None:
         ("wire", "LMCache", "pickle"),
     ]
     assert all(row.verified and row.nbytes == TINY.nbytes and row.store.min > 0 for row in transfers)
-    names = ["bare echo", "kvframework", "kvframework, and hashing the request", "LMCache"]
+    names = ["bare echo", "kvframework", "kvframework, hashing included", "LMCache"]
     assert [(row.tokens, row.what) for row in lookups] == [(length, name) for length in LENGTHS for name in names]
     assert all(row.latency.p50_us == 1000 for row in lookups if row.what == "LMCache")
     assert all(row.ratio_to_echo.median == 1 for row in lookups if row.what == "bare echo")

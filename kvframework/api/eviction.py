@@ -27,16 +27,15 @@ Hint = Literal["", "done", "keep"]
 
 
 class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of the request that stores or uses objects. `at` is the time in seconds on the server's clock, to a
-    tick of a tenth of a second, and never goes back: a policy reads no other clock, for replays.
+    """Facts about the request that stores or uses objects. `at` is the time in seconds on the server's clock, to a tick
+    of a tenth of a second, and never goes back: a policy reads no other clock, for replays.
 
     `request_id` is the engine's, "" for none; `tenant` a name of `[tenants]`, "" for none; `chunk_tokens` the tokens of
     a chunk, 0 if not known. `compute_s` are the seconds in which an engine computes one token of this request again,
-    `load_s` those in which a tier loads one byte; None if not known. `hint` is what the request says of the future of
-    these objects; with "keep", `keep_s` is for how many seconds from `at`, `priority`, 1 to 100, which of such objects
-    to keep longest, and `sizes` has the bytes of each key of the call. `held` are the bytes of all objects of this
-    policy, and of what is being stored; 0 if not known.
-    """
+    `load_s` those in which a tier loads one byte; None if not known. `hint` is the request's hint for these objects;
+    with "keep", `keep_s` is the number of seconds from `at`, objects of a high `priority` (1 to 100) stay longest, and
+    `sizes` has the bytes of each key of the call. `held` is the number of bytes of all objects of this policy,
+    unfinished stores included; 0 if not known."""
 
     use: Use
     at: float
@@ -58,9 +57,8 @@ class EvictionPolicy(ABC):
     holds most of the next victims, and what lies between them: less than twice the needed bytes, or one larger object.
 
     Called from several threads, one at a time. The time of a call must not grow with the number of objects. The core
-    calls `admits`, `on_inserts`, `on_uses`, `on_removes` and `victims`. Those that a policy does not define call the
-    others, one key at a time and without facts.
-    """
+    calls `admits`, `on_inserts`, `on_uses`, `on_removes` and `victims`. By default these methods call the other ones,
+    one key at a time and without facts."""
 
     name: str
 
@@ -90,7 +88,7 @@ class EvictionPolicy(ABC):
     ) -> int:
         """Return how many of `keys`, from the first on, are worth a place; the others are not stored. By default all.
         They are absent objects of one STORE or load in the order of the prompt, with their bytes, and for each the
-        index of its chunk in the prompt, -1 if not known. Those that are admitted may still not come."""
+        index of its chunk in the prompt, -1 if not known. Admitted objects may still fail to arrive."""
         return len(keys)
 
     def on_inserts(
@@ -101,7 +99,7 @@ class EvictionPolicy(ABC):
             self.on_insert(key, nbytes)
 
     def on_uses(self, keys: Sequence[PackedKey], facts: RequestFacts) -> None:
-        """`on_access_many`, with what is known of the request."""
+        """`on_access_many`, with facts about the request."""
         self.on_access_many(keys)
 
     def on_removes(self, keys: Sequence[PackedKey], why: Why) -> None:

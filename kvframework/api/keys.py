@@ -49,8 +49,7 @@ class CacheKey(Message, frozen=True):
     token to `end`, as either `tokens` (packed u32 token ids) or `digests` (packed 32-byte chunk digests); `start`
     selects, in tokens. `start` and `end` are multiples of the namespace's chunk. `request_id` and `trace`, the W3C
     traceparent of a sampled request ("" for none), say who asks; of `retain` the first that fits a chunk counts.
-    `conversation` names what can be forgotten together, "" for nothing.
-    """
+    `conversation` names what can be forgotten together, "" for nothing."""
 
     model_name: str
     world_size: int
@@ -100,7 +99,7 @@ def key_prefix(namespace: bytes, salt: bytes, rank: int, group: int) -> bytes:
 
 
 def tenant_digest(salt: str) -> str:
-    """Return what the table of a tenant has in place of a salt, which is a secret: 32 hexadecimal digits."""
+    """Return the digest that a tenant's table contains instead of the secret salt: 32 hexadecimal digits."""
     return hashlib.sha256(b"kvf/tenant/1\0" + salt.encode()).hexdigest()[:32]
 
 
@@ -169,13 +168,12 @@ Token = Annotated[int, msgspec.Meta(ge=0, le=_MAX_TOKEN)]
 
 
 class Retain(Message, frozen=True):
-    """What a request says of the future of its KV; docs/hints.md has the sources. `what` "done": no one asks for these
-    tokens again; "keep": before others for `duration` seconds, those of a higher `priority` (1 to 100) longest.
+    """A request's hint how long its KV stays useful; see docs/hints.md. `what` "done": no request uses these
+    tokens again; "keep": L1 keeps them for `duration` seconds, longest at a high `priority` (1 to 100).
 
-    It is said of the chunks that lie in the tokens `[start, end)` of the prompt as a whole; `end` None: up to the end.
-    With `start` None it is said of the request, and "done" then only of what the request is the first to store: others
-    may use what it found, and what came again although that had been said of it before.
-    """
+    The hint applies to chunks that lie entirely within the tokens `[start, end)` of the prompt; `end` None: to the
+    prompt's end. With `start` None it applies to the request, and "done" then only to objects that this request stores
+    first: other requests may use the objects that it found."""
 
     what: Literal["done", "keep"]
     duration: Annotated[float, msgspec.Meta(ge=0.0, le=MAX_DURATION_S)] = SOON_S
@@ -191,9 +189,9 @@ class Retain(Message, frozen=True):
 
 
 def retain_of(value: object) -> tuple[Retain, ...]:
-    """Return what a user has written as JSON: "done", "soon", a number of seconds, one object of `retain`, `priority`
-    (0 to 100; 0 is "done"), `duration` (seconds), `start` and `end` (tokens), or a list of them, of which the first
-    that fits a chunk counts. None is nothing. Raises `RequestError`, which names what is wrong."""
+    """Return the hints that a user has written as JSON: "done", "soon", a number of seconds, one object of `retain`,
+    `priority` (0 to 100; 0 is "done"), `duration` (seconds), `start` and `end` (tokens), or a list of them, of which
+    the first that fits a chunk counts. None means no hint. Raises `RequestError`, which names what is wrong."""
     if value is None:
         return ()
     items = value if isinstance(value, (list, tuple)) else [value]
@@ -279,8 +277,7 @@ class ChunkContent(Message, frozen=True):
 
     `tokens` are packed u32 ids, `(end - start) * 4` bytes. `extras` are those of its chunks. `hashes` are the engine's
     own block hashes, packed u64, one for each `block_size` tokens; b"" and 0 if it has none. `images` and `lora_name`
-    say to routers what the extras mean: a chunk with an extra and without either is not announced.
-    """
+    say to routers what the extras mean: a chunk with an extra and without either is not announced."""
 
     tokens: bytes
     extras: Annotated[tuple[Extra, ...], msgspec.Meta(max_length=MAX_EXTRAS)] = ()

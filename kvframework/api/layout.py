@@ -1,7 +1,6 @@
 """Declarations of KV in an engine's tensors, the objects of a chunk, one per layer group, and the `Layout` contract.
 
-Pure declarations: nothing here imports torch at run time, so a server uses it without torch.
-"""
+Pure declarations: nothing here imports torch at run time, so a server uses it without torch."""
 
 from __future__ import annotations
 
@@ -78,8 +77,7 @@ class GroupDesc(Message, frozen=True):
     `form` "canonical" means C-contiguous `[planes, layers, slots, hidden]`, the same for every layout of an engine.
     "opaque:<packing>" means `[planes, layers, blocks, bytes of a block]`: each layer's raw blocks, consecutively, for
     engines with the same packing. Any other name is opaque to all but the same layout plugin. `window` is in tokens, 0
-    for full attention, 1 for a state.
-    """
+    for full attention, 1 for a state."""
 
     shape: Annotated[tuple[int, ...], Meta(max_length=MAX_DIMS)]
     dtype: str
@@ -110,7 +108,7 @@ def chunk_tokens_for(block_sizes: Sequence[int], chunk_size: int) -> int:
     unit = math.lcm(*block_sizes)
     tokens = -(-chunk_size // unit) * unit
     if tokens > MAX_CHUNK_TOKENS:
-        fact = f"the least chunk of whole blocks of {list(block_sizes)} tokens has more than {MAX_CHUNK_TOKENS} tokens"
+        fact = f"the smallest chunk of whole blocks of {list(block_sizes)} tokens exceeds {MAX_CHUNK_TOKENS} tokens"
         raise BadLayout(fact, hint="choose block sizes that have a small common multiple")
     return tokens
 
@@ -179,8 +177,7 @@ class KVLayout(Message, frozen=True):
     """One instance's KV: the name of the layout plugin, its layer groups, the number of blocks (0: unknown).
 
     `chunk_tokens` is the chunk of an engine that has digests of its own, or that of `with_chunk`; 0: the server's
-    `chunk_size`, in whole blocks.
-    """
+    `chunk_size`, in whole blocks."""
 
     format: str
     groups: Annotated[tuple[LayerGroup, ...], Meta(max_length=MAX_GROUPS)]
@@ -241,8 +238,7 @@ def with_chunk(layout: KVLayout, least: int, most: int) -> KVLayout:
     up to `most` at which the largest object of a rank has `CHUNK_BYTES`, in whole blocks: equal in all engines.
 
     The declaration stays as it is if it names a chunk, if it has a recurrent state, of which every chunk holds a copy,
-    or if `least` is 0: the server names the chunk. Raises `BadLayout` or `BadDtype`.
-    """
+    or if `least` is 0: the server names the chunk. Raises `BadLayout` or `BadDtype`."""
     validate_layout(layout)
     if not least or layout.chunk_tokens or any(group.state for group in layout.groups):
         return layout
@@ -325,8 +321,7 @@ class EngineView(ABC):
 
     `spare_blocks` holds a block id per layer group. At the first registration nothing else may use these blocks; after
     a reconnect they are only read. Layer groups and layers count in the order of the declaration; `plane` 0 is K (or
-    the one latent plane), 1 is V.
-    """
+    the one latent plane), 1 is V."""
 
     spare_blocks: Sequence[int]
 

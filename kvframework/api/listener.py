@@ -88,8 +88,7 @@ class Finished(Message, frozen=True):
 
     `number` counts from 1 where a server answers with it, else it is 0. `at` and `cause_at` are of the wall clock,
     `monotonic` of the server's monotonic clock, in seconds. `missing` is the first token of the first chunk that was
-    missing, -1 for none; `added_tokens` is -1 where it is not known. `tier_calls`: a sampled LOOKUP's first.
-    """
+    missing, -1 for none; `added_tokens` is -1 where it is not known. `tier_calls`: a sampled LOOKUP's first."""
 
     number: int
     request: str
@@ -167,7 +166,7 @@ class Records(ABC):
 
     @abstractmethod
     def take(self) -> Batch:
-        """Return what there is, at once: perhaps nothing."""
+        """Return the waiting records at once, perhaps none."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[Batch]:
@@ -175,8 +174,8 @@ class Records(ABC):
 
 
 class ChunkShape(NamedTuple):
-    """What a chunk of a namespace and salt is made of: the model, and the key prefix of each object that a hit needs.
-    An object's key is `prefix + digest`."""
+    """The parts of a chunk of one namespace and salt: the model, and the key prefix of each object that a hit needs. An
+    object's key is `prefix + digest`."""
 
     model: str
     chunk_tokens: int
@@ -187,8 +186,7 @@ class Sockets(ABC):
     """ZMQ sockets of a listener that other programs reach on the server's own terms: over ipc:// processes of this user
     and of `[server] admit_uids`, over tcp:// the clients that `[server.curve]` admits. For one thread.
 
-    While the process has few descriptors left the server lets no new local peer in.
-    """
+    While the server has few descriptors left, it admits no new local peer."""
 
     refused: int
     """How many peers had an unknown key."""
@@ -207,7 +205,7 @@ class Sockets(ABC):
 
     @abstractmethod
     def serve_guard(self) -> None:
-        """Decides about peers that want in. Never blocks."""
+        """Decide which connecting peers are admitted. Never blocks."""
 
     @abstractmethod
     def close(self) -> None:
@@ -227,7 +225,7 @@ class ListenerContext(ABC):
 
     @abstractmethod
     def shape(self, namespace: bytes, cache_salt: str) -> ChunkShape | None:
-        """Return what a chunk of a namespace and salt is made of, None for a namespace that is not registered."""
+        """Return the parts of a chunk of a namespace and salt, None for a namespace that is not registered."""
 
     @abstractmethod
     def sockets(self, *, insecure: bool = False) -> Sockets:
@@ -236,20 +234,20 @@ class ListenerContext(ABC):
 
 
 class Listener(ABC):
-    """Reads records. `wants` are the contents that clients are asked for: token ids, which cost time on both sides.
-    `block_tokens`: it counts in blocks of so many tokens, of which a chunk that the model sizes holds whole ones."""
+    """Reads records. `wants` chooses the token ids that clients send, which costs time on both sides. With
+    `block_tokens`, the listener's block size, chunks whose size depends on the model consist of whole blocks."""
 
     wants: Contents = "none"
     block_tokens: int = 1
 
     def start(self, *, keeps: bool) -> None:  # noqa: B027  most have nothing to open
-        """Open what the listener needs, before the server serves. `keeps`: what L1 holds outlives the server.
-        Raises `KVFrameworkError`, and the server does not start. Blocks for seconds at most."""
+        """Open files and sockets, before the server serves. `keeps`: the objects in L1 outlive the server. Raises
+        `KVFrameworkError`, and the server does not start. Blocks for seconds at most."""
 
     @abstractmethod
     def listen(self, records: Records) -> None:
         """Read the records: called once, in a separate thread, and return soon after they end. The server waits for
-        that for 2 s. What it raises is logged and shown in the status document; the listener hears no more then."""
+        that for 2 s. An exception ends the listener, and is logged and shown in the status document."""
 
     def status(self) -> Mapping[str, object]:
         """Return its part of the status document, JSON types only. From any thread; must not block. A text under

@@ -54,8 +54,8 @@ class Memory(ABC):
         """End the background work and free the memory. Views must have been released. Idempotent."""
 
     def leave(self) -> None:
-        """Replace `close` where the process ends right afterwards, and views may still exist: has to release only what
-        would outlive the process. By default `close`."""
+        """Called instead of `close` if the process ends right afterwards, while views may still exist: release only
+        what would outlive the process. By default `close`."""
         self.close()
 
 

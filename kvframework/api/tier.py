@@ -58,7 +58,7 @@ class TierUsage:
 @dataclass(frozen=True)
 class TierEntry:
     """One value that `scan` found. `used_at` is the time of its last store or touch, in Unix seconds; None: the store
-    does not keep it, so a tier that knows its capacity may not answer it."""
+    does not record it, which a tier with `usage` must not return."""
 
     key: PackedKey
     nbytes: int
@@ -74,9 +74,8 @@ class Tier(ABC):
     a tier keeps no reference after it returned. A key that occurs twice in a batch is processed twice, in order.
     `kvf_dev.testing.TierConformance` holds a tier to all of this.
 
-    With `read_only` the values are those of others: the core neither puts, deletes nor touches any, and tells routers
-    nothing of them. Such a tier still has `put` and `delete`, which answer FAILED and MISSING.
-    """
+    A tier with `read_only` reads values that others write: the core never calls `put`, `delete` and `touch`, and
+    announces no value to routers. Its `put` returns FAILED, its `delete` MISSING."""
 
     name: str
     read_only: bool = False
@@ -94,8 +93,7 @@ class Tier(ABC):
         value's bytes, so the core takes a value for whole only if this number equals the length in its header.
 
         A value shorter than its parts fills their beginning; a longer one is DAMAGED, stays, and disturbs no other key
-        of the batch. The rest of the parts, and the parts of keys that were not found, have any content afterwards.
-        """
+        of the batch. The rest of the parts, and the parts of keys that were not found, have any content afterwards."""
 
     @abstractmethod
     def put(
@@ -127,28 +125,28 @@ class Tier(ABC):
         return frozenset(name for name in OPTIONAL_METHODS if getattr(type(self), name) is not getattr(Tier, name))
 
     def attach(self, node: Node) -> None:
-        """Give the tier what a server's node has, once, before the server serves; only `ping` and `problems` may be
-        called before, and by commands that are no server `scan`, `get_into` and `delete`. Optional; must not block. A
+        """Receive the server's node, once, before the server serves. Before that the server calls only `ping` and
+        `problems`; commands without a server also call `scan`, `get_into` and `delete`. Optional; must not block. A
         `KVFrameworkError` stops the start."""
         return
 
     def problems(self) -> Sequence[str]:
-        """Return what keeps the tier from working as configured now, a line each and without a secret: the place, and
-        the store's own words. Asked every few seconds, also while calls fail, and after a `put` with a FAILED value,
-        whose reason the log has from here; must not block. Optional."""
+        """Return the present problems, one line each, without secrets: the place and the store's error text. Called
+        every few seconds, also while calls fail, and after a `put` with a FAILED value, so that the log has its reason.
+        Must not block. Optional."""
         return ()
 
     def status(self) -> Mapping[str, object]:
-        """Return what an operator wants to see of the tier besides, as JSON-like values without a secret, 64 KiB at
-        most: `l2[].details` in the server's status. Asked like `problems`. Optional. These have metrics: rows `nodes`
-        with `node` (its name), `state` (`up` if it answers) and the counters `values`, `nbytes` and `failed` of what
-        came from it; a table `lending` with the counters `values` and `nbytes` of what went to others, and those in
-        `refused`; and `counters`, the tier's own: what `kvframework.api.counter.Counts.status` returns."""
+        """Return further facts for an operator, as JSON-like values without secrets, at most 64 KiB: `l2[].details` in
+        the server's status. Called like `problems`. Optional. These have metrics: rows `nodes` with `node` (its name),
+        `state` (`up` if it answers) and the counters `values`, `nbytes` and `failed` of what came from it; a table
+        `lending` with the counters `values` and `nbytes` of what went to others, and those in `refused`; and
+        `counters`, the tier's own: what `kvframework.api.counter.Counts.status` returns."""
         return {}
 
     def rejected(self, key: PackedKey) -> None:
-        """Receive the key of a value that `get_into` gave last and that was none: torn, of another name or
-        another format. Only tiers that are `read_only`: of others the core deletes it. Must not block. Optional."""
+        """Receive the key of an unusable value that `get_into` has just returned: torn, or of another name or format.
+        Only for `read_only` tiers; in other tiers the core deletes the value. Must not block. Optional."""
         return
 
     def ping(self, *, deadline: float) -> None:
@@ -201,7 +199,7 @@ class NodeIdentity:
 
 
 class Loan(AbstractContextManager["Loan"], ABC):
-    """One object of L1 as the value, of `nbytes`, that a tier would get, pinned until `close`. Held by one thread."""
+    """One object of L1 in the form of a tier's value, of `nbytes` bytes, pinned until `close`. For one thread."""
 
     nbytes: int
 
@@ -212,7 +210,7 @@ class Loan(AbstractContextManager["Loan"], ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give the object back. Idempotent; does not block."""
+        """Unpin the object. Idempotent; does not block."""
 
     def __exit__(self, *_exc: object) -> None:
         self.close()
@@ -233,8 +231,8 @@ class Node(ABC):
 
     @abstractmethod
     def lend(self, key: PackedKey) -> Loan | None:
-        """Lends what L1 has under `key`, or what the server knows of a namespace; None if it has nothing. It asks no
-        tier, and is no use of the object for eviction."""
+        """Return L1's object of `key`, or the server's record of a namespace; None if there is none. Asks no tier, and
+        does not count as a use of the object for eviction."""
 
     @abstractmethod
     def models(self) -> Mapping[str, Collection[bytes]]:
@@ -242,10 +240,10 @@ class Node(ABC):
 
 
 class RegistersMemory(ABC):
-    """A tier whose client library wants to know memory before it reads or writes there, as RDMA does: a second base
-    class of a `Tier` that `HelperTier` runs. The parts of `put` and `get_into` are pieces of registered memory then.
-    There are several memories, one for each call at a time, which registers all of its own in its thread. An exception
-    fails the call for which the memory was wanted."""
+    """A tier whose client library must register memory before it reads or writes there, as for RDMA: a second base
+    class of a `Tier` that `HelperTier` runs. The parts of `put` and `get_into` then lie in registered memory. Each
+    concurrent call has separate memory, and registers it in its own thread. An exception fails the call that needs the
+    memory."""
 
     @abstractmethod
     def register_memory(self, memory: memoryview) -> None:
@@ -253,4 +251,4 @@ class RegistersMemory(ABC):
 
     @abstractmethod
     def unregister_memory(self, memory: memoryview) -> None:
-        """Forget what `register_memory` was given: no call uses it any more, and it is unmapped after this."""
+        """Unregister memory of `register_memory`: no call uses it any more, and it is unmapped afterwards."""

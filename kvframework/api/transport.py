@@ -2,8 +2,7 @@
 server's arena. Engine-driven transports (CPU gather) copy in the engine's process and need no server half.
 Server-driven ones (CUDA IPC) send memory handles at registration; their server half, `ServerTransport`, copies.
 
-First the data of one transfer, then the link to the server, then what a transport implements.
-"""
+First the data of one transfer, then the link to the server, then what a transport implements."""
 
 from __future__ import annotations
 
@@ -132,9 +131,9 @@ class Registration(Message, frozen=True):
 
 
 class LoadGrant(NamedTuple):
-    """What a lookup has prepared for the load of tokens `[start, end)` by one instance: it goes from the scheduler's
-    side of an engine to the worker's, and there to the link, which reads it. `content` names the prompt up to `end` and
-    its salt, `boot_id` the server's start. The rest is the server's; times are of the node's monotonic clock."""
+    """A lookup's permission for one instance to load the tokens `[start, end)`. An engine's scheduler passes it to the
+    worker, whose link reads it. `content` names the prompt up to `end` and its salt, `boot_id` the server's start. The
+    rest is the server's; times are of the node's monotonic clock."""
 
     instance_id: int
     lease: str
@@ -167,13 +166,11 @@ class Transfer:
 
     `key` names the tokens `[key.start, key.end)`, `blocks` the engine's blocks that hold them, a `GroupBlocks` per
     layer group; `block_ids` are the ids as passed by the engine, one list per layer group for all tokens. `kv_caches`
-    are the engine's tensors, borrowed until the transfer's future is resolved. `event` is the engine's own event behind
-    the work that the copy has to wait for, None for the work in the calling thread's current stream, where a transport
-    that copies later records an event. Any other object is a miss, never taken for None. `content` goes to
-    the server beside the bytes, if it has asked for it. `grant` is for the link, which need not ask for ranges then.
-    `in_pieces`: a transport that copies a load in the engine's own thread does so in `Future.advance` only, piece by
-    piece; others take no notice.
-    """
+    are the engine's tensors, borrowed until the transfer's future is resolved. `event` is the engine's event after
+    which the copy may begin; for None, a transport that copies later records an event in the calling thread's current
+    stream. Any other object makes the transfer a miss. `content` is sent with the bytes if the server wants it. With
+    `grant` the link need not ask the server for ranges. `in_pieces`: a transport that copies a load in the engine's own
+    thread does so in `Future.advance` only, piece by piece; others take no notice."""
 
     key: CacheKey
     registration: Registration
@@ -330,13 +327,12 @@ class EngineDrivenLink(ABC):
     """The server as an engine-driven transport sees it. Thread-safe: `commit` and `abort` of a plan, too.
 
     A call that returns a future waits for the answer only briefly (50 ms, and not again while the server is slow), so
-    most often the future is resolved. Else it resolves by the deadline of its kind, seconds later, for which a
-    transport must not hold up the engine's thread, nor throw the answer away: it goes on in a callback of the future.
+    most often the future is resolved. Otherwise it resolves by the call's deadline, seconds later: a transport must not
+    block the engine's thread until then, and must not discard the answer, but continue in a callback of the future.
     Callbacks run in the calling thread if the answer is there, else in the connection's, which must not be held up:
     there a transport starts a copy, or hands it to a thread. Futures fail with `KVFrameworkError` (`DeadlineExceeded`,
     `ServerGone`, a typed refusal) unless documented otherwise. `cancel` on the future of a `prepare` gives back what
-    the answer may still reserve.
-    """
+    the answer may still reserve."""
 
     @property
     @abstractmethod
@@ -404,8 +400,8 @@ class TransferContext(ABC):
     and never polls or keeps them. An error of `store` or `load` is a miss that the core logs and counts; only
     `BadLayout` and `BadBlockIds`, for tensors and blocks that differ from the registered ones, reach the engine. The
     future of a transfer never fails: its outcome is then `Transfer.failed(error)` or `LoadOutcome.failed(error)`. Its
-    `cancel` makes a miss at once while the transfer waits for server or event, else when the copy is over, since what
-    that touches is not the engine's yet. The same if the server dies: the arena stays mapped as long as the plan."""
+    `cancel` makes the transfer a miss: at once while it waits for server or event, else when the copy has ended, which
+    still touches the blocks. If the server dies, the same applies, and the arena stays mapped as long as the plan."""
 
     def on_layout(self, layout: Layout, declared: KVLayout) -> None:
         """Receive the declaration of the tensors before each `memory_handles`: for transports that export them."""
@@ -417,15 +413,15 @@ class TransferContext(ABC):
         return ()
 
     def on_arena(self, arena: Arena | None) -> None:
-        """Receive the mapped arena, at each registration at which it is another one, for devices that must know host
-        memory (`cudaHostRegister`, `clEnqueueSVMMap`, Level Zero's import). None, with the end of the session or before
-        `close`: forget it once no copy is under way, and drop all references: until then it stays mapped, and the
-        server takes this process for alive. Long work belongs into a thread. Raises `DeviceError`."""
+        """Receive the mapped arena, at each registration with a new arena, for devices that must register host memory
+        (`cudaHostRegister`, `clEnqueueSVMMap`, Level Zero's import). None, at the end of the session or before `close`:
+        unregister it once no copy runs, and drop all references; until then it stays mapped, and the server counts this
+        process as alive. Do long work in a thread. Raises `DeviceError`."""
         return
 
     def on_registered(self, registration: Registration, layout: Layout) -> None:
-        """Called after every registration, a reconnect's too. Raises `BadLayout` or `TransportMismatch` for what it
-        cannot move: the registration is taken back, and `auto` takes the next transport."""
+        """Called after every registration, a reconnect's too. Raises `BadLayout` or `TransportMismatch` if it cannot
+        move these tensors: the core undoes the registration, and `auto` tries the next transport."""
         del registration, layout
 
     @abstractmethod
@@ -434,10 +430,10 @@ class TransferContext(ABC):
 
     @abstractmethod
     def load(self, transfer: Transfer, skip_tokens: int) -> Future[LoadOutcome]:
-        """Load the transfer's tokens except the first `skip_tokens`, fewer than there are, whose slots are not
-        written. Opaque blocks are skipped whole; a state is always written. The future is resolved once the blocks are
-        no longer touched. A transport that copies in this thread should do so in `Future.advance` if the load is
-        `in_pieces`: what the engine computes waits for no more than a piece then."""
+        """Load the transfer's tokens except the first `skip_tokens`, fewer than there are, whose slots are not written.
+        Opaque blocks are skipped whole; a state is always written. The future is resolved once the blocks are no longer
+        touched. A transport that copies in this thread should do so in `Future.advance` if the load is `in_pieces`: the
+        engine then waits for one piece at most."""
 
     @abstractmethod
     def close(self) -> None:

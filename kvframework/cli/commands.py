@@ -3,8 +3,7 @@
 A command is a `typer.Typer`, of which a single command stands for itself; an entry point's name is the command, or
 GROUP.COMMAND for one in a group of the core. Names and one-line helps come from this module and from metadata: a
 command's module is imported when it runs, or for its own help or completion. A broken one is an error of that command
-only. A command of the core cannot be replaced.
-"""
+only. A command of the core cannot be replaced."""
 
 from __future__ import annotations
 
@@ -55,9 +54,9 @@ SECTIONS = {
         "plugins": ("kvframework.cli.plugins:app", "List, describe and check plugins."),
         "clear": (
             "kvframework-observe",
-            "Delete KV that a running server caches: all, or what a tenant or a prompt has left.",
+            "Delete KV that a running server caches: all, or that of one tenant or prompt.",
         ),
-        "drain": ("kvframework-observe", "Have a running server write to its tiers what only L1 holds, and end."),
+        "drain": ("kvframework-observe", "Make a running server write all of L1 to its tiers, and end."),
         "dump": ("kvframework-observe", "Write the data for a bug report into one file."),
         "keys": ("kvframework-observe", "Make CURVE keys, which protect tcp:// connections."),
         "tenants": ("kvframework-observe", "Show tenants, and make digests of their salts."),

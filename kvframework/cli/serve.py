@@ -56,8 +56,7 @@ def serve(
     configuration again, see `kvframework config apply`; SIGUSR1 writes the stacks of its threads to standard error.
 
     With `--takeover` it checks all that can be checked, has the running server drain and hand over what it holds in L1,
-    and goes on in its place; engines connect again by themselves.
-    """
+    and goes on in its place; engines connect again by themselves."""
     log = {name: value for name, value in (("level", log_level), ("format", log_format)) if value}
     run_server(ServeOptions(config, overrides or (), log, takeover))
 
@@ -91,14 +90,13 @@ def hold(
     as_json: AsJson = False,
     overrides: Annotated[list[str] | None, typer.Option("--set", hidden=True)] = None,
 ) -> None:
-    """Run the server in a child process, and keep L1 over its end.
+    """Run the server in a child process, and keep L1 when that process ends.
 
     A server that ends, also by `kill -9`, starts again at once and has its objects again. SIGINT or SIGTERM ends both,
     and what is kept. SIGHUP and SIGUSR1 pass on to the server. Exit status 2: another one holds the endpoint, or the
     server refuses to start.
 
-    --status, --reload and --drop ask the keeper that runs at the endpoint; their exit status is 1 if it refuses.
-    """
+    --status, --reload and --drop ask the keeper that runs at the endpoint; their exit status is 1 if it refuses."""
     asked = [name for name, chosen in (("status", status), ("reload", reload), ("drop", drop)) if chosen]
     if len(asked) > 1 or (restart and not drop):
         raise typer.BadParameter("give only one of --status, --reload and --drop; --restart needs --drop")

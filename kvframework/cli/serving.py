@@ -201,7 +201,7 @@ def _started(settings: Config, signals: ServerSignals, keeper: Keeper | None, ru
         try:
             keeper.ready()
         except OSError as error:
-            log.warning("the keeper cannot be told that this server is ready: %s", error)
+            log.warning("the server could not tell the keeper that it is ready: %s", error)
     return server
 
 

@@ -1,4 +1,4 @@
-"""The digests of one request, for which every token is hashed once, and what its lookup has prepared for loads."""
+"""The chained digests of one request, which hash each token once, and the grants of its lookup for loads."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def _is_right(pack: _Pack) -> bool:
 
 
 class Grants:
-    """What a lookup has prepared for the loads of its hit, and is not taken yet. A grant has one end: a load takes it,
-    in this process or another, or it is given back when the lookup is freed. Thread-safe."""
+    """A lookup's grants for loads of its hit that no load has taken yet. A grant ends once: a load takes it, in this
+    process or another, or freeing the lookup returns it. Thread-safe."""
 
     def __init__(self, grants: Iterable[LoadGrant] = ()) -> None:
         self._of = {each.instance_id: each for each in grants}
@@ -153,14 +153,12 @@ def granted_ranges(transfer: Transfer, grant: LoadGrant) -> tuple[ArenaRange, ..
 class RequestHashes:
     """Chained chunk digests of one request's tokens, extended as tokens arrive. For one thread at a time.
 
-    `digests` are those of its first whole chunks, if another process has made them: with their extras. `trace` is the
-    request's `traceparent` header: if it says that the request is sampled, the server's part gets spans. `retain` says
-    for how long its KV is of use (`kvframework.api.keys.retain_of`), `conversation` what it is a part of, see
-    `CacheKey`. With `keep_tokens`, for a server that wants them (`KVClient.wants_tokens`), the tokens stay here, 4
-    bytes each, and go along with stores and loads, so that routers learn of them. `lora_name` is the adapter's name to
-    routers. `grants` are what the last lookup has prepared for loads, in this process or another, see
-    `LookupResult.take_grants`.
-    """
+    `digests` are the digests of its first whole chunks, extras included, if another process computed them. `trace` is
+    the request's `traceparent` header: of a sampled request the server records spans. `retain` is the hint for its KV
+    (`kvframework.api.keys.retain_of`), `conversation` the name of its conversation, see `CacheKey`. With `keep_tokens`,
+    for a server that wants them (`KVClient.wants_tokens`), the object keeps the tokens, 4 bytes each, and sends them
+    with stores and loads, for routers. `lora_name` is the adapter's name for routers. `grants` are the last lookup's
+    grants for loads, from this process or another, see `LookupResult.take_grants`."""
 
     def __init__(
         self,

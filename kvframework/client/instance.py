@@ -189,7 +189,7 @@ class Instance:
                 return
             except _REFUSALS as error:
                 self._refused = True
-                log.error("instance %d stays unregistered, the server refused it: %s", self.identity.instance_id, error)
+                log.error("instance %d is not registered: the server refused it: %s", self.identity.instance_id, error)
                 return
             except errors.KVFrameworkError as error:
                 log.warning("instance %d could not register again: %s", self.identity.instance_id, error)
@@ -396,8 +396,7 @@ def register_canonical(
     `hidden_dim_size` is the elements of one token, one layer, one plane; `use_mla` means one latent plane instead of K
     and V; `dtype` is a name such as "bfloat16". The registration ends with the client, and is not renewed after a
     reconnect. Blocking. Raises `BadLayout`, `BadDtype`, `AlreadyRegistered`, `TransportMismatch` if the server has no
-    engine-driven transport, and the errors of `KVClient.request`.
-    """
+    engine-driven transport, and the errors of `KVClient.request`."""
     warn_of_missing_kernels()
     payload = m.RegisterNonGpuContextPayload(
         instance_id=instance_id,

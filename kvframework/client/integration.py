@@ -50,13 +50,13 @@ class EngineOptions(Options, frozen=True):
             "factor for the deadlines of calls to the server, 0.1 to 100; null: $KVFRAMEWORK_DEADLINE_SCALE, else 1"
         ),
     ] = None
-    transport: Annotated[str, _described('a transport\'s name; "auto": the first that engine and server share')] = (
+    transport: Annotated[str, _described('name of the transport; "auto": the first that engine and server have')] = (
         "auto"
     )
     transport_options: Annotated[dict[str, object], _described("options of the transport")] = {}  # noqa: RUF012 - msgspec copies it
-    model: Annotated[str, _described("the model's name in the cache; default: its name in the engine")] = ""
+    model: Annotated[str, _described("model name in the key of cached KV; default: the engine's model name")] = ""
     weights: Annotated[
-        str, _described("the weights' name; default: all bytes of the weight files, where they are local")
+        str, _described("name of the weights in the key of cached KV; default: a digest of the local weight files")
     ] = ""
 
 
@@ -175,8 +175,9 @@ class Noting(Protocol):
 def harmless(
     default: Callable[[], object] = lambda: None, then: Callable[..., object] | None = None
 ) -> Callable[[F], F]:
-    """Decorates a method so that it returns `default()` where it would raise, and `errors` of its object counts. `then`
-    is called first, with the method's arguments; its result replaces the default unless it is None or `then` raises."""
+    """Decorate a method so that it returns `default()` instead of raising, and its object's `errors` counts the error.
+    After an error `then` is called with the method's arguments; its result replaces the default unless it is None or
+    `then` raises."""
 
     def decorate(method: F) -> F:
         @functools.wraps(method)
@@ -199,13 +200,12 @@ def harmless(
 
 
 class Attachment(Generic[T]):
-    """A registration with a server that may start later, refuse it, or fail: until it succeeds the engine goes on
-    without the cache. For the engine's thread; `value` may be read in any.
+    """A registration with a server that may start later, refuse, or fail: until the registration succeeds the engine
+    runs without the cache. For the engine's thread; `value` may be read in any thread.
 
-    `register` is called once `client` is connected, by one thread at a time, and its result is `value`. Whatever it
-    raises is logged, once for each reason, behind `missing`; then it is called again: as soon as there is a server, or
-    after `RETRY_S` where there is one.
-    """
+    `register` is called once `client` is connected, by one thread at a time, and its result is `value`. Its errors are
+    logged, once per reason, after the text `missing`; then it is called again: as soon as a server is connected, or
+    after `RETRY_S` if one already is."""
 
     def __init__(self, client: KVClient, register: Callable[[], T], *, missing: str) -> None:
         self.value: T | None = None
@@ -227,8 +227,8 @@ class Attachment(Generic[T]):
             self.begin_in_background()
 
     def begin_in_background(self, prepare: Callable[[threading.Event], None] = lambda _stop: None) -> None:
-        """Register in another thread, in place of what that does now. Each try, and there is always one, calls
-        `prepare` first, which may take long: `stop` sets its argument, and does not wait for it. Never blocks."""
+        """Register in another thread, which stops its earlier attempts. Each attempt first calls `prepare`, which may
+        take long: `stop` sets its argument, and does not wait for it. At least one attempt runs. Never blocks."""
         self._stop.set()
         before, stop = self._thread, threading.Event()
 
@@ -251,8 +251,8 @@ class Attachment(Generic[T]):
                 change()
 
     def stop(self, wait_s: float) -> T | None:
-        """End the tries, and return what is registered, which the caller ends. Waits for a call of
-        `register` or `replace` for `wait_s` seconds at most. Idempotent."""
+        """End the attempts, and return the registered `value`, which the caller ends. Waits for a call of `register` or
+        `replace` for `wait_s` seconds at most. Idempotent."""
         self._stop.set()
         if self._registering.acquire(timeout=wait_s):
             self._registering.release()

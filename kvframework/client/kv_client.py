@@ -59,7 +59,9 @@ def checked_tokens(registration: Registration, request_id: str, start: int, end:
     first, last = _as_int(start, "start"), _as_int(end, "end")
     if not 0 <= first < last or first % chunk or last % chunk:
         raise BadRange(
-            f"tokens {first} to {last}", where=f"request {request_id!r}", available=f"whole chunks of {chunk} tokens"
+            f"the range is tokens {first} to {last}",
+            where=f"request {request_id!r}",
+            available=f"whole chunks of {chunk} tokens",
         )
     return first, last
 
@@ -126,17 +128,17 @@ def check_ranges(transfer: Transfer, ranges: Sequence[ArenaRange], arena_bytes: 
     chunks, sizes = transfer.chunks, [group.nbytes for group in transfer.registration.desc.groups]
     for place in ranges:
         if not (0 <= place.group < len(sizes) and 0 <= place.chunk < chunks):
-            raise ProtocolError(f"the server named {place}", available=f"{chunks} chunks of {len(sizes)} layer groups")
+            raise ProtocolError(f"the answer names {place}", available=f"{chunks} chunks of {len(sizes)} layer groups")
         if place.length != sizes[place.group]:
-            raise ProtocolError(f"the server named {place}", available=f"objects of {sizes[place.group]} bytes")
+            raise ProtocolError(f"the answer names {place}", available=f"objects of {sizes[place.group]} bytes")
         if arena_bytes is not None and not 0 <= place.offset <= arena_bytes - place.length:
-            raise ProtocolError(f"the server named {place}", available=f"ranges within the arena's {arena_bytes} bytes")
+            raise ProtocolError(f"the answer names {place}", available=f"ranges within the arena's {arena_bytes} bytes")
     if len({(place.chunk, place.group) for place in ranges}) < len(ranges):
-        raise ProtocolError("the server named an object twice", available="one range for each object")
+        raise ProtocolError("the answer names an object twice", available="one range for each object")
     if arena_bytes is not None:
         for before, after in pairwise(sorted(ranges, key=_offset)):
             if after.offset < before.offset + before.length:
-                raise ProtocolError(f"the server named {before} and {after}", available="ranges that do not overlap")
+                raise ProtocolError(f"the answer names {before} and {after}", available="ranges that do not overlap")
 
 
 def check_held(transfer: Transfer, ranges: Sequence[ArenaRange], others: StoreOutcome) -> None:
@@ -148,7 +150,9 @@ def check_held(transfer: Transfer, ranges: Sequence[ArenaRange], others: StoreOu
     counts = (others.stored, others.present, others.in_flight, others.dropped, others.unknown)
     held = sum(transfer.chunks - first for first in firsts)
     if min(counts) < 0 or len(ranges) + sum(counts) != held:
-        raise ProtocolError(f"the server asked for {len(ranges)} objects beside {others}", available=f"{held} objects")
+        raise ProtocolError(
+            f"the server asked for {len(ranges)} objects and named {others} others", available=f"{held} objects"
+        )
 
 
 def check_complete(transfer: Transfer, ranges: Sequence[ArenaRange]) -> None:
@@ -157,7 +161,7 @@ def check_complete(transfer: Transfer, ranges: Sequence[ArenaRange]) -> None:
     for group, first in enumerate(transfer.first_chunks):
         missing = [chunk for chunk in range(first, transfer.chunks) if (chunk, group) not in given]
         if missing:
-            raise ProtocolError(f"the server named no object for chunks {missing} of layer group {group}")
+            raise ProtocolError(f"the answer names no object for chunks {missing} of layer group {group}")
 
 
 def _as_int(number: SupportsIndex, name: str) -> int:
@@ -177,8 +181,7 @@ class KVClient(ServerSession, EngineLink):
     server was silent for as long as they wait. `curve` are the key files for a tcp:// endpoint; None: those of
     $KVFRAMEWORK_CURVE_SECRET (this client's secret key) and $KVFRAMEWORK_CURVE_SERVER (the server's public key), if
     set. `requests` are specs of plugins' requests, which `request` then accepts beside the core's. Raises
-    `EndpointError`, `ConfigFieldError` and `CurveKeyError`.
-    """
+    `EndpointError`, `ConfigFieldError` and `CurveKeyError`."""
 
     # Engine-driven transports: objects are prepared, copied by the engine, and committed, see `EngineDrivenLink`. A
     # grant of the server that comes too late for its caller is released.

@@ -50,7 +50,7 @@ class OpaqueObjects:
 
 
 class Prompt(NamedTuple):
-    """What a lookup or a store is about: tokens `[start, end)` of a request, whole units."""
+    """The tokens `[start, end)` of a request, whole units, for a lookup or a store."""
 
     request_id: str
     start: int
@@ -62,7 +62,8 @@ class Prompt(NamedTuple):
 
 
 class ArenaTicket(NamedTuple):
-    """What another process of the engine needs to map the arena, see `map_arena`. It is as secret as the session."""
+    """The ticket with which another process of the engine maps the arena, see `map_arena`. It is as secret as the
+    session."""
 
     path: str
     session: bytes
@@ -144,7 +145,7 @@ class OpaqueInstance:
         def check(ranges: Sequence[ArenaRange]) -> None:
             for place in ranges:
                 if not 0 <= place.group < len(sizes) or place.length != sizes[place.group]:
-                    raise ProtocolError(f"the server named {place}", available=f"objects of {list(sizes)} bytes")
+                    raise ProtocolError(f"the answer names {place}", available=f"objects of {list(sizes)} bytes")
 
         return self._client.prepare_store_keys(payload, check)
 
@@ -242,13 +243,13 @@ def granted_objects(reply: m.LookupReply, groups: Sequence[KeyGroup]) -> Iterato
 
 
 def map_arena(ticket: ArenaTicket, timeout: float = 5.0) -> MappedArena:
-    """Map the arena in a further process of the session, which then lasts as long as any of its processes: what this
-    one writes under a lease of the session is never given to another meanwhile. Blocking. Raises `ServerGone`,
+    """Map the arena in a further process of the session. The session then lasts until all its processes have ended, so
+    the server gives no range that this process still writes to another client. Blocking. Raises `ServerGone`,
     `EndpointError` and `OSError`."""
     link, arena_fd = LivenessLink.connect(ticket.path, ticket.session, timeout)
     if arena_fd is None:
         link.close()
-        raise ServerGone("this server has no arena")
+        raise ServerGone("this server shares no memory (arena)")
     try:
         return MappedArena(arena_fd, link.duplicate())
     finally:

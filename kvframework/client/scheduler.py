@@ -40,8 +40,8 @@ _BRIEF_AFTER_VAIN = 10
 @dataclass(frozen=True)
 class LookupResult:
     """The result of a lookup: `hit_tokens` from its `start`, at most `asked_tokens`, are pinned under `ticket` ("" for
-    none). `pending`: the answer of L2 is still open. `grants` has the loads of all of the hit that are prepared, `key`
-    what was asked for, with its salt. `unanswered`: it is a miss since the server gave no answer in time."""
+    none). `pending`: L2 has not answered yet. `grants` are the server's grants for loads of the whole hit, `key` the
+    key of the lookup, with its salt. `unanswered`: a miss because the server did not answer in time."""
 
     hit_tokens: int
     ticket: str = ""
@@ -53,8 +53,8 @@ class LookupResult:
     unanswered: bool = False
 
     def take_grants(self) -> tuple[LoadGrant, ...]:
-        """Return the grants for the workers of other processes or clients, whose `RequestHashes` take them, once: the
-        lookup may be freed then while they load. Within a process the request that was looked up has them."""
+        """Return the grants, once, for workers in other processes or clients, whose `RequestHashes` take them; the
+        lookup may then be freed while they load. In this process the request that was looked up already has them."""
         return self.grants.take_all()
 
 
@@ -76,8 +76,8 @@ class SchedulerAdapter:
         instances: Sequence[int] = (),
     ) -> None:
         """Without `chunk_tokens` (None) the constructor asks the server, which blocks and raises as
-        `KVClient.chunk_tokens` does. `instances` are the ids of the workers on this node, in any process: where the
-        server can, a hit brings what each of them needs to load it, see `LookupResult.take_grants`."""
+        `KVClient.chunk_tokens` does. `instances` are the ids of the workers on this node, in any process: if the server
+        can, a hit contains a load grant for each of them, see `LookupResult.take_grants`."""
         warn_of_missing_kernels()
         self.failures = 0
         self._brief_until = -math.inf
@@ -100,11 +100,11 @@ class SchedulerAdapter:
         """Return how many tokens after `start` all ranks can load. `end` (default: all hashed tokens) is rounded down
         to a chunk. Raises `BadRange` unless `start` is a multiple of it.
 
-        With `wait_s` the answer is held back for so many seconds at most, until L2 has said whether it has more than
-        L1: a result that is not pending then needs no second question. Loads are not waited for. With the engine's
-        `speed` a server with `[server] price` finds fewer tokens where the engine computes the rest sooner than a tier
-        loads it. `ValueError` for a speed that cannot be true. The answer has as long as the engine computes what it
-        may find, within the bounds of `ClientDeadlines.of_lookup`; for a while after one in vain, only `lookup_s`."""
+        With `wait_s` the server delays its answer, by at most so many seconds, until L2 has said whether it has more
+        than L1: a result that is not pending is then final. The answer does not wait for loads. With the engine's
+        `speed` a server with `[server] price` finds fewer tokens if the engine computes the rest sooner than a tier
+        loads it. `ValueError` for an impossible speed. The lookup waits as long as the engine would compute the tokens,
+        within the bounds of `ClientDeadlines.of_lookup`; for a while after an unanswered lookup, only `lookup_s`."""
         start = checked_start(request.request_id, start, self.chunk_tokens)
         last = request.hashed_tokens if end is None else min(end, request.hashed_tokens)
         last -= last % self.chunk_tokens
@@ -151,9 +151,9 @@ class SchedulerAdapter:
         return result
 
     def arrivals(self, result: LookupResult, timeout: float) -> Iterator[LookupResult]:
-        """Yield `result` and, while L2 loads, each later state whose hit is longer, for `timeout` seconds at most: an
-        engine takes what has arrived while the rest arrives. The last one is the final answer, also if it is no longer.
-        Each replaces the one before it."""
+        """Yield `result` and, while L2 loads, each later state with a longer hit, for at most `timeout` seconds: an
+        engine can retrieve tokens that have arrived while L2 loads the rest. The last state is the final answer, even
+        if its hit is not longer. Each state replaces the one before it."""
         deadline = time.monotonic() + timeout
         while True:
             yield result
@@ -189,7 +189,7 @@ class SchedulerAdapter:
             if (error := reply.exception()) is not None:
                 # What it holds ends by its time limit, or with this process.
                 self.failures += 1
-                log.warning("END_SESSION failed: %s", error)
+                log.warning("the request END_SESSION failed: %s", error)
 
         self._client.begin("END_SESSION", payload, m.SessionEnded, urgent=True).add_done_callback(answered)
 
@@ -216,7 +216,7 @@ class SchedulerAdapter:
             boot_id, began = client.boot_id if self._instances else None, time.monotonic()
             reply = client.request(name, payload, m.LookupReply, timeout=timeout, on_late=late)
             if not 0 <= reply.hit_tokens <= before.asked_tokens:
-                raise ProtocolError(f"a hit of {reply.hit_tokens} tokens in a lookup of {before.asked_tokens}")
+                raise ProtocolError(f"the server reports {reply.hit_tokens} hit tokens of {before.asked_tokens}")
         except LeaseUnknown:
             return MISS
         except KVFrameworkError as error:

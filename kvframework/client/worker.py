@@ -2,8 +2,7 @@
 
 Called from the engine's thread, which waits for the server `engine_s` at most (see `wire/protocol.py`), except in
 `register_kv_caches` and `close`; a transfer whose answers take longer continues without it. A transport may copy in the
-calling thread, as `cpu_gather` does in shared memory.
-"""
+calling thread, as `cpu_gather` does in shared memory."""
 
 from __future__ import annotations
 
@@ -113,10 +112,10 @@ class WorkerAdapter(InstanceIdentity):
         event: object | None = None,
     ) -> Future[StoreOutcome]:
         """Store tokens `[start, end)` held in `block_ids` (a list per layer group). `kv_caches` replaces the registered
-        tensors for engines without stable memory. Dropped at once while the server is away, or silent for longer than a
-        store waits. Until the future is resolved the blocks may be read and must not change; its `cancel()` ends that,
-        at once unless a copy is under way. Raises `BadRange` and `BadBlockIds` before anything is sent, and `BadLayout`
-        for tensors that differ from the registered ones."""
+        tensors for engines without stable memory. The store is dropped at once while no server is connected, or the
+        server is silent for longer than a store waits. Until the future is resolved the blocks must not change; its
+        `cancel()` ends the store, at once unless a copy runs. Raises `BadRange` and `BadBlockIds` before anything is
+        sent, and `BadLayout` for tensors that differ from the registered ones."""
         instance = self._instance
         if instance is None:
             objects = (end - start) // request.chunk_tokens * len(block_ids)
@@ -139,9 +138,9 @@ class WorkerAdapter(InstanceIdentity):
         in_pieces: bool = False,
     ) -> Future[LoadOutcome]:
         """Load tokens `[start + skip_first_n_tokens, end)` into `block_ids`, which cover `[start, end)`. Unless the
-        outcome is `ok` they must be computed. A load of all that the request's last lookup has found needs no question
-        to the server, where that has granted it. `in_pieces`: what would be copied in this thread waits for the calls
-        of the future's `advance`; `close` and the end of the connection cancel it. Raises as `submit_store` does."""
+        outcome is `ok` they must be computed. A load of the whole hit of the request's last lookup needs no request to
+        the server if the lookup returned a grant. `in_pieces`: a copy in this thread continues only in calls of the
+        future's `advance`; `close` and the end of the connection cancel it. Raises as `submit_store` does."""
         instance = self._instance
         if instance is None:
             failed = LoadOutcome.failed(self._not_registered())
@@ -176,7 +175,7 @@ class WorkerAdapter(InstanceIdentity):
         event: object | None = None,
     ) -> list[Future[StoreOutcome]]:
         """Submit a store for each request, in order, as `submit_store` does. Raises `RequestError` for lists of unequal
-        length, and what `submit_store` raises for the first item; a later one that is bad has a future that says so."""
+        length, and the errors of `submit_store` for the first item; an error of a later item fails its future."""
         _check_lengths(requests, ranges, block_ids)
         futures: list[Future[StoreOutcome]] = []
         for request, (start, end), blocks in zip(requests, ranges, block_ids, strict=True):
@@ -241,8 +240,8 @@ class WorkerAdapter(InstanceIdentity):
         return failed
 
     def close(self) -> None:
-        """Unregister (if the server is there) and drop the tensors: they may be freed, and others be registered, as by
-        an engine that sleeps. Waits for copies under way. Idempotent; does not close the client."""
+        """Unregister (if a server is connected) and drop the tensors: the engine may then free them and register
+        others, as after a sleep. Waits for running copies. Idempotent; does not close the client."""
         instance, self._instance = self._instance, None
         if instance is not None:
             instance.close()

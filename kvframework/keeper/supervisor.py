@@ -173,7 +173,9 @@ class FdStoreSupervisor:
                 self._start_at = now + self._backoff.delay(now)
             return None
         self._starts += 1
-        self._log.write(f"server is process {pid}, start {self._starts}; holds {', '.join(self._kept) or 'no memory'}")
+        self._log.write(
+            f"the server is process {pid}, start {self._starts}; kept: {', '.join(self._kept) or 'nothing'}"
+        )
         server = self._servers[pid] = Server(pid, now, takeover=bool(further))
         return server
 
@@ -197,9 +199,9 @@ class FdStoreSupervisor:
             if note.name in self._kept or len(self._kept) < MAX_KEPT:
                 self._forget(note.name)
                 self._kept[note.name] = fd
-                self._log.write(f"holds the memory {note.name!r} of process {pid}")
+                self._log.write(f"the keeper holds the memory {note.name!r} of process {pid}")
                 return
-            self._log.write(f"cannot hold {note.name!r} of process {pid}, beside {len(self._kept)} others", "error")
+            self._log.write(f"cannot hold {note.name!r} of process {pid}: only {len(self._kept)} are possible", "error")
         if fd is not None:
             os.close(fd)
         if server is None:
@@ -209,13 +211,13 @@ class FdStoreSupervisor:
                 self._log.write(text, "warning")
             return
         if note.remove and self._forget(note.name):
-            self._log.write(f"released the memory {note.name!r}")
+            self._log.write(f"the keeper released the memory {note.name!r}")
         if note.ready and server.ready_at is None:
             self._is_ready(server)
         if note.extend_s and server.stopping:
             server.kill_at = time.monotonic() + note.extend_s
         if note.stopping and server is self._main and not self._stopping:
-            self._log.write("the server has ended itself, and what is kept ends with it")
+            self._log.write("the server stops by itself, so the keeper frees its memory and ends")
             self._stopping = True
             server.stop(time.monotonic(), STOP_S)
 
@@ -234,7 +236,7 @@ class FdStoreSupervisor:
         now = time.monotonic()
         server.ready(now)
         took_over, server.takeover = server.takeover, False
-        self._log.write(f"server, process {server.pid}, is ready after {now - server.started:.2f} s")
+        self._log.write(f"the server, process {server.pid}, is ready after {now - server.started:.2f} s")
         if took_over:
             if self._main is not None and self._main is not server:
                 self._end(self._main)
@@ -257,7 +259,7 @@ class FdStoreSupervisor:
                 self._main.send(number)
 
     def _stop(self, number: signal.Signals) -> None:
-        self._log.write(f"{number.name}: the server ends, and its memory is released")
+        self._log.write(f"{number.name}: the keeper ends the server and frees its memory")
         self._stopping, self._start_at = True, math.inf
         if self._pending is not None:
             self._finish(self._pending[0], False, "the keeper is ending")
@@ -281,7 +283,7 @@ class FdStoreSupervisor:
                     self._ended(self._servers.pop(pid), os.waitstatus_to_exitcode(status))
 
     def _ended(self, server: Server, code: int) -> None:
-        how = f"server, process {server.pid}, ended {how_ended(code)}"
+        how = f"the server, process {server.pid}, ended {how_ended(code)}"
         # As a shell passes it on.
         status = code if code >= 0 else 128 - code
         if server is self._main:
@@ -306,7 +308,7 @@ class FdStoreSupervisor:
     def _after_end(self, server: Server, status: int, how: str) -> None:
         now = time.monotonic()
         if server.takeover:
-            self._finish("reload", False, f"{how} before it was ready, and the old server has ended: a new one starts")
+            self._finish("reload", False, f"{how} before it was ready; the old server ended too: a new one starts")
         if self._stopping:
             self._log.write(how)
         elif self._pending is not None and self._pending[0] == "drop":
@@ -314,7 +316,7 @@ class FdStoreSupervisor:
             self._drop()
             self._start_at = now
         elif status == EXIT_REFUSED and not self._kept:
-            self._log.write(f"{how}: a restart would fail too, and no memory is held", "error")
+            self._log.write(f"{how}: the keeper ends, because a restart would fail too", "error")
             self._status = EXIT_REFUSED
         else:
             if server.ready_at is not None or now - server.started >= HEALTHY_S:

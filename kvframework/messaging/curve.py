@@ -220,7 +220,7 @@ def _read(path: Path, kind: str) -> bytes:
             f"cannot be read: {error.strerror}", where=str(path), hint="make keys with: kvframework keys new DIR"
         ) from None
     if len(words) != 2 or words[0] not in (_PUBLIC.encode(), _SECRET.encode()) or not _is_key(words[1]):
-        raise CurveKeyError("no CURVE key is in it", where=str(path), available=f"one line: {kind} and 40 characters")
+        raise CurveKeyError("the file has no CURVE key", where=str(path), available=f"{kind} and 40 characters")
     if words[0] != kind.encode():
         raise CurveKeyError(f"this is a {words[0].decode()} file", where=str(path), available=f"a {kind} file")
     return words[1]

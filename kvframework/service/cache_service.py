@@ -272,7 +272,7 @@ class CacheService(CacheServices):
         }
         late = call_within(TRANSPORTS_END_S, {**closing, "the wire path": self._chunks.close})
         if late:
-            log.error("closing %s takes too long", " and ".join(late))
+            log.error("the server ends before it could close %s", " and ".join(late))
         if by is None:
             self.storage.close(process_ends=process_ends)
             return

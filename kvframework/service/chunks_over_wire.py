@@ -131,7 +131,7 @@ class ChunkTransfers:
         """Wait for the running copies (others never begin) and for bytes that ZMQ still sends. Blocks for a moment."""
         self._pool.shutdown(cancel_futures=True)
         if not self.settle():
-            log.error("ZMQ still sends %d parts of the arena", len(self._send_pins))
+            log.error("the server stops while ZMQ still sends %d parts of L1", len(self._send_pins))
 
     def _store(
         self, client: ClientInfo, payload: m.StoreCpuChunks, buffers: Sequence[memoryview]
@@ -200,7 +200,7 @@ class ChunkTransfers:
         size = sum(place.length for place in places)
         if size > MAX_BUFFER_BYTES:
             raise MessageTooLarge(
-                f"{len(wanted)} objects of {size} bytes",
+                f"the request asks for {len(wanted)} objects of {size} bytes",
                 where="objects",
                 available=f"at most {MAX_BUFFER_BYTES} bytes per message",
                 hint="ask for fewer objects at once",
@@ -248,5 +248,7 @@ def _check_count(packed: bytes) -> None:
     """Check the length before the numbers are decoded. Raises `MessageTooLarge`."""
     if len(packed) > MAX_BUFFERS * INDEX_BYTES:
         raise MessageTooLarge(
-            f"{len(packed) // INDEX_BYTES} objects", where="objects", available=f"{MAX_BUFFERS} a message"
+            f"the request names {len(packed) // INDEX_BYTES} objects",
+            where="objects",
+            available=f"{MAX_BUFFERS} a message",
         )

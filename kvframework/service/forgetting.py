@@ -104,7 +104,7 @@ class Forgetting:
         conditions = list(self._conditions(order, unknown))
         if not conditions:
             raise RequestError(
-                "the order names nothing",
+                "the request names no KV to delete",
                 available="a tenant, salts, a model, a namespace, a conversation, or a prompt",
             )
 
@@ -117,7 +117,7 @@ class Forgetting:
         if order.conversation:
             self.conversations.forget(order.conversation)
         log.info(
-            "forgot %s, by order of %s (process %d): %s",
+            "deleted the KV of %s for client %s (process %d): %s",
             _shown(order),
             client.name,
             client.pid,
@@ -173,7 +173,7 @@ class Forgetting:
         number = names.index(order.tenant) if order.tenant else 0
         for salt in order.salts:
             if not salt or (number and self._tenants.number(salt) != number):
-                raise RequestError("a salt of the order is empty, or not one of the tenant's")
+                raise RequestError("a salt is empty, or does not belong to the tenant")
         namespaces = [each for of_model in records.models().values() for each in of_model]
         orders = {b""}.union(*(records.orders(namespace).values() for namespace in namespaces))
         given = {salt_digest(salt, layers) for salt in order.salts for layers in orders}
@@ -182,7 +182,7 @@ class Forgetting:
     def _digests(self, order: m.Forget) -> Iterator[bytes]:
         """Yield the digests of the prompt's whole chunks, in each size that a known namespace has."""
         if len(order.tokens) > MAX_RAW_TOKENS * TOKEN_BYTES:
-            fact = f"the order has {len(order.tokens) // TOKEN_BYTES} token ids"
+            fact = f"the request has {len(order.tokens) // TOKEN_BYTES} token ids"
             raise MessageTooLarge(fact, available=f"at most {MAX_RAW_TOKENS}", hint="send digests")
         if len(order.tokens) % TOKEN_BYTES or len(order.digests) % DIGEST_BYTES:
             raise BadRange("the prompt has incomplete token ids or digests", where="tokens")

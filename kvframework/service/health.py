@@ -114,4 +114,4 @@ def _lost(recent: Mapping[str, Any]) -> str:
     codes = ", ".join(f"[{code}] {count}" for code, count in recent["codes"].items())
     who = f"{recent['client'][:128]!r} (process {recent['pid']})"
     advice = f"; {HINT}" if "run.deadline" in recent["codes"] else "; see its log"
-    return f"{who} failed {calls} ({ByteSize(recent['bytes'])}), last {recent['ago_s']:.0f} s ago: {codes}{advice}"
+    return f"{who} lost {calls} ({ByteSize(recent['bytes'])}), the last {recent['ago_s']:.0f} s ago: {codes}{advice}"

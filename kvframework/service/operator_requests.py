@@ -189,7 +189,7 @@ class HandOver:
     def _hand_over(self, client: ClientInfo, payload: m.HandOver, _buffers: object) -> m.Empty:
         check_own_user(client, "take over from this server")
         if payload.since < self.since:
-            raise RequestError("this server is of a later `kvframework hold`", hint="it has replaced the one that asks")
+            raise RequestError("another `kvframework hold` keeps this server", hint="use that keeper")
         try:
             descriptors = self.descriptors()
             with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as next_one:

@@ -265,13 +265,16 @@ class Registrations:
             or not 0 <= min(held) <= max(held) < context.world_size
         ):
             raise errors.NamespaceMismatch(
-                f"ranks {list(held)}", available=f"different ones below {context.world_size}, rank {context.rank} first"
+                f"the instance holds the ranks {list(held)}",
+                available=f"rank {context.rank}, then other ranks below {context.world_size}",
             )
         desc = context.get_layout_desc(self.chunk_size)
         count = context.rank_groups
         if not count or desc.groups != desc.groups[:count] * len(held):
             raise errors.BadLayout(
-                f"{len(desc.groups)} layer groups", where="layout.groups", available=f"equal ones of {len(held)} ranks"
+                f"the layout has {len(desc.groups)} layer groups",
+                where="layout.groups",
+                available=f"equal groups for each of {len(held)} ranks",
             )
         if any(group.form != CANONICAL for group in desc.groups):
             raise errors.BadLayout(

@@ -213,7 +213,7 @@ def _run(context: RegisteredContext, job: CopyJob, finish: Callable[[bool], Mess
         try:
             reply.set_result(finish(ok))
         except Exception as failure:
-            log.exception("instance %d: a copy could not be finished", context.instance_id)
+            log.exception("instance %d: finishing a copy failed", context.instance_id)
             reply.set_exception(failure)
 
     reply: Promise[Message] = Promise(cancel)

@@ -139,7 +139,7 @@ def _forget(
 ) -> PlaceForgotten:
     """Delete the wanted values of a tier, and count what is left of them; `before` is what an earlier round did."""
     if store.read_only:
-        return replace(before, left=-1, why="its values are those of other nodes, which delete them themselves")
+        return replace(before, left=-1, why="its values belong to other nodes, which delete them")
     try:
         objects, nbytes = store.clear(dropped, wanted)
         left = store.remaining(dropped, wanted)

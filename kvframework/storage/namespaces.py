@@ -211,7 +211,7 @@ class NamespaceRecords:
                 raise NamespaceMismatch(
                     f"namespace {namespace.hex()} is known as {known.model_name!r}, world size {known.world_size}, "
                     f"shapes {[group.shape for group in known.desc.groups]}",
-                    available="one meaning per namespace",
+                    available="one description per namespace",
                     hint="compute it with kvframework.api.keys.compute_namespace from everything that differs",
                 )
             if len(_encoded(record)) > RECORD_BYTES:

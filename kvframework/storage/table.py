@@ -306,7 +306,7 @@ class Table(ObjectTable):
             with contextlib.suppress(BufferError):  # a transport's, see `Memory.leave`
                 self.arena.release()
             if call_within(max(deadline - time.monotonic(), ARENA_END_S), {"the arena": self._memory.leave}):
-                log.error("closing the arena takes too long")
+                log.error("the server ends before it could unmap the arena")
             return
         try:
             self.arena.release()

@@ -72,7 +72,7 @@ def checked_blocks(
     for index, (group, ids) in enumerate(zip(layout.groups, block_ids, strict=True)):
         expected, own = tokens // group.block_size, _as_ints(ids, index)
         if len(own) != expected:
-            raise BadBlockIds(f"{len(own)} block ids given", where=_place(index), available=f"{expected}")
+            raise BadBlockIds(f"the call has {len(own)} block ids", where=_place(index), available=f"{expected}")
         touched = touched_blocks(group, chunk_tokens, own, storing=storing)
         if bounded or layout.blocks_of(index):
             check_bound(layout, index, touched.highest)

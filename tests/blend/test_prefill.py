@@ -45,7 +45,7 @@ REFUSED = {
     ),
     "scaled logits": lambda t: (
         t.GraniteConfig(**WITHOUT_HEAD_DIM, logits_scaling=8.0, embedding_multiplier=12.0),
-        "off by",
+        "wrong logits",
     ),
     "layers that want to be told more": lambda t: (
         t.Gemma3TextConfig(**SMALL, layer_types=["full_attention"] * 3),

@@ -143,7 +143,7 @@ def test_what_is_refused(client: BlendWire, wrong: Wrong) -> None:
         ({"window": 64}, "a window of 64 tokens"),
         ({"state": True}, "a recurrent state"),
         ({"packing": "amx", "heads": 1, "head_dim": 256, "dtype": "uint8"}, "form 'opaque:amx'"),
-        ({"compress_ratio": 4}, "a slot for 4 tokens"),
+        ({"compress_ratio": 4}, "slots of 4 tokens"),
         ({"dtype": "float8_e4m3fn"}, "dtype float8_e4m3fn"),
     ],
 )

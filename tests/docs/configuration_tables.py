@@ -22,9 +22,10 @@ TABLES = {
 HEAD = """\
 # Configuration keys
 
-The keys of [the configuration](../configuration.md) that are no plugin's. A key that changes "now"
-takes effect with `kvframework config apply`; the others need a restart. `[l1]` and `[[l2]]` also
-take the [options of their plugin](options.md).
+This page lists the keys of [the configuration](../configuration.md) that belong to no plugin. In the
+column "changes", "now" means that `kvframework config apply` changes the key in a running server;
+"restart" means that the server must restart. `[l1]` and `[[l2]]` also take the
+[options of their plugin](options.md).
 """
 _KEY = re.compile(r"\| `(\w+)` \|")
 

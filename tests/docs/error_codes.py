@@ -13,7 +13,7 @@ TOPS = (ROOT / "kvframework", ROOT / "plugins", ROOT / "benchmarks" / "kvframewo
 CORE = ROOT / "kvframework" / "errors.py"
 ADVICE = "What to do: "
 HEAD = """\
-Every error of kvframework has a code. Its text names the fact, the place, what is available and one
+Every error of kvframework has a code. Its text names the place, the fact, the accepted values and one
 hint:
 
 ```text

@@ -25,8 +25,8 @@ INSIDE = {"layout.paged": "groups", "layout.opaque": "groups"}
 HEAD = """\
 # Options of plugins
 
-A plugin's table of the [configuration](../configuration.md) takes these options beside `use`.
-`kvframework plugins info KIND.NAME` prints the same of an installed plugin.
+In addition to `use`, a plugin's table in the [configuration](../configuration.md) takes these options.
+`kvframework plugins info KIND.NAME` prints the options of an installed plugin.
 """
 UNITS = ("", "KiB", "MiB", "GiB", "TiB")
 

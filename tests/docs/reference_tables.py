@@ -12,7 +12,7 @@ from tests.support.whole_cli import whole_cli
 
 COMMANDS = """# List of commands
 
-`kvframework COMMAND --help` has the options of each; [commands](../commands.md) has examples, signals
+`kvframework COMMAND --help` prints a command's options. [Commands](../commands.md) has examples, signals
 and exit statuses.
 """
 
@@ -35,12 +35,12 @@ def _commands(command: Any, name: str) -> Iterator[tuple[str, str]]:
 
 METRICS = """# Metrics
 
-`/metrics` of [`kvframework observe`](../observe.md) has these series. The last column is the place of
-a value in the [status document](../status.md). Names are stable. All series exist from the start of
-the server, at 0; only [peers](../peers.md) have those of other nodes. While the server is away, only
-those of the first table exist. The bounds of a histogram double. `model` has at most 64 names and
-`other`; `tenant` has the names of the configuration. Two tiers of one plugin are `redis.0` and
-`redis.1`.
+[`kvframework observe`](../observe.md) serves these metrics at `/metrics`. The last column names the
+metric's field of the [status document](../status.md). Names of metrics never change. Every metric starts
+at 0; metrics with the label `node` exist only with the tier [peers](../peers.md). While no server answers,
+only the metrics of the first table exist. Each bucket of a histogram ends at twice the end of the bucket
+before it. The label `model` has at most 64 names and `other`; the label `tenant` has the names in the
+configuration. If two tiers use one plugin, their label `tier` is `redis.0` and `redis.1`.
 """
 
 

@@ -30,10 +30,10 @@ def page() -> str:
     """The reference of plugins, ours and the examples'."""
     return (
         "# List of plugins\n\n"
-        'A server\'s TOML names a plugin, `use = "redis"`. "Passes" names the kit that it passes, and where.\n\n'
+        'A server\'s TOML names a plugin by `use = "redis"`. The column "passes" names the kit and its test.\n\n'
         f"## Plugins of this repository\n{_table(ours=True)}\n"
         "## Examples\n"
-        "Complete distributions of third parties, to read and to copy: `pip install FOLDER` beside kvframework.\n\n"
+        "Complete distributions, laid out like a third party's. `pip install FOLDER` installs one.\n\n"
         f"{_table(ours=False)}"
     )
 

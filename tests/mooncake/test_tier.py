@@ -280,7 +280,7 @@ def test_a_client_that_holds_the_interpreter_holds_the_helpers(monkeypatch: pyte
 
     heart = threading.Thread(target=beat)
     heart.start()
-    with pytest.raises(TierError, match="the deadline has passed"):
+    with pytest.raises(TierError, match="the call's deadline has passed"):
         tier.contains([A], deadline=fake_mooncake.after(0.5))
     ended.set()
     heart.join()

@@ -122,7 +122,7 @@ def test_it_asks_first(server: ServerProcess) -> None:
         done = run("clear", "--l2", "--endpoint", server.endpoint)
     assert done.returncode == 0
     first, second = done.stdout.strip().splitlines()
-    assert first.startswith(f"L1: dropped {2 * CHUNKS} objects, ")
+    assert first.startswith(f"L1: deleted {2 * CHUNKS} objects, ")
     assert first.endswith("; kept 0 objects that are in use")
     assert second.startswith(f"L2: deleted {2 * CHUNKS} values, ")
 

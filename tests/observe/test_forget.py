@@ -113,7 +113,7 @@ def test_no_byte_of_a_tenant_is_left_anywhere(places: Places) -> None:
     assert min(places.found("umbra").values()) > 1000
     assert [places.hit(who) for who in PLANTED] == [0, len(TOKENS), len(TOKENS)]
     assert places.server.status()["l1"]["counters"]["forgotten"] == 4 * CHUNKS
-    assert "forgot the tenant acme" in places.server.log
+    assert "deleted the KV of the tenant acme" in places.server.log
     assert not any(salt in places.server.log for salt in SALTS.values())
 
 
@@ -257,13 +257,13 @@ def test_the_receipt_in_words(places: Places) -> None:
 @pytest.mark.parametrize(
     ("order", "words"),
     [
-        (Forget(), "the order names nothing"),
+        (Forget(), "the request names no KV to delete"),
         (Forget(tenant="acm"), "the tenant 'acm' is unknown"),
         (Forget(namespace=b"short"), "the namespace has 5 bytes"),
-        (Forget(salts=("",)), "a salt of the order is empty"),
+        (Forget(salts=("",)), "a salt is empty"),
         (Forget(tokens=b"123"), "incomplete token ids"),
         (Forget(digests=b"123"), "incomplete token ids"),
-        (Forget(tokens=bytes(4 * ((1 << 18) + 1))), "the order has 262145 token ids"),
+        (Forget(tokens=bytes(4 * ((1 << 18) + 1))), "the request has 262145 token ids"),
         (Forget(conversation="x" * 5000), "no request since"),
         (Forget(model="unknown"), "the model 'unknown' is unknown"),
     ],

@@ -73,7 +73,7 @@ def test_a_saturated_tier_is_never_chosen(trace: str) -> None:
     options = ("--l1", "1MiB", "--write-policy", "write_through", "--tier", "disk=20MB/s,write=400KB/s")
     done = run("plan", trace, *ENGINE, *options, "--ttft", "0.13")
     assert done.returncode == 1, done.stdout
-    assert "a saturated tier would meet it" in done.stdout
+    assert "a saturated tier would meet the goal" in done.stdout
     assert re.search(r"through .* \*\d+%", done.stdout)
     assert re.search(r"the closest configuration: 1.0 MiB of L1 by \w+, chunks", done.stdout)
     idle = run("plan", trace, *ENGINE, *options[:-1], "disk=20MB/s,write=4MB/s", "--ttft", "0.13")
@@ -115,7 +115,7 @@ def test_the_document(trace: str) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--tier", "disk"), "the tier has no speed"),
+        (("--tier", "disk"), "the tier's speed is missing"),
         (("--ttft", "0"), "'--ttft': expected a time such as"),
         (("--ttft", "soon"), "'--ttft': expected a time such as"),
         (("--prefill", "20 kilo"), "'--prefill': expected a positive number such as 25000 or 25k"),

@@ -49,7 +49,7 @@ def test_the_outcome_as_tables_and_as_json(trace: str) -> None:
 
 REFUSED = {
     "no trace": (("nosuch.jsonl",), "trace.invalid"),
-    "the tier has no speed": (("TRACE", *TIER[:4]), "--tier redis=3GB/s"),
+    "the tier's speed is missing": (("TRACE", *TIER[:4]), "--tier redis=3GB/s"),
     "engines without a speed": (("TRACE", "--engines", "3"), "the speed of the engines is missing"),
     "no size": (("TRACE", "--bytes-per-token", "many"), "'--bytes-per-token': expected a size such as"),
     "a chunk larger than L1": (("TRACE", "--bytes-per-token", "64MiB"), "one chunk of 64 tokens takes 4.0 GiB"),

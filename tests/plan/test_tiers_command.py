@@ -132,5 +132,5 @@ def test_errors_say_where_and_what_to_do(redis: RedisServer, tmp_path: Path) -> 
     redis.stop()
     folder = ["--set", "l2.1.use=filesystem", "--set", f"l2.1.path={tmp_path / 'l2'}"]
     down = run("tiers", "gc", *options, *folder)
-    assert (down.returncode, "nothing is chosen" in down.stdout) == (2, True)
+    assert (down.returncode, "no KV is selected" in down.stdout) == (2, True)
     assert "[[l2]] #1: redis at 127.0.0.1" in down.stderr

@@ -350,7 +350,7 @@ def test_info_of_a_trace(tmp_path: Path) -> None:
         "tokens 3584 of prompts, and 28 of answers",
         "chunks 7 4 different chunks",
         "again 42.9% of the chunks came before: the highest hit rate of any cache",
-        "live set 2 chunks, 1024 tokens: the least L1 for the highest hit rate",
+        "live set 2 chunks, 1024 tokens: the smallest L1 with the highest hit rate",
     ]
     document = json.loads(run("trace", "info", str(file), "--json").stdout)
     assert (document["live_chunks"], document["hit_tokens"], document["chunk_tokens"]) == (2, -1, 512)

@@ -48,7 +48,9 @@ def test_a_dead_one_fails_and_says_what_to_do(tmp_path: Path) -> None:
     server = RedisServer(tmp_path)
     found = ask("redis", url=server.url)
     assert levels(found) == {"plugin.usable": "ok", "redis.reachable": "fail"}
-    assert found["redis.reachable"].fact == f"redis at 127.0.0.1:{server.port}: cannot ask PING: Connection refused"
+    assert (
+        found["redis.reachable"].fact == f"redis at 127.0.0.1:{server.port}: the query PING failed: Connection refused"
+    )
     assert "start Redis" in found["redis.reachable"].advice
 
 

@@ -72,7 +72,7 @@ def turned_states() -> pools.MambaPool:
         (type("UnifiedMHAPool", (pools.MHATokenToKVPool,), {}), "its kind"),
         (type("MHATokenToKVPool", (pools.MHATokenToKVPool,), {"kv_cache_layout": "hnd"}), "layout is 'hnd'"),
         (type("MLATokenToKVPool", (pools.MLATokenToKVPool,), {"page_size": 16}), "pages have 16 tokens"),
-        (type("MambaPool", (pools.MambaPool,), {"_slot_siblings": (SimpleNamespace(),)}), "parts beside"),
+        (type("MambaPool", (pools.MambaPool,), {"_slot_siblings": (SimpleNamespace(),)}), "further tensors"),
         (turned_states, "are not in the order"),
     ],
 )

@@ -277,7 +277,7 @@ def test_a_recurrent_layer_names_its_backend_by_a_method() -> None:
 
 def test_states_do_not_convert_to_canonical() -> None:
     config = caches(spec("FullAttentionSpec"), state())
-    with pytest.raises(BadLayout, match=r"MambaSpec.*more or less than keys and values"):
+    with pytest.raises(BadLayout, match=r"MambaSpec.*does not hold keys and values"):
         CanonicalBlocks(forms_of(engine(config, backend="FLASH_ATTN", isa=""), config))
 
 

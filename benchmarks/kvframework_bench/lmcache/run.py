@@ -152,7 +152,7 @@ def _lookups(setting: Setting, endpoint: str, server: RunningServer, directory: 
             whole = lookup_case(scheduler, request, length)
             cases[f"{length} {ECHO}"] = lambda payload=payload: echo.echo(payload)  # type: ignore[misc]
             cases[f"{length} {OURS}"] = whole
-            cases[f"{length} {OURS}, and hashing the request"] = (
+            cases[f"{length} {OURS}, hashing included"] = (
                 lambda length=length, whole=whole: timed(lambda: hashed(length)) + whole()  # type: ignore[misc]
             )
             cases[f"{length} {PEER}"] = lambda length=length: peer.lookup(length)  # type: ignore[misc]

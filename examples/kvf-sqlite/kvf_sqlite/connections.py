@@ -48,7 +48,7 @@ class Connections:
         """The result of `work`, in a transaction: all of it happens, or nothing if it raises. `work` checks the limit
         between its statements; SQLite does so in the middle of a long one."""
         if not self._writing.acquire(timeout=limit.remaining()):
-            raise TierError("the deadline has passed")
+            raise TierError("the call's deadline has passed")
         try:
             with self._borrow(limit) as connection:
                 return _patiently(limit, lambda: _in_transaction(connection, limit, work))

@@ -27,4 +27,4 @@ class Limit:
         if self._closed():
             raise TierError("the tier is closed")
         if time.monotonic() >= self._deadline:
-            raise TierError("the deadline has passed")
+            raise TierError("the call's deadline has passed")

@@ -138,7 +138,7 @@ class SqliteTier(Tier):
             fact, hint = str(error), _hint(str(error))
         if limit.passed():
             # SQLite reports an interruption in several ways.
-            fact, hint = ("the tier is closed" if self._connections.closed else "the deadline has passed"), ""
+            fact, hint = ("the tier is closed" if self._connections.closed else "the call's deadline has passed"), ""
         raise TierError(fact, where=self._where, hint=hint)
 
 

@@ -175,7 +175,7 @@ class LivenessLink:
         except Exception as error:
             sock.close()
             if isinstance(error, OSError):
-                raise ServerGone(f"no liveness socket: {error}", where=path) from None
+                raise ServerGone(f"the liveness socket cannot be opened: {error}", where=path) from None
             raise
         return link, arena_fd
 

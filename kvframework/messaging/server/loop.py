@@ -346,7 +346,7 @@ class MessageServer:
 
     def _hello(self, identity: bytes, known: ClientSession | None, envelope: Envelope) -> None:
         if envelope.buffers:
-            raise errors.MalformedFrames(f"{len(envelope.buffers)} buffers", where="HELLO", available="none")
+            raise errors.MalformedFrames(f"it has {len(envelope.buffers)} buffers", where="HELLO", available="none")
         hello = decode(envelope.payload, Hello, where="HELLO")
         version = negotiate(hello, self.served.hasher_fingerprint)
         lost = self._table.by_token(hello.replaces)

@@ -240,4 +240,4 @@ class Tiers:
         """Close the tiers, which ends their calls in flight; wait for that up to `timeout_s`."""
         late = call_within(timeout_s, {f"tier {n}, {store.name}": store.close for n, store in enumerate(self.stores)})
         if late:
-            log.error("closing %s takes too long", " and ".join(late))
+            log.error("the server ends before it could close %s", " and ".join(late))

@@ -1,7 +1,6 @@
 """The codecs `none`, `zstd` and `planes`: the packing of an object's bytes for an L2 tier. Runs in storage threads.
 
-Importing this module does not import zstandard, so that a list of plugins stays cheap.
-"""
+Importing this module does not import zstandard, so that a list of plugins stays cheap."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ class NoneCodec(Codec):
 
     def decode_into(self, packed: memoryview, out: memoryview) -> None:
         if packed.nbytes != out.nbytes:
-            raise ValueError(f"{packed.nbytes} bytes, expected {out.nbytes}")
+            raise ValueError(f"the value has {packed.nbytes} bytes, expected {out.nbytes}")
         copy_bytes(out, packed)
 
 

@@ -73,15 +73,15 @@ def table_bytes(nbytes: int, width: int) -> int:
 def read_header(packed: memoryview, nbytes: int) -> Header:
     """Return the header of the packed form of an object that has `nbytes`. Raises `ValueError`."""
     if packed.nbytes < HEADER_BYTES:
-        raise ValueError(f"{packed.nbytes} packed bytes, expected a header of {HEADER_BYTES}")
+        raise ValueError(f"the packed form has {packed.nbytes} bytes, fewer than its header of {HEADER_BYTES}")
     version, width, stated, checksum = _HEADER.unpack_from(packed)
     header = Header(width, stated, checksum)
     if version != VERSION:
         raise ValueError(f"the packed form has version {version}, expected {VERSION}")
     if stated != nbytes:
-        raise ValueError(f"an object of {stated} bytes, expected {nbytes}")
+        raise ValueError(f"the packed object has {stated} bytes, expected {nbytes}")
     if width not in (0, *WIDTHS) or packed[2:8] != bytes(6):
-        raise ValueError(f"elements of {width} bytes, expected {', '.join(map(str, WIDTHS))}")
+        raise ValueError(f"the elements have {width} bytes, expected {', '.join(map(str, WIDTHS))}")
     return header
 
 
@@ -90,11 +90,11 @@ def read_table(packed: memoryview, header: Header) -> Sequence[int]:
     size = table_bytes(header.nbytes, header.width)
     start = HEADER_BYTES + size
     if packed.nbytes < start:
-        raise ValueError(f"{packed.nbytes} packed bytes, expected a table up to byte {start}")
+        raise ValueError(f"the packed form has {packed.nbytes} bytes, but its table ends at byte {start}")
     lengths = struct.unpack_from(f"<{size // 4}I", packed, HEADER_BYTES)
     whole = start + sum(lengths) + header.nbytes % header.width
     if packed.nbytes != whole:
-        raise ValueError(f"{packed.nbytes} packed bytes, expected {whole}")
+        raise ValueError(f"the packed form has {packed.nbytes} bytes, expected {whole}")
     return lengths
 
 
@@ -183,8 +183,7 @@ class _Contexts(threading.local):
 class PlanesCodec(Codec):
     """One form for all kernels. Without a dtype a sample tells the width of an element.
 
-    Allocates the packed bytes in `encode`, and nothing that grows with the object in `decode_into`.
-    """
+    Allocates the packed bytes in `encode`, and nothing that grows with the object in `decode_into`."""
 
     name = "planes"
 
@@ -211,7 +210,7 @@ class PlanesCodec(Codec):
         digest = xxhash.xxh3_64()
         if header.width == 0:
             if packed.nbytes != HEADER_BYTES + out.nbytes:
-                raise ValueError(f"{packed.nbytes} packed bytes, expected {HEADER_BYTES + out.nbytes}")
+                raise ValueError(f"the packed form has {packed.nbytes} bytes, expected {HEADER_BYTES + out.nbytes}")
             copy_bytes(out, packed[HEADER_BYTES:])
             digest.update(out)
         else:
@@ -274,11 +273,11 @@ class PlanesCodec(Codec):
         if held.nbytes == piece.elements:
             return held
         if held.nbytes > piece.elements:
-            raise ValueError(f"a plane held in {held.nbytes} bytes, expected at most {piece.elements}")
+            raise ValueError(f"a packed plane has {held.nbytes} bytes, expected at most {piece.elements}")
         try:
             size = zstandard.frame_content_size(held)
             if size != piece.elements:
-                raise ValueError(f"a plane of {size} bytes, expected {piece.elements}")
+                raise ValueError(f"a plane has {size} bytes, expected {piece.elements}")
             return self._contexts.decompressor.decompress(held, allow_extra_data=False)
         except zstandard.ZstdError as error:
-            raise ValueError(f"not a whole Zstandard frame: {error}") from error
+            raise ValueError(f"the Zstandard frame is damaged: {error}") from error

@@ -1,7 +1,6 @@
 """The Zstandard codec. Contexts of the library are not thread-safe, so each storage thread has its own.
 
-No block as large as an object is asked of malloc: glibc would keep it after it is freed, for each thread.
-"""
+No block as large as an object is asked of malloc: glibc would keep it after it is freed, for each thread."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ class ZstdCodec(Codec):
     """One frame per object, with its size and a checksum; nothing at all for an empty object.
 
     Allocates the packed bytes in `encode`, and nothing that grows with the object in `decode_into`: what a frame says
-    of its size and its length is compared before it is unpacked.
-    """
+    of its size and its length is compared before it is unpacked."""
 
     name = "zstd"
 
@@ -59,22 +57,22 @@ class ZstdCodec(Codec):
         if not (packed.nbytes and out.nbytes):
             # The library would not detect bytes behind an empty frame.
             if packed.nbytes or out.nbytes:
-                raise ValueError(f"{packed.nbytes} packed bytes for an object of {out.nbytes}")
+                raise ValueError(f"the packed form has {packed.nbytes} bytes, too many for an object of {out.nbytes}")
             return
         try:
             size = zstandard.frame_content_size(packed)
             if size != out.nbytes:
-                raise ValueError(f"a frame of {size} bytes, expected {out.nbytes}")
+                raise ValueError(f"the Zstandard frame unpacks to {size} bytes, expected {out.nbytes}")
             length = _frame_length(packed, size)
             if length != packed.nbytes:
-                raise ValueError(f"a frame that is {length} bytes long, expected {packed.nbytes}")
+                raise ValueError(f"the Zstandard frame has {length} bytes, expected {packed.nbytes}")
             # A whole frame into room for all of it: the library unpacks it at once, without a separate window.
             with self._contexts.decompressor.stream_reader(packed) as reader:
                 found = reader.readinto(out)
             if found != out.nbytes:
-                raise ValueError(f"{found} bytes unpacked, expected {out.nbytes}")
+                raise ValueError(f"the Zstandard frame unpacked to {found} bytes, expected {out.nbytes}")
         except zstandard.ZstdError as error:
-            raise ValueError(f"not a whole Zstandard frame: {error}") from error
+            raise ValueError(f"the Zstandard frame is damaged: {error}") from error
 
 
 def _frame(compressor: zstandard.ZstdCompressor, data: memoryview) -> Iterator[bytes]:
@@ -93,7 +91,7 @@ def _frame_length(packed: memoryview, held: int) -> int:
         last, kind, size = header & 1, header >> 1 & 3, header >> 3
         at += _BLOCK_HEADER + (1 if kind == _RLE else size)
         if at + checksum > packed.nbytes:
-            raise ValueError(f"a frame that is cut off after {packed.nbytes} bytes")
+            raise ValueError(f"the Zstandard frame is cut off after {packed.nbytes} bytes")
         if last:
             return at + checksum
-    raise ValueError("a frame of too many blocks")
+    raise ValueError("the Zstandard frame has too many blocks")

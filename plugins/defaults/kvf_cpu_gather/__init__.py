@@ -31,7 +31,7 @@ class CpuGatherOptions(Options, frozen=True):
     kernel: Annotated[
         Kernel,
         Meta(
-            description='what copies in host memory: "native", only the compiled kernel; "torch", torch; '
+            description='code that copies KV in host memory: "native", only the compiled kernel; "torch", torch; '
             '"auto", the compiled kernel if it is installed. torch copies memory of other devices'
         ),
     ] = "auto"

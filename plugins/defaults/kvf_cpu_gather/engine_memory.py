@@ -2,8 +2,7 @@
 transfer's objects.
 
 Engine side. Making views of the tensors takes longer in Python than a small copy, and has the same result at every
-submit of an engine with stable memory. Only addresses are remembered: between calls no tensor is held.
-"""
+submit of an engine with stable memory. Only addresses are remembered: between calls no tensor is held."""
 
 from __future__ import annotations
 
@@ -223,7 +222,9 @@ class Moves:
         for index, (blocks, count) in enumerate(zip(transfer.blocks, memory.block_counts, strict=True)):
             if blocks.highest >= count:
                 raise BadBlockIds(
-                    f"block id {blocks.highest}", where=f"layer group {index}", available=f"0 to {count - 1}"
+                    f"block id {blocks.highest} does not exist",
+                    where=f"layer group {index}",
+                    available=f"0 to {count - 1}",
                 )
         self.memory = memory
         self._tokens = transfer.tokens

@@ -6,8 +6,7 @@ copy between it and the caller's buffers, without the interpreter lock.
 
 A call ends by its deadline, whatever the helper does. One that the helper has not ended `FROZEN_S` later counts as
 frozen: the process is killed, and started again with a backoff. Whatever it still does by then, it does in memory that
-no other call gets: nothing comes late into the caller's buffers.
-"""
+no other call gets: nothing comes late into the caller's buffers."""
 
 from __future__ import annotations
 
@@ -128,8 +127,7 @@ class Connection:
     before a call, and the helper maps as it has become. Takes over both descriptors. One thread at a time.
 
     Each connection has its own memory, so a call that goes on behind its deadline, in a helper that is not yet dead,
-    has nothing to write to but memory that no other call ever gets.
-    """
+    has nothing to write to but memory that no other call ever gets."""
 
     def __init__(self, sock: socket.socket, memory_fd: int) -> None:
         self.sock = sock
@@ -368,8 +366,7 @@ class HelperTier(Tier):
 
     Thread-safe. The process is started at the first call, and killed where `make` takes longer than `start_s`; a
     `KVFrameworkError` of `make` is that of the calls that wait for it. It ends within a second of `close`, and with the
-    server, however that ends. Each call at a time has separate memory, as large as its largest batch was.
-    """
+    server, however that ends. Each call at a time has separate memory, as large as its largest batch was."""
 
     def __init__(
         self,
@@ -446,7 +443,7 @@ class HelperTier(Tier):
         self._check_open()
         call = Call(name, list(keys), [sum(part.nbytes for part in each) for each in parts], deadline - _ANSWER_S)
         if call.deadline - time.monotonic() < _ANSWER_S:
-            raise TierError("the deadline has passed", where=self._where)
+            raise TierError("the call's deadline has passed", where=self._where)
         with self._connection(deadline) as connection:
             places = self._places(connection, call.sizes)
             if name == "put":
@@ -493,7 +490,8 @@ class HelperTier(Tier):
                 raise
             self._check_open()
             ended = "there is no helper process yet" if connection is None else "the helper process has ended"
-            fact = "the deadline has passed" if isinstance(error, TimeoutError) else self._process.last_error or ended
+            late = "the call's deadline has passed"
+            fact = late if isinstance(error, TimeoutError) else self._process.last_error or ended
             raise TierError(fact, where=self._where) from error
         self._process.give_back(connection)
 

@@ -89,7 +89,7 @@ def kvf_layouts() -> list[
         ),
         LayoutProvider(
             name="opaque",
-            summary="block tables whose blocks have an undeclared order: whole blocks of raw bytes",
+            summary="block tables with an unknown order of bytes inside a block; stores whole blocks",
             options=OpaqueOptions,
             create=lambda chosen: OpaqueLayout(chosen.packing, chosen.block_axis, chosen.groups, chosen.chunk_tokens),
         ),

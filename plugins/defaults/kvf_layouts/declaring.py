@@ -204,14 +204,16 @@ def _check_declared(layout: KVLayout, found: Sequence[TensorGroup]) -> None:
         where = f"layout.groups[{index}]"
         if len(have.names) != want.num_layers or not have.signature.fits(want):
             raise BadLayout(
-                f"{len(have.names)} layers with {have.signature}",
+                f"the group has {len(have.names)} layers with {have.signature}",
                 where=where,
                 available=f"{want.num_layers} layers, planes={want.planes}, heads={want.heads}, "
                 f"head_dim={want.head_dim}, dtype={want.dtype}",
                 hint="register again when the shapes have changed",
             )
         if want.layer_names and tuple(have.names) != want.layer_names:
-            raise BadLayout(f"layers {', '.join(have.names)}", where=where, available=", ".join(want.layer_names))
+            raise BadLayout(
+                f"the group has the layers {', '.join(have.names)}", where=where, available=", ".join(want.layer_names)
+            )
         fact, available = "", f"{want.strides} as declared"
         if want.strides and have.strides != {want.strides}:
             fact = f"strides {sorted(have.strides)}"

@@ -83,10 +83,10 @@ def _pair(name: str, tensors: LayerTensors) -> Sequence[TensorLike]:
     pair = plane_tensors(name, tensors)
     if len(pair) != 2 or any(len(tensor.shape) != 4 or tensor.shape[0] != 1 for tensor in pair):
         raise BadLayout(
-            f"{len(pair)} tensors of shape {', '.join(str(tuple(tensor.shape)) for tensor in pair)}",
+            f"the layer has {len(pair)} tensors of shape {', '.join(str(tuple(tensor.shape)) for tensor in pair)}",
             where=f"layer {name}",
             available="a pair (keys, values), each [1, heads, tokens, dim]",
-            hint="a batch of one request; save the requests of a batch one by one",
+            hint="save the requests of a batch one by one",
         )
     return [tensor.select(0, 0) for tensor in pair]
 
@@ -95,7 +95,7 @@ def _state(name: str, tensors: LayerTensors) -> TensorLike:
     planes = plane_tensors(name, tensors)
     if len(planes) != 1 or len(planes[0].shape) != 2:
         raise BadLayout(
-            f"{len(planes)} tensors of shape {', '.join(str(tuple(tensor.shape)) for tensor in planes)}",
+            f"the layer has {len(planes)} tensors of shape {', '.join(str(tuple(tensor.shape)) for tensor in planes)}",
             where=f"layer {name}",
             available="one state tensor [blocks, elements]",
         )

@@ -97,7 +97,7 @@ def test_a_frozen_helper_is_killed_and_started_again(wrong: HelperTier, deed: st
     assert first
     if deed == "k":
         send(first, signal.SIGSTOP)
-    with pytest.raises(TierError, match="the deadline has passed"):
+    with pytest.raises(TierError, match="the call's deadline has passed"):
         freeze(wrong, deed)
 
     def killed() -> bool:
@@ -180,7 +180,7 @@ def test_nothing_arrives_after_the_end_of_a_call() -> None:
     first, rooms = tier.pid, [bytearray(1 << 20), bytearray(1 << 20)]
     assert first
     for room in rooms:
-        with pytest.raises(TierError, match="the deadline has passed"):
+        with pytest.raises(TierError, match="the call's deadline has passed"):
             tier.get_into([key("k")], [[memoryview(room)]], deadline=time.monotonic() + 0.5)
     wait_until(lambda: has_ended(first))
     assert [bytes(room) for room in rooms] == [bytes(1 << 20)] * 2

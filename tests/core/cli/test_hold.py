@@ -127,5 +127,5 @@ def test_a_server_that_refuses_its_start_ends_the_keeper(folder: Path, endpoint:
     ended = run_process("hold", "--", "--set", f"server.endpoint={endpoint}", "--set", "l1.use=nothing")
     assert ended.returncode == 2
     assert "[plugin.not_found]" in ended.stderr
-    assert ": a restart would fail too, and no memory is held" in ended.stderr
+    assert ": the keeper ends, because a restart would fail too" in ended.stderr
     assert not (folder / "s.sock.hold").exists()

@@ -160,7 +160,7 @@ def test_log_lines_can_be_json() -> None:
         held.ready(1)
         entry = json.loads(held.log.splitlines()[0])
     assert set(entry) == {"time", "level", "logger", "message"}
-    assert entry["message"].startswith("server is process ")
+    assert entry["message"].startswith("the server is process ")
 
 
 class TestReload:

@@ -181,7 +181,7 @@ def test_a_layout_is_kept_and_therefore_bounded(client: WireClient) -> None:
 def test_block_sizes_without_a_common_multiple_are_refused(client: WireClient) -> None:
     """Those of states leave objects small, whatever a chunk is."""
     primes = [16_777_213, 16_777_199, 16_777_183, 16_777_153]
-    with pytest.raises(errors.BadLayout, match="the least chunk of whole blocks of"):
+    with pytest.raises(errors.BadLayout, match="the smallest chunk of whole blocks of"):
         chunk_tokens_for(primes, 256)
     groups = tuple(LayerGroup(1, block, 1, 8, "float32", state=True) for block in primes)
     with pytest.raises(errors.BadLayout):

@@ -91,7 +91,7 @@ def test_what_a_client_lost_lately() -> None:
     (problem,) = problems(lost())
     assert problem["where"] == "losses"
     assert problem["fact"].startswith(
-        "'vllm worker 0' (process 12) failed 2 loads and 1 store (3.0 MiB), last 4 s ago: [run.deadline] 3; "
+        "'vllm worker 0' (process 12) lost 2 loads and 1 store (3.0 MiB), the last 4 s ago: [run.deadline] 3; "
     )
     assert problem["fact"].count("busy") == 1
     assert "deadline_scale" in problem["fact"]

@@ -141,7 +141,7 @@ class LineTier(Tier):
             raise ConnectionError("the tier is closed")
         remaining = deadline - time.monotonic()
         if remaining <= 0:
-            raise TimeoutError("the deadline has passed")
+            raise TimeoutError("the call's deadline has passed")
         if self.sock is None:
             self.sock = socket.socket()
             self.sock.settimeout(remaining)

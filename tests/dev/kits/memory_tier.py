@@ -134,7 +134,7 @@ class MemoryTier(Tier):
         if self.closed:
             raise TierError("the tier is closed", where=self.name)
         if time.monotonic() >= deadline:
-            raise TierError("the deadline has passed", where=self.name)
+            raise TierError("the call's deadline has passed", where=self.name)
 
 
 class MemoryOptions(Options, frozen=True):

@@ -201,7 +201,7 @@ BAD: dict[str, tuple[Settings, str]] = {
         settings_of("l2.0.use=peers", tiers=[TierSpeed("peers", 1e9)]),
         r"the tier 'peers' reads from other nodes.*\n  hint: leave out this",
     ),
-    "the tier has no speed": (
+    "the tier's speed is missing": (
         settings_of(*REDIS),
         r"the speed of the tier 'redis' is missing.*\n.*\n  hint: .*--tier redis=3GB/s",
     ),

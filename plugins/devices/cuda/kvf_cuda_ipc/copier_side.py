@@ -59,7 +59,7 @@ class CudaCopier(CopierDriver[Event, Stream]):
         with self._lock:
             if mapped != start and self._kernel is not None:
                 # Copy engines take the host's own addresses.
-                self._leave_out_kernel(f"the arena is not at its own address on this GPU ({mapped or 'unknown'})")
+                self._leave_out_kernel(f"this GPU maps the arena at another address ({mapped or 'unknown'})")
             self._slices = sorted([*self._slices, start])
 
     def open(self, allocation: Allocation) -> int:
@@ -149,7 +149,7 @@ class CudaCopier(CopierDriver[Event, Stream]):
 
     def _leave_out_kernel(self, reason: str) -> None:
         if self._batched is None:
-            raise DeviceError(f"{reason}, and only the kernel could copy", where="cuda_ipc", hint='set engine = "dma"')
+            raise DeviceError(f"{reason}, and no copy engine is in use", where="cuda_ipc", hint='set engine = "dma"')
         self._kernel = None
         self._lacks["kernel"] = f"{_NO_KERNEL}: {reason}"
 

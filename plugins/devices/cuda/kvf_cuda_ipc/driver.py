@@ -152,7 +152,7 @@ class Driver:
             found = [_call(cu.cuPointerGetAttribute, each, place) for each in ends]
         base, nbytes = map(int, found)
         if not base <= address < base + nbytes:
-            raise DeviceError(f"the driver places {address:#x} in {nbytes} bytes at {base:#x}", where="cuda_ipc")
+            raise DeviceError(f"{address:#x} is outside its allocation, {nbytes} bytes at {base:#x}", where="cuda_ipc")
         return base, nbytes
 
     def ordinal_of(self, address: int) -> int:

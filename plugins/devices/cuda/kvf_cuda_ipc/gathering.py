@@ -142,7 +142,7 @@ def parts(batch: CopyBatch) -> Iterator[CopyBatch]:
     places = max(min(places, _MOST_WORDS // cell), 1)
     lanes = max(min(lanes, _MOST_WORDS // (cell * places)), 1)
     if cell > _MOST_WORDS:
-        raise DeviceError(f"{cell} bytes of one place", where="cuda_ipc", available=f"at most {_MOST_WORDS}")
+        raise DeviceError(f"one fragment has {cell} bytes", where="cuda_ipc", available=f"at most {_MOST_WORDS}")
     yield from batch.tiles(lanes, places)
 
 

@@ -232,7 +232,7 @@ class DeviceServerTransport(ServerTransport):
             if len(self._copiers) >= MAX_DEVICES:
                 self._forget_idle()
             if len(self._copiers) >= MAX_DEVICES:
-                raise RequestError(f"{MAX_DEVICES} devices are in use", where="handles")
+                raise RequestError(f"instances use {MAX_DEVICES} devices, which is the most", where="handles")
             start = Start(self._create, memory.device, chosen_log(), messages.SLICE_BYTES)
             copier = CopierSupervisor(start, self._arena_fd, stall_s=self._stall_s)
             self._copiers[memory.device] = copier

@@ -127,7 +127,7 @@ def _check_servable(layout: KVLayout, desc: MemoryLayoutDesc) -> None:
             raise BadLayout(f"the objects have the form {each.form}", available=f"{CANONICAL}, {OPAQUE}...")
         if not 1 <= layout.blocks_of(index) < NO_BLOCK:
             raise BadLayout(
-                f"{layout.blocks_of(index)} blocks",
+                f"the layer group has {layout.blocks_of(index)} blocks",
                 where=f"layout.groups[{index}]",
                 available="memory at a fixed address",
                 hint="use cpu_gather for tensors passed at each submit",

@@ -151,7 +151,7 @@ class PageCache:
             form = form_of(pool, self._page_tokens)
             # The first rank alone stores what all hold alike, except states.
             if name != KV and self._worker.replicated and form.per_head and not form.state and self._worker.tp_size > 1:
-                self._leave_out(f"pool {name} is not cached: its heads are split, but only the first rank stores")
+                self._leave_out(f"pool {name} is not cached: only the first rank stores, and heads differ by rank")
                 return
         except KVFrameworkError as error:
             self._leave_out(f"pool {name}: {error}")

@@ -46,7 +46,7 @@ class SglangOptions(EngineOptions, frozen=True):
     """Each field is the key `kvframework.<field>`."""
 
     lookup_deadline_s: Annotated[
-        Seconds, msgspec.Meta(description="longest wait for a lookup of pages, with their load from L2")
+        Seconds, msgspec.Meta(description="longest wait for a lookup of pages and their load from L2")
     ] = 1.0
     load_deadline_s: Annotated[Seconds, msgspec.Meta(description="longest wait for a load of up to 128 pages")] = 2.0
     store_deadline_s: Annotated[Seconds, msgspec.Meta(description="longest wait for a store of up to 128 pages")] = 5.0

@@ -160,7 +160,7 @@ def device_form_of(pool: Any, page_tokens: int) -> PoolForm:
         cache = pool.mamba_cache
         beside = [getattr(cache, "replayssm_d", None), *getattr(pool, "_slot_siblings", [])]
         if any(each is not None for each in beside):
-            raise _device_refused(pool, "its states have parts beside them")
+            raise _device_refused(pool, "its states have further tensors")
         if not lie_as_shaped([cache.temporal, *cache.conv]):
             raise _device_refused(pool, TURNED)
         order = ("layer", "block", "dim")

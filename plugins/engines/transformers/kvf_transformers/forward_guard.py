@@ -129,7 +129,7 @@ class ForwardGuard:
         return autocast, self._named.signs() if self._named else None
 
     def _mixed(self) -> str:
-        return "each row has its adapter (adapter_names)" if self._named and by_request(self._named.tuners) else ""
+        return "rows have different adapters (adapter_names)" if self._named and by_request(self._named.tuners) else ""
 
     def _now(self) -> ModelNow | None:
         try:

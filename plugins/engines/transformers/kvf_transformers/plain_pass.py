@@ -56,10 +56,10 @@ def departure(given: Mapping[str, Any], model: Any, cache: Any, first: int) -> s
     arguments of the pass, `cache` is as before it."""
     ids = given.get("input_ids")
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
-        return "inputs_embeds were given, no input_ids" if ids is None else "input_ids are no [rows, tokens]"
+        return "the call has inputs_embeds, no input_ids" if ids is None else "input_ids must be [rows, tokens]"
     others = sorted(name for name, value in given.items() if value is not None and name not in _KNOWN)
     if others:
-        return f"{', '.join(others)}: given beside the tokens"
+        return f"the call has further arguments: {', '.join(others)}"
     rows, tokens = ids.shape
     positions = torch.arange(first, first + tokens, device=ids.device)
     for name in _POSITIONS:
@@ -73,7 +73,7 @@ def departure(given: Mapping[str, Any], model: Any, cache: Any, first: int) -> s
         return "" if bool(mask[:, : first + tokens].all()) else "the attention_mask has zeros"
     if mask is None or any(_same(mask, each) for each in _plain_masks(model, cache, rows, first, ids)):
         return ""
-    return "the attention_mask is another one than that of plain tokens"
+    return "the attention_mask is not the causal mask of plain tokens"
 
 
 def _plain_masks(model: Any, cache: Any, rows: int, first: int, ids: torch.Tensor) -> Iterator[Any]:

@@ -55,10 +55,10 @@ def layers_of(cache: Any, *, tokens: int) -> list[LayerPair]:
         shapes = [tuple(tensor.shape) for tensor in (layer.keys, layer.values) if isinstance(tensor, torch.Tensor)]
         if len(shapes) != 2 or any(len(shape) != 4 or shape[0] != 1 for shape in shapes):
             raise BadLayout(
-                f"keys and values are {' and '.join(map(str, shapes)) or 'not there'}",
+                f"keys and values have the shapes {' and '.join(map(str, shapes)) or '(missing)'}",
                 where=f"layer {index}",
                 available="[1, heads, tokens, dim]",
-                hint="a batch of one request",
+                hint="save the requests of a batch one by one",
             )
         seen, kept = int(layer.get_seq_length()), min(shape[2] for shape in shapes)
         if seen < tokens or kept < seen:
@@ -90,7 +90,7 @@ def check_layers(where: str, layers: Sequence[object]) -> None:
     others = sorted({type(layer).__name__ for layer in layers if type(layer) not in _KNOWN})
     if others:
         raise BadLayout(
-            f"layers of {', '.join(others)}",
+            f"the cache has layers of {', '.join(others)}",
             where=where,
             available=", ".join(sorted(cls.__name__ for cls in _KNOWN)),
             hint="only keys and values of every token, and recurrent states, can be stored",

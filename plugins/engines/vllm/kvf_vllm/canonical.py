@@ -114,7 +114,7 @@ class CanonicalBlocks:
             form, tensor = self._forms[name], kv_caches[name]
             shape = (num_blocks, form.heads, form.block_size, form.head_size + form.head_size_v)
             if tuple(tensor.shape) != shape:
-                raise _refused(f"its tensor has the shape {tuple(tensor.shape)}, not {shape}", name)
+                raise _refused(f"the layer's tensor has the shape {tuple(tensor.shape)}, not {shape}", name)
             found[name] = _EXACT[form.backend, form.isa].planes(tensor, form.head_size)
         return found
 
@@ -125,11 +125,11 @@ BlockForm = OpaqueBlocks | CanonicalBlocks
 def _check(name: str, form: LayerForm) -> None:
     exact = _EXACT.get((form.backend, form.isa))
     if exact is None or form.cache_layout not in exact.cache_layouts:
-        raise _refused(f"it is {form}, whose order of elements has no exact conversion", name)
+        raise _refused(f"the layer's cache is {form}, whose order of elements has no exact conversion", name)
     if form.spec not in _SPECS or form.packed or form.head_size != form.head_size_v:
-        raise _refused(f"it is {form}, which holds more or less than keys and values of one size", name)
+        raise _refused(f"the layer's cache is {form}, which does not hold keys and values of one size", name)
     if form.dtype not in _FLOATS or form.dtype != form.model_dtype or form.kv_dtype not in ("auto", form.dtype):
-        raise _refused(f"it is {form} of a model in {form.model_dtype}: its KV is not what the model computed", name)
+        raise _refused(f"the layer's cache is {form}, but the model computes KV in {form.model_dtype}", name)
 
 
 def _check_order(names: Sequence[str]) -> None:

@@ -419,7 +419,9 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
                 self.errors.note("shutdown", error)
 
     def _scheduling(self) -> SchedulerSide:
-        assert self._scheduler is not None, "called on the worker's connector, or after shutdown"
+        assert self._scheduler is not None, (
+            "vLLM called a scheduler's method on a worker's connector, or after shutdown"
+        )
         return self._scheduler
 
 

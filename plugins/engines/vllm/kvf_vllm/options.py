@@ -26,8 +26,8 @@ class VllmOptions(EngineOptions, frozen=True):
         msgspec.Meta(
             description='"async": requests wait for their load while others run, and a whole prompt may be loaded; '
             '"sync": loads happen within the step that uses them, only for models with one KV group of full attention; '
-            '"auto": a load is within the step if it takes a quarter of a short step at most, or 50 ms if the engine '
-            "is idle; all other loads are between steps"
+            '"auto": a load happens within the step if it takes at most a quarter of a short step, or at most 50 ms '
+            "while the engine is idle, else between steps"
         ),
     ] = "auto"
     layout: Annotated[
@@ -37,20 +37,18 @@ class VllmOptions(EngineOptions, frozen=True):
             "element by element, also for engines with other block layouts, if the conversion is exact"
         ),
     ] = "opaque"
-    lookup_deadline_s: Annotated[
-        Seconds, msgspec.Meta(description="longest wait of a request for its load from L2")
-    ] = 2.0
+    lookup_deadline_s: Annotated[Seconds, msgspec.Meta(description="longest wait of a request for KV from L2")] = 2.0
     autostart: Annotated[
         str,
         msgspec.Meta(
             pattern=r"^([0-9.]+ *[KMGTkmgt]?i?[Bb]?)?$",
-            description="capacity of L1, such as 8GiB, of the server that the engine starts if none runs, "
-            "by kvframework-run; empty: the engine starts none",
+            description="capacity of L1, such as 8GiB: if no server runs, the engine starts one with "
+            "kvframework-run; empty: the engine starts no server",
         ),
     ] = ""
     connect_timeout_s: Annotated[
         Seconds,
-        msgspec.Meta(description="longest wait for a server at the engine's start; a later server is found, too"),
+        msgspec.Meta(description="longest wait for a server at the engine's start; a later server is found too"),
     ] = 5.0
     announce_salts: Annotated[
         bool,
@@ -61,7 +59,7 @@ class VllmOptions(EngineOptions, frozen=True):
     ] = False
     min_hit_tokens: Annotated[
         int,
-        msgspec.Meta(ge=0, le=1 << 24, description="least tokens of a hit that is loaded; shorter hits are computed"),
+        msgspec.Meta(ge=0, le=1 << 24, description="fewest tokens of a hit that is loaded; others are computed"),
     ] = 0
 
 

@@ -38,7 +38,7 @@ def retain_action(envelope: Any, prompt_tokens: int) -> tuple[Retain, ...]:
         if action.action_type != TYPE:
             continue
         if str(action.action_version).partition(".")[0] != MAJOR:
-            raise _wrong(f"version {str(action.action_version)[:20]!r}", f"{MAJOR}.x")
+            raise _wrong(f"the version is {str(action.action_version)[:20]!r}", f"{MAJOR}.x")
         directives = action.payload.get("directives") if isinstance(action.payload, Mapping) else None
         if not isinstance(directives, list):
             raise _wrong("the payload has no list `directives`", "a list of objects")
@@ -50,7 +50,7 @@ def _range(item: object, prompt_tokens: int) -> object:
     """Return a directive as `retain_of` reads it. Theirs has no end of time where there is no `duration`; ours ends
     with the longest one."""
     if not isinstance(item, Mapping):
-        raise _wrong(f"a directive {str(item)[:40]!r}", "an object")
+        raise _wrong(f"a directive is {str(item)[:40]!r}", "an object")
     said = {key: value for key, value in item.items() if value is not None}
     if said.pop("covers_output", False) is True:
         said["start"] = prompt_tokens

@@ -22,7 +22,7 @@ from kvframework.api.tier import TierEntry
 from kvframework.errors import TierError
 
 CLOSED = "the tier is closed"
-_TOO_LATE = "the deadline has passed"
+_TOO_LATE = "the call's deadline has passed"
 
 
 class Limit:

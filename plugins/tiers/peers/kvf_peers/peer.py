@@ -334,7 +334,7 @@ class Peer:
     def _is_down(self, why: str) -> None:
         with self.changed:
             if not self._told_down and not self._closed:
-                log.warning("node %s cannot be asked: %s", self.address, why)
+                log.warning("node %s is not used: %s", self.address, why)
             self._told_down, self.problem, self.state = True, why, "down"
             self.changed.notify_all()
 

@@ -146,7 +146,7 @@ class PeersTier(Tier):
         if self._closed:
             raise TierError("the tier is closed", where=self._settings.where)
         if time.monotonic() >= deadline:
-            raise TierError("the deadline has passed", where=self._settings.where)
+            raise TierError("the call's deadline has passed", where=self._settings.where)
 
     def _nobody(self) -> TierError:
         last = next((f"{peer.address}: {peer.problem}" for peer in self._peers if peer.problem), "")

@@ -124,7 +124,7 @@ class Wire:
     def _arm(self, deadline: float) -> None:
         left = deadline - time.monotonic()
         if left <= 0:
-            raise TimeoutError(errno.ETIMEDOUT, "the deadline has passed")
+            raise TimeoutError(errno.ETIMEDOUT, "the call's deadline has passed")
         self._sock.settimeout(left)
 
 

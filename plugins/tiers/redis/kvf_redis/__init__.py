@@ -40,24 +40,24 @@ class RedisOptions(Options, frozen=True):
     nodes: Annotated[
         list[str],
         Meta(
-            description='more nodes of the cluster, or more sentinels: ["host:port", ...]; one that answers is enough '
-            "to find all others"
+            description='more nodes of the cluster, or more sentinels: ["host:port", ...]; the tier finds all nodes '
+            "through the first that answers"
         ),
     ] = []  # noqa: RUF012  msgspec gives each its own
-    master_name: Annotated[str, Meta(description="the sentinels' name of the master; for topology sentinel")] = ""
+    master_name: Annotated[str, Meta(description="name of the master at the sentinels; for topology sentinel")] = ""
     username: Annotated[str, Meta(description="ACL user; overrides the user in url")] = ""
     password_env: Annotated[
         str,
         Meta(
-            description="name of the environment variable that holds the password, read when the server starts; takes "
-            "precedence over the one in url"
+            description="name of the environment variable that holds the password, read when the server starts; "
+            "overrides the password in url"
         ),
     ] = ""
     password_file: Annotated[
         str,
         Meta(
-            description="file that holds the password, read for each new connection, so that it may be rotated; takes "
-            "precedence over the one in url"
+            description="file that holds the password, read for each new connection, so that it may be rotated; "
+            "overrides the password in url"
         ),
     ] = ""
     sentinel_password_env: Annotated[
@@ -66,14 +66,14 @@ class RedisOptions(Options, frozen=True):
     tls_ca: Annotated[str, Meta(description="PEM file of trusted certificates; empty: the system's")] = ""
     tls_cert: Annotated[str, Meta(description="PEM file of the client's certificate")] = ""
     tls_key: Annotated[str, Meta(description="PEM file of the client's private key")] = ""
-    prefix: Annotated[str, Meta(description="text before the 72 bytes of every key")] = "kvf:"
+    prefix: Annotated[str, Meta(description="text before the object's key of 72 bytes in every key")] = "kvf:"
     ttl_s: Annotated[
         int,
         Meta(
             ge=0,
             le=10 * _YEAR_S,
-            description="seconds after which a key that is neither stored nor used expires; 0: never, "
-            "leave it to the server's maxmemory-policy",
+            description="seconds after which a key that is neither stored nor used expires; 0: never; "
+            "the server's maxmemory-policy then evicts keys",
         ),
     ] = 0
     max_value_bytes: Annotated[

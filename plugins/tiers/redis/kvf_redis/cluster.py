@@ -236,10 +236,12 @@ class Cluster(Router):
             raise TierError("the tier is closed", where=self._where)
         remaining = deadline - time.monotonic()
         if remaining <= 0:
-            raise TierError("the deadline has passed", where=self._where)
+            raise TierError("the call's deadline has passed", where=self._where)
         if self._slots is None:
             if not self._asking.acquire(timeout=min(remaining, threading.TIMEOUT_MAX)):
-                raise TierError("the deadline has passed before the cluster was asked for its slots", where=self._where)
+                raise TierError(
+                    "the call's deadline passed before the cluster was asked for its slots", where=self._where
+                )
             try:
                 if self._slots is None:
                     self._ask(deadline)

@@ -22,6 +22,8 @@ from kvframework.errors import TierError
 T = TypeVar("T")
 
 _LONGEST_WAIT_S = 3600.0
+_PAGE = "https://github.com/kvframework/kvframework/tree/main/plugins/tiers/redis/README.md#secured"
+NO_RIGHT = f"give the Redis user the commands of the ACL line at {_PAGE}"
 _TOO_LATE = ("the server did not answer before the deadline", "")
 
 
@@ -77,7 +79,7 @@ class Connector:
             connection.send_command(*words)
             return read(connection.read_response())
 
-        return self._logged_in(f"cannot ask {' '.join(words)}", place, deadline, reply, keep=False)
+        return self._logged_in(f"the query {' '.join(words)} failed", place, deadline, reply, keep=False)
 
     def _logged_in(
         self, failure: str, place: Place | None, deadline: float, use: Callable[[Any], T], *, keep: bool
@@ -86,7 +88,7 @@ class Connector:
         `failure` begins an error's text."""
         remaining = min(deadline - time.monotonic(), _LONGEST_WAIT_S)
         if remaining <= 0:
-            raise TierError("the deadline has passed", where=self._place_text(place))
+            raise TierError("the call's deadline has passed", where=self._place_text(place))
         settings = {**self._settings, "password": self._password()}
         if place is not None:
             settings.update(place._asdict())
@@ -133,7 +135,7 @@ def _explain(error: BaseException) -> tuple[str, str]:
             return cause.strerror, ""
         cause = cause.__cause__ or cause.__context__
     if isinstance(error, NoPermissionError):
-        return "the Redis user may not run the command", "allow the commands that the tier's README lists"
+        return "the Redis user may not run the command", NO_RIGHT
     if isinstance(error, BusyLoadingError):
         return "the server is loading its data", "the tier works once the data is loaded"
     if isinstance(error, ResponseError):

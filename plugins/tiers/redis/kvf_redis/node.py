@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvf_redis.commands import Command, Oversized, Ping
-from kvf_redis.connect import NoAnswer, rebuilt
+from kvf_redis.connect import NO_RIGHT, NoAnswer, rebuilt
 from kvf_redis.resp import Place, ProtocolSurprise, Refused, Wire, error_code
 from kvframework.api.plugin import Buffer
 from kvframework.errors import TierError
@@ -143,7 +143,7 @@ class Node:
                         raise self._is_closed()
                     remaining = deadline - time.monotonic()
                     if remaining <= 0:
-                        raise TierError("the deadline has passed before a connection was free", where=self._where)
+                        raise TierError("the call's deadline passed before a connection was free", where=self._where)
                     if self._queue[0] is not turn or not self._available():
                         self._changed.wait(min(remaining, threading.TIMEOUT_MAX))
                     elif not self._idle:
@@ -198,7 +198,7 @@ def fly(wire: Wire, commands: Sequence[Command], deadline: float) -> None:
 
 _HINTS = {
     "NOAUTH": "set password_env to a variable, or password_file to a file, with the password",
-    "NOPERM": "allow this user the commands in the tier's README, on keys with the prefix",
+    "NOPERM": NO_RIGHT,
     "READONLY": "url names a replica: set url to the primary, or use the sentinels",
     "MOVED": 'url names a member of a cluster: set topology = "cluster"',
     "ASK": 'url names a member of a cluster: set topology = "cluster"',

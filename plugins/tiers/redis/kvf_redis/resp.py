@@ -246,7 +246,7 @@ class Wire:
     def _arm(self, deadline: float) -> None:
         remaining = deadline - time.monotonic()
         if remaining <= 0:
-            raise TimeoutError(errno.ETIMEDOUT, "the deadline has passed")
+            raise TimeoutError(errno.ETIMEDOUT, "the call's deadline has passed")
         self._sock.settimeout(min(remaining, _LONGEST_WAIT_S))
 
 

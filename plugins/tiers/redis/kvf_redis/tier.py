@@ -147,7 +147,7 @@ class RedisTier(Tier):
         if self._closed:
             raise TierError("the tier is closed")
         if time.monotonic() >= deadline:
-            raise TierError("the deadline has passed")
+            raise TierError("the call's deadline has passed")
 
     @contextmanager
     def _own_turn(self, deadline: float) -> Iterator[None]:

@@ -95,7 +95,7 @@ class S3Options(Options, frozen=True):
         str,
         Meta(
             description="file with the credentials, read again every few minutes: for s3 in AWS format, for gs "
-            "the JSON of a service account; empty: the places listed in the tier's README"
+            "the JSON of a service account; empty: the usual places of each cloud"
         ),
     ] = ""
     profile: Annotated[

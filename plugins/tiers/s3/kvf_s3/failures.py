@@ -14,8 +14,8 @@ from kvframework.errors import TierError
 _CODE = re.compile(r"<Code>([A-Za-z]{1,48})</Code>|\"reason\": ?\"([A-Za-z]{1,48})\"")
 _STATUS = re.compile(r"status code: (\d{3})\b")
 
-_KEYS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, credentials_file or a role; see the README of kvf_s3"
-_RIGHTS = "grant s3:GetObject, PutObject, DeleteObject and ListBucket; see the README of kvf_s3"
+_KEYS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or credentials_file, or give the machine a role"
+_RIGHTS = "grant s3:GetObject, PutObject, DeleteObject and ListBucket on the bucket"
 _BUCKET = "make the bucket, or correct url, endpoint and region"
 
 # Code of the store's error: (fact, hint).
@@ -109,7 +109,7 @@ class Failure:
         return TierError(self.fact, where=where, hint=self.hint)
 
 
-LATE = Failure("the deadline has passed")
+LATE = Failure("the call's deadline has passed")
 CLOSED = Failure("the tier is closed")
 
 

@@ -96,7 +96,7 @@ def clear(
         print_document(msgspec.structs.asdict(cleared))
         return
     stay = f"kept {cleared.in_use} objects that are in use"
-    print_text(f"L1: dropped {cleared.objects} objects, {ByteSize(cleared.nbytes)}; {stay}")
+    print_text(f"L1: deleted {cleared.objects} objects, {ByteSize(cleared.nbytes)}; {stay}")
     if l2:
         print_text(f"L2: deleted {cleared.l2_objects} values, {ByteSize(cleared.l2_bytes)}")
     for name in cleared.unlisted:
@@ -112,7 +112,11 @@ def _order(
     try:
         packed = bytes.fromhex(namespace)
     except ValueError:
-        raise RequestError("not hexadecimal digits", where="--namespace", available="32 hexadecimal digits") from None
+        raise RequestError(
+            "the namespace is not a number in hexadecimal digits",
+            where="--namespace",
+            available="32 hexadecimal digits",
+        ) from None
     tokens = array.array("I")
     if prefix:
         try:

@@ -46,7 +46,7 @@ def drain(
     config: EndpointConfig = None,
     as_json: AsJson = False,
 ) -> None:
-    """Have a running server write to its tiers what only L1 holds, and end.
+    """Make a running server write the objects that no tier has to its tiers, and end.
 
     Engines load until the end; stores find no room any more. The objects used last are written first. A second drain
     joins the first one, and may only shorten it. Exit status 1: objects are left, which end with L1.

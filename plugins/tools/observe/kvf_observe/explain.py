@@ -65,9 +65,7 @@ ANSWERS = {
         "computing the tokens is faster than loading them: {detail}",
         "do nothing, or use a faster tier; with [server] price = false, the server loads all tokens that a tier has",
     ),
-    "bandwidth": Answer(
-        "above its limit: {detail}", "nothing, if the limit fits; else raise the tenant's load_bandwidth"
-    ),
+    "bandwidth": Answer("{detail}, and its load would exceed that", "do nothing, or raise the tenant's load_bandwidth"),
     "tier_down": Answer("a tier did not answer: {detail}", "see the tier and its last error in `kvframework status`"),
     "timed_out": Answer(
         "the tiers did not load the tokens in time: {detail}",

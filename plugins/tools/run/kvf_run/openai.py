@@ -121,7 +121,9 @@ class OpenAI:
             said = error.read(2000).decode(errors="replace").strip()
             hints = dict.fromkeys((401, 403), "give the API key: --api-key-file or $OPENAI_API_KEY")
             hint = hints.get(error.code, "ask for a shorter prompt: --tokens" if error.code == 400 else "")
-            raise EndpointError(f"status {error.code}: {said[:300]}", where=request.full_url, hint=hint) from None
+            raise EndpointError(
+                f"the engine answered with status {error.code}: {said[:300]}", where=request.full_url, hint=hint
+            ) from None
         except OSError as error:
             reason = getattr(error, "reason", error)
             raise EndpointError(

@@ -20,7 +20,7 @@ stop_app, restart_app, logs_app = typer.Typer(), typer.Typer(), typer.Typer()
 
 @stop_app.command("stop", epilog=examples("kvframework stop     L1 is freed; tiers keep their objects"))
 def stop(endpoint: Endpoint = None, config: EndpointConfig = None) -> None:
-    """End the server that `kvframework run` has started, and free its L1. Engines go on without the cache."""
+    """End the server that `kvframework run` has started, and free its L1. Engines continue without the cache."""
     chosen = server_endpoint(endpoint, config)
     keeper = _keeper(chosen)
     if not end_keeper(keeper, chosen):

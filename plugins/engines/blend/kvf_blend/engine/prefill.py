@@ -175,7 +175,7 @@ def _compare(
     distance = float((found - expected.float()).norm() / expected.float().norm())
     # Not "more than": NaN must not pass.
     if not distance <= _TOLERANCES.get(expected.dtype, 0.0):
-        decoder.refuse(f"with {case} the model's logits are off by {distance:.2g} of their length")
+        decoder.refuse(f"with {case} the model computes wrong logits, with a relative error of {distance:.2g}")
 
 
 def _spoiled(pairs: Sequence[LayerPair], kept: int) -> list[LayerPair]:

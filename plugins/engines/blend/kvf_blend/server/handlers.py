@@ -142,7 +142,7 @@ def _check_hits(payload: m.RetrievePreComputed, chunk_tokens: int) -> None:
     digests, rest = divmod(len(payload.prefix_digests), DIGEST_BYTES)
     if rest or digests * chunk_tokens != payload.prefix_tokens:
         raise BadSegments(
-            f"{payload.prefix_tokens} tokens under {len(payload.prefix_digests)} bytes of digests",
+            f"the prefix has {payload.prefix_tokens} tokens and {len(payload.prefix_digests)} bytes of digests",
             where="prefix",
             available=f"{DIGEST_BYTES} bytes for each chunk of {chunk_tokens} tokens",
         )
@@ -151,7 +151,7 @@ def _check_hits(payload: m.RetrievePreComputed, chunk_tokens: int) -> None:
         expected = chunks_of(each.tokens, chunk_tokens) * DIGEST_BYTES
         if len(each.digests) != expected:
             raise BadSegments(
-                f"{each.tokens} tokens under {len(each.digests)} bytes of digests",
+                f"the segment has {each.tokens} tokens and {len(each.digests)} bytes of digests",
                 where=f"segments[{index}]",
                 available=f"{expected} bytes",
             )

@@ -100,7 +100,7 @@ def attach(services: CacheServices, client: ClientInfo, payload: RegisterBlend) 
     sent, known = (payload.model_name, payload.world_size), (context.model_name, context.world_size)
     if sent != known:
         raise NamespaceMismatch(
-            f"model {sent[0]!r}, world size {sent[1]}",
+            f"the request names model {sent[0]!r}, world size {sent[1]}",
             where=f"instance {context.instance_id}",
             available=f"model {known[0]!r}, world size {known[1]} as registered",
         )
@@ -108,7 +108,9 @@ def attach(services: CacheServices, client: ClientInfo, payload: RegisterBlend) 
     check(payload.rotary)
     _check_head(context, payload.rotary)
     if len(payload.before) % TOKEN_BYTES:
-        raise BadSegments(f"{len(payload.before)} bytes", where="before", available=f"{TOKEN_BYTES} bytes a token id")
+        raise BadSegments(
+            f"`before` has {len(payload.before)} bytes", where="before", available=f"{TOKEN_BYTES} bytes a token id"
+        )
     given = Attached(payload.rotary, payload.before)
     if context.attached.setdefault(_ATTACHED, given) != given:
         raise AlreadyRegistered(
@@ -151,7 +153,7 @@ def _check_layout(context: InstanceContext, desc: MemoryLayoutDesc) -> None:
         elif group.packing or stored.form != CANONICAL:
             found = f"objects in the form {stored.form!r}"
         elif group.compress_ratio != 1:
-            found = f"a slot for {group.compress_ratio} tokens"
+            found = f"slots of {group.compress_ratio} tokens"
         elif group.dtype not in _DTYPES:
             found = f"dtype {group.dtype}"
         if found:

@@ -22,12 +22,12 @@ def marked(tokens: bytes, separator: bytes, ranges: bytes) -> list[Span]:
     """
     for name, packed in (("tokens", tokens), ("separator", separator)):
         if len(packed) % TOKEN_BYTES:
-            raise BadSegments(f"{len(packed)} bytes", where=name, available=f"{TOKEN_BYTES} bytes a token id")
+            raise BadSegments(f"it has {len(packed)} bytes", where=name, available=f"{TOKEN_BYTES} bytes a token id")
     if separator and ranges:
         raise BadSegments("the request has a separator and ranges", available="a separator or ranges")
     spans = split(tokens, separator) if separator else unpack_ranges(ranges, len(tokens) // TOKEN_BYTES)
     if len(spans) > MAX_SEGMENTS:
-        raise BadSegments(f"{len(spans)} segments", where="separator", available=f"at most {MAX_SEGMENTS}")
+        raise BadSegments(f"{len(spans)} segments are too many", where="separator", available=f"at most {MAX_SEGMENTS}")
     return spans
 
 
@@ -52,7 +52,9 @@ def unpack_ranges(ranges: bytes, length: int) -> list[Span]:
     """The (start, end) pairs. Raises `BadSegments` unless they are ordered, apart, not empty and within `length`
     tokens."""
     if len(ranges) % (2 * TOKEN_BYTES):
-        raise BadSegments(f"{len(ranges)} bytes", where="ranges", available="pairs of two packed u32, start and end")
+        raise BadSegments(
+            f"it has {len(ranges)} bytes", where="ranges", available="pairs of two packed u32, start and end"
+        )
     spans = list(struct.iter_unpack("<2I", ranges))
     last = 0
     for index, (start, end) in enumerate(spans):

@@ -45,7 +45,7 @@ class ArenaSpec(OffloadingSpec):  # type: ignore[misc]
             raise TransportMismatch(
                 "the workers of this engine are on several nodes",
                 where="kvf_vllm",
-                available="one node for each engine, whose server's memory all of its workers map",
+                available="all workers of an engine on one node",
             )
         check_hashes(vllm_config.cache_config)
         prompts_only = check_kinds(kv_cache_config)
@@ -55,7 +55,7 @@ class ArenaSpec(OffloadingSpec):  # type: ignore[misc]
         parallel = config.parallel
         if self.is_canonical and not (parallel.is_parallelism_agnostic and parallel.world_size == parallel.tp_size):
             raise BadLayout(
-                "canonical_layout, and by vLLM's rules this engine's blocks are not alike for each number of workers",
+                "canonical_layout is set, but this engine's blocks depend on the number of workers",
                 where="kv_connector_extra_config",
                 available="attention with whole heads or latent, split by tensor parallelism alone",
                 hint="leave canonical_layout out",

@@ -95,7 +95,7 @@ def _head(shown: Shown) -> Iterator[Text]:
             f"  kvframework {one_line(str(reach(window.now, 'server', 'version')))} at {where}",
         )
     else:
-        yield Text(f"{clock}  asking {where}")
+        yield Text(f"{clock}  waiting for the first answer of {where}")
 
 
 def _overview(window: Window) -> Iterator[RenderableType]:

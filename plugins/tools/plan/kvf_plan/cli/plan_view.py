@@ -40,7 +40,7 @@ def print_plan(plan: Plan, *, as_json: bool) -> None:
             f"more than {MOST_DROPPED:.0%} of what is written through"
         )
     if not plan.says_a_day and _tiers(plan):
-        _print(f"{short_duration(plan.seconds)} of trace are too short for writes per day")
+        _print(f"{short_duration(plan.seconds)} of trace are too short to estimate writes per day")
     if plan.prices.assumed:
         prices = ", ".join(f"{name} {short_number(price)}" for name, price in plan.prices.of.items())
         _print(f"cost is in GiB of DRAM, at assumed prices per GiB ({prices}); set yours with --price")
@@ -94,7 +94,7 @@ def verdict(plan: Plan) -> list[str]:
     row = closest(plan.rows, goal)
     lines = ["no tried configuration meets the goal, so none is chosen"]
     if any(each.figures.saturated and not shortfalls(each, goal) for each in plan.rows):
-        lines.append("a saturated tier would meet it: give a faster one, or one that is written less")
+        lines.append("a saturated tier would meet the goal: give a faster tier, or one with fewer writes")
     lines += [_short(each, goal.at) for each in shortfalls(row, goal)]
     return [*lines, f"the closest configuration: {_said(row)}"]
 

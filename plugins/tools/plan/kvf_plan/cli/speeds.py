@@ -24,7 +24,7 @@ def parse_tier(text: str) -> TierSpeed:
     rate, *parts = rest.split(",")
     if not (name and equals):
         raise SimulationError(
-            "the tier has no speed", where=where, available=FORM, hint=f"--tier {name or 'redis'}=3GB/s"
+            "the tier's speed is missing", where=where, available=FORM, hint=f"--tier {name or 'redis'}=3GB/s"
         )
     write, latency_s, capacity, slow = None, 0.0, None, []
     for part in parts:

@@ -38,9 +38,9 @@ def gc(
     ] = None,
     older_than: Annotated[
         float | None,
-        typer.Option(metavar="TIME", parser=seconds_of, help="Only what no engine has used for so long, such as 30d."),
+        typer.Option(metavar="TIME", parser=seconds_of, help="Only KV unused for this time, such as 30d."),
     ] = None,
-    delete: Annotated[bool, typer.Option("--delete", help="Delete it; without this, only list it.")] = False,
+    delete: Annotated[bool, typer.Option("--delete", help="Delete the listed KV; else only list it.")] = False,
     timeout: Annotated[float, typer.Option(min=1, max=86400, help="Seconds for each listing of a tier.")] = 3600.0,
     config: ConfigFile = None,
     overrides: Overrides = None,
@@ -112,7 +112,7 @@ def _show(found: list[Contents], *, deleted: bool) -> None:
             str(each.values),
             str(ByteSize(each.nbytes)),
             f"{(time.time() - each.used_at) / 86400:.1f} days ago" if each.used_at else "unknown",
-            f"{each.deleted} deleted, the rest is in use" if each.in_use else "retired" if each.retired else "",
+            f"{each.deleted} deleted, other values are in use" if each.in_use else "retired" if each.retired else "",
         )
         for each in sorted(found, key=lambda each: (each.model, each.namespace, each.tier))
     ]
@@ -122,5 +122,5 @@ def _show(found: list[Contents], *, deleted: bool) -> None:
     values = sum(each.deleted if deleted else each.values for each in chosen)
     nbytes = ByteSize(sum(each.deleted_bytes if deleted else each.nbytes for each in chosen))
     what = f"{counted(values, 'values')}, {nbytes}, of {counted(len(chosen), 'namespaces')}"
-    none = "nothing is chosen: --model and --older-than choose" if not chosen else ""
+    none = "no KV is selected: use --model or --older-than" if not chosen else ""
     print_text(none or (f"deleted {what}" if deleted else f"a dry run: --delete would delete {what}"))

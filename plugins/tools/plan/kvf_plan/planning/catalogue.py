@@ -169,9 +169,13 @@ def engine_of(
 ) -> Engine:
     """Return it; "" and None: not given. Raises `PlanError` if the speed or the KV of a token is unknown."""
     if prefill is not None and not 0 < prefill < math.inf:
-        raise PlanError(f"{prefill} tokens per second", where="--prefill", available="a positive number")
+        raise PlanError(
+            f"the prefill rate is {prefill} tokens per second", where="--prefill", available="a positive number"
+        )
     if attention_tokens is not None and not 0 <= attention_tokens < math.inf:
-        raise PlanError(f"{attention_tokens} tokens", where="--attention", available="a number, or 0 for none")
+        raise PlanError(
+            f"the context length is {attention_tokens} tokens", where="--attention", available="a number, or 0 for none"
+        )
     if model and gpu:
         known = engine(model, gpu, gpus)
     elif prefill is None or not bytes_per_token:

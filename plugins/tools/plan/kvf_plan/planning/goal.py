@@ -27,9 +27,9 @@ MOST_BUSY, MOST_DROPPED = 0.95, 0.05
 _HIGH, _LOW = 0.95, 0.9
 _PRICED = "# Tokens that an engine computes sooner than the tier loads them are computed, so no tier slows a request."
 _WHY = {
-    "write_through": "All that is computed goes to the tier: most is found again, and most is written",
-    "write_through_selective": "Only what is used a second time: the tier wears least, and the first repeat is lost",
-    "write_back": "Only what L1 evicts: L1 and the tier hold different things",
+    "write_through": "The tier stores every computed chunk: the most hits, and the most writes",
+    "write_through_selective": "The tier stores chunks at their second use: the fewest writes, fewer hits",
+    "write_back": "The tier stores chunks that L1 evicts: L1 and the tier hold different chunks",
 }
 At = Literal["mean", "p50", "p90", "p99"]
 
@@ -61,7 +61,7 @@ def toml_of(setting: Setting, about: Sequence[str] = ()) -> str:
         f"capacity = {toml_value(ByteSize(setting.l1_bytes))}",
     ]
     if setting.write_policy == "write_back":
-        lines += ["# Room is made ahead, so that what leaves can be written.", f"high_watermark = {_HIGH}"]
+        lines += ["# L1 evicts before it is full, so that the tier has time to write.", f"high_watermark = {_HIGH}"]
         lines += [f"low_watermark = {_LOW}"]
     lines += ["", "[l1.eviction]", f"use = {toml_value(setting.eviction)}"]
     if setting.tier is not None and setting.write_policy is not None:
@@ -71,12 +71,12 @@ def toml_of(setting: Setting, about: Sequence[str] = ()) -> str:
 
 def _tier(tier: TierOffer, nbytes: int, write_policy: WritePolicyName) -> list[str]:
     kind = tier.kind
-    lines = [f"use = {toml_value(kind.plugin)}", "# Yours goes here."]
+    lines = [f"use = {toml_value(kind.plugin)}", "# Replace the next value with yours."]
     lines += [f"{key} = {toml_value(value)}" for key, value in kind.options.items()]
     if kind.has_capacity:
         lines += [f"capacity = {toml_value(ByteSize(nbytes))}"]
     else:
-        lines += [f"# It has no capacity of its own: give the store at least {ByteSize(nbytes)}."]
+        lines += [f"# The TOML sets no size: give the store at least {ByteSize(nbytes)}."]
     return [*lines, f"# {_WHY[write_policy]}.", f"write_policy = {toml_value(write_policy)}"]
 
 

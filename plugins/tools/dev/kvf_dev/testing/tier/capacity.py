@@ -36,12 +36,14 @@ class CapacityTests(TierKit):
         for key in keys:
             watched.store(key, os.urandom(nbytes))
             before, counted = counted, watched.usage().used_bytes
-            assert counted >= before + nbytes, f"a value of {nbytes} bytes was stored: used_bytes {before} to {counted}"
+            assert counted >= before + nbytes, f"used_bytes rose from {before} to {counted} for {nbytes} stored bytes"
         watched.store(keys[0], os.urandom(nbytes))
         assert watched.usage().used_bytes < counted + nbytes, "the tier's used_bytes count a replaced value twice"
         assert watched.delete(keys[:1]) == [DELETED]
         left = watched.usage().used_bytes
-        assert left <= counted - nbytes, f"a value of {nbytes} bytes was deleted: used_bytes {counted} to {left}"
+        assert left <= counted - nbytes, (
+            f"used_bytes fell from {counted} to {left} after the tier deleted {nbytes} bytes"
+        )
         assert watched.delete(keys) == [MISSING, DELETED, DELETED]
         left = watched.usage().used_bytes - used
         assert left <= 0, f"the tier's used_bytes are {left} too high after all values were deleted"

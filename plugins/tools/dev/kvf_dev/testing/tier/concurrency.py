@@ -217,7 +217,7 @@ class DeadlineTests(TierKit):
         (key,) = self.fresh_keys(1)
         watched.store(key, b"value")
         past = time.monotonic() - 1.0
-        self.must_raise(name, lambda: self.call(watched, name, key, past), "the deadline has passed")
+        self.must_raise(name, lambda: self.call(watched, name, key, past), "the call's deadline has passed")
         # In another thread: what the late call may have left locked is not this thread's there.
         self.in_threads(lambda: watched.must_load(key, b"value", "a call after its deadline changed the value"))
         self.in_threads(lambda: watched.store(key, b"again"))

@@ -149,7 +149,7 @@ class LeakTests(TierKit):
                 tier.get_into(keys, parts_of(bytearray(room) for _ in keys))
             tier.contains(self.fresh_keys(2))
             tier.delete(keys)
-            self.must_raise("put", lambda: tier.put(keys, [[]] * 5, deadline=0.0), "the deadline has passed")
+            self.must_raise("put", lambda: tier.put(keys, [[]] * 5, deadline=0.0), "the call's deadline has passed")
 
         self.in_threads(work, work, work)
         tier.close()

@@ -68,7 +68,7 @@ def info(
     chunk_tokens: ChunkTokens = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Show the requests of a trace, and the least memory that holds all KV it uses again."""
+    """Show the requests of a trace, and the smallest memory that holds all KV it uses again."""
     import msgspec
 
     from kvf_plan.cli.trace.recording import table_of

@@ -179,7 +179,7 @@ def table_of(header: Header, summary: Summary) -> Table:
         (
             "live set",
             short_count(summary.live_chunks),
-            f"chunks, {_live(header, summary)}: the least L1 for the highest hit rate",
+            f"chunks, {_live(header, summary)}: the smallest L1 with the highest hit rate",
         ),
     ):
         table.add_row(name, value, meaning)
