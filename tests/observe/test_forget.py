@@ -129,7 +129,7 @@ def test_a_tenant_after_a_restart_is_found_by_its_salts(places: Places, tmp_path
     file.write_text(SALTS["umbra"] + "\n")
     refused = run("clear", "--yes", "--endpoint", places.server.endpoint, "--tenant", "acme", "--salts", str(file))
     assert refused.returncode == 2
-    assert "not one of the tenant's" in refused.stderr
+    assert "does not belong to the tenant" in refused.stderr
     assert SALTS["umbra"] not in refused.stderr
     file.write_text(SALTS["acme"] + "\n")
     told = clear(places, "--tenant", "acme", "--salts", str(file))

@@ -69,6 +69,7 @@ class FaultProxy:
 
     @property
     def port(self) -> int:
+        """The port that clients connect to."""
         return self.address[1]
 
     def inject(self, kind: str, amount: float | None = None) -> None:

@@ -84,6 +84,7 @@ class Slab:
         return self._slabs[-1][start : start + nbytes].view(dtype).view(shape)
 
     def foreign_bytes_changed(self) -> int:
+        """Return how many bytes outside the tensors differ from what `Slab` wrote there."""
         rest = [slab.clone() for slab in self._slabs]
         for slab, start, nbytes in self._own:
             rest[slab][start : start + nbytes] = _FOREIGN

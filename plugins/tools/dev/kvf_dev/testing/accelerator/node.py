@@ -208,6 +208,7 @@ class SimulatedNode:
         self.close()
 
     def close(self) -> None:
+        """Close this process's view of the node; its memory and faults stay."""
         self._ledger.close()
 
     def inject(self, fault: Fault, device: str, *, count: int = 1) -> None:
@@ -218,6 +219,7 @@ class SimulatedNode:
         self._ledger.insert("insert into faults(kind, device, remaining) values(?, ?, ?)", fault, device, count)
 
     def hits(self, fault: Fault) -> int:
+        """Return how often the fault was met, in any process."""
         return sum(hits for (hits,) in self._ledger.all("select hits from faults where kind = ?", fault))
 
     def release(self) -> None:

@@ -54,6 +54,7 @@ class Stream:
         threading.Thread(target=self._run, name=f"sim-stream-{self.number}", daemon=True).start()
 
     def add(self, work: Callable[[], object]) -> None:
+        """Queue work behind what is queued. Never blocks."""
         self._work.put(work)
 
     def hold(self) -> Callable[[], None]:
@@ -65,9 +66,11 @@ class Stream:
 
     @property
     def held(self) -> bool:
+        """Whether a hold stops the stream now."""
         return not all(each.is_set() for each in self._holds)
 
     def synchronize(self, timeout: float = 20.0) -> None:
+        """Block until the work queued so far has ended, `timeout` seconds at most."""
         done = threading.Event()
         self.add(done.set)
         if not done.wait(timeout):
@@ -77,6 +80,7 @@ class Stream:
             raise AcceleratorError(error)
 
     def end_later(self) -> None:
+        """End the stream's thread behind the work queued so far. Never blocks."""
         self._work.put(None)
 
     def _run(self) -> None:

@@ -125,6 +125,7 @@ class TransportRig(ABC):
 
 
 def nbytes_of(tensor: TensorLike) -> int:
+    """Return the bytes of a tensor's elements."""
     return math.prod(tensor.shape) * tensor.element_size()
 
 
@@ -136,6 +137,7 @@ class RigSpec:
     arguments: Mapping[str, object] = field(default_factory=dict)
 
     def make(self) -> TransportRig:
+        """Import the factory and call it. Raises what it raises."""
         module, _, name = self.factory.partition(":")
         rig = getattr(import_module(module), name)(**self.arguments)
         assert isinstance(rig, TransportRig)
