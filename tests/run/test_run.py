@@ -251,7 +251,7 @@ def test_a_server_without_an_engine_ends_by_itself(node: Node) -> None:
     wait_until(lambda: node.processes() == [], SLOW_S, "the end of the idle server")
     log = (node.folder / "kvframework" / "server.sock.log").read_text()
     assert "no engine was connected for 1 s" in log
-    assert "what is kept ends with it" in log
+    assert "the keeper frees its memory and ends" in log
 
 
 def _has(module: str) -> bool:

@@ -123,7 +123,7 @@ def test_a_log_that_is_read_again_has_all_that_waited(talking: str) -> None:
 
         wait_until(read, what="the last line")
         said = text.decode()
-        assert "INFO stdout: a plugin begins\n" in said
+        assert "stderr: a plugin begins\n" in said
         assert said.count("registered") >= 10
         assert "lines are missing" not in said
 

