@@ -25,11 +25,14 @@ Overdue = Callable[[PluginBroken], None]
 
 # No healthy call takes so long: `create` may start a helper process, which has 30 s. systemd waits 90 s for a start.
 BOUND_S = 60.0
+_end = os._exit
 
 
 class _Thread(threading.local):
     overdue: Overdue | None = None
     where = ""
+    # The process of a plugin's call, and what makes its error.
+    refusal: tuple[int, Callable[[str], PluginBroken]] | None = None
 
 
 _this = _Thread()
@@ -62,30 +65,33 @@ def timed(title: str, step: str) -> Iterator[None]:
     if _this.overdue is None:
         yield
         return
-    this, end = (os.getpid(), threading.get_ident()), os._exit
+    pid = os.getpid()
 
     def broken(fact: str) -> PluginBroken:
         hint = "report it to the plugin's author, or choose another plugin"
         return PluginBroken(f"{title}: {step} {fact}", where=_this.where, hint=hint)
 
-    def refused(status: int) -> NoReturn:
-        if this != (os.getpid(), threading.get_ident()):  # a child process of the plugin, or another thread
-            end(status)
-        raise broken(f"called os._exit({status})")
-
     timer = threading.Timer(BOUND_S, _this.overdue, [broken(f"has not returned within {BOUND_S:g} s")])
     timer.daemon = True
     timer.start()
-    os._exit = refused
+    os._exit = _refusing  # for good: an overdue call in another thread goes on, and must not take it back
+    before, _this.refusal = _this.refusal, (pid, broken)
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
-        os._exit = end
+        _this.refusal = before
         timer.cancel()
-        if os.getpid() != this[0]:  # else two processes would go on from here
+        if os.getpid() != pid:  # else two processes would go on from here
             os.write(2, f"error: {title}: {step} returned in a process that it has forked, which ends\n".encode())
             os._exit(1)
+
+
+def _refusing(status: int) -> NoReturn:
+    """End the process; refuse that to a plugin's call in this thread, but not in a child process that it forked."""
+    if _this.refusal is not None and _this.refusal[0] == os.getpid():
+        raise _this.refusal[1](f"called os._exit({status})")
+    _end(status)
 
 
 def call_bounded(function: Callable[[], T]) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 
@@ -46,3 +47,22 @@ def test_a_process_that_a_call_forked_does_not_return_from_it() -> None:
     done = ran(sys.executable, "-c", program)
     assert done.stdout == "here True\n"
     assert done.stderr.endswith("error: tier.forks: create returned in a process that it has forked, which ends\n")
+
+
+OVERLAPPING = """
+import os
+from threading import Event, Thread
+from kvframework.bounded_calls import bounded, timed
+inside, ended = Event(), Event()
+def other():
+    with bounded(print), timed("other", "create"):
+        inside.set(); ended.wait()
+with bounded(print), timed("first", "create"):
+    thread = Thread(target=other); thread.start(); inside.wait()
+ended.set(); thread.join()
+os._exit(7)
+"""
+
+
+def test_overlapping_calls_leave_the_process_free_to_end() -> None:
+    assert subprocess.run([sys.executable, "-c", OVERLAPPING], timeout=60, check=False).returncode == 7
