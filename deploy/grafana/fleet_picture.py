@@ -83,9 +83,9 @@ def draw(axes: Axes, panel: dict[str, Any], running: Prometheus, span: tuple[flo
             points = [(float(at) - span[0], float(value)) for at, value in series["values"] if value != "NaN"]
             if points:
                 axes.plot(*zip(*points, strict=True), label=legend, linewidth=1)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.1 * axes.dataLim.y1 or 1)
     axes.tick_params(labelsize=7)
-    axes.legend(fontsize=6, loc="center right")
+    axes.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, frameon=False)
     axes.set_xlabel("seconds", fontsize=6)
     axes.set_ylabel({"percentunit": "share", "s": "seconds"}.get(unit, ""), fontsize=6)
 
@@ -122,7 +122,7 @@ def main(file: Path) -> None:
                 servers[-1].kill9()
             if at > LOAD_S:
                 break
-        figure = Figure(figsize=(13, 9), layout="constrained")
+        figure = Figure(figsize=(13, 12), layout="constrained")
         places, panels = figure.subplots(4, 3).flat, dashboard["panels"]
         for axes in places[len(panels) :]:
             axes.axis("off")

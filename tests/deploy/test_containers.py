@@ -178,11 +178,6 @@ def test_the_server_has_no_privilege(podman: Podman, server: str) -> None:
     podman("exec", server, "sh", "-c", "! touch /tmp/any && ! touch /opt/kvframework/any")
 
 
-def test_engines_of_other_users_share_the_cache_byte_for_byte(podman: Podman, server: str, directory: Path) -> None:
-    for task, user in zip(("store", "load"), ENGINES, strict=True):
-        engine(podman, directory, task, user)
-
-
 def test_a_user_that_is_not_admitted_gets_no_answer(podman: Podman, server: str, directory: Path) -> None:
     with pytest.raises(AssertionError, match="no server"):
         podman.run("--rm", AS_CLIENT, f"--volume={directory}:/run/kvframework:ro", IMAGE, "status", user=30003)

@@ -49,15 +49,6 @@ def test_systemd_finds_no_mistake(tmp_path: Path) -> None:
     assert [line for line in verified.stderr.splitlines() if "kvframework" in line and newer not in line] == []
 
 
-@needs_systemd
-def test_systemd_finds_a_planted_mistake(tmp_path: Path) -> None:
-    unit = tmp_path / "kvframework.service"
-    unit.write_text(
-        UNITS[0].read_text().replace(COMMAND, "/bin/true").replace("[Service]", "[Service]\nPrivateTpm=yes")
-    )
-    assert "PrivateTpm" in analyze("verify", "--man=no", str(unit)).stderr
-
-
 @pytest.mark.skipif(shutil.which("systemd-sysusers") is None, reason="needs systemd-sysusers")
 def test_the_user_can_be_made() -> None:
     file = FOLDER / "kvframework.sysusers.conf"
@@ -77,14 +68,6 @@ def test_its_command_is_understood(unit: Path) -> None:
 def test_both_run_as_one_user_that_has_no_capability() -> None:
     assert {setting(unit, "User") for unit in UNITS} == {"kvframework"}
     assert {setting(unit, "CapabilityBoundingSet") for unit in UNITS} == {""}
-
-
-def test_systemd_keeps_what_the_server_stores_and_starts_it_again() -> None:
-    (unit,) = [unit for unit in UNITS if unit.stem == "kvframework"]
-    assert setting(unit, "Type") == "notify"
-    assert int(setting(unit, "FileDescriptorStoreMax")) >= 2
-    assert setting(unit, "FileDescriptorStorePreserve") == "yes"
-    assert setting(unit, "Restart") == "always"
 
 
 def test_status_2_is_not_tried_again() -> None:

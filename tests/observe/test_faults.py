@@ -143,10 +143,15 @@ def slow_reader(client: WireClient) -> None:
     assert client.prepare_retrieve(key).hit
 
 
+def stopped_writer(client: WireClient) -> None:
+    assert client.prepare_store(key_for(client.register(), CHUNK)).lease
+
+
 COUNTED: dict[str, tuple[tuple[str, ...], tuple[str, ...], Fault]] = {
     # row: settings, the counter that grows, what a client does
     "namespace-unknown": ((), ("lookups", "unknown_namespace"), unknown_namespace),
     "l1-full-of-pins": ((), ("l1", "counters", "dropped"), full_of_reservations),
+    "writer-stopped": (("server.store_lease_s=0.05",), ("l1", "quarantined_bytes"), stopped_writer),
     "reader-slow": (("server.retrieve_lease_s=0.05",), ("l1", "counters", "lapsed"), slow_reader),
 }
 
@@ -158,13 +163,6 @@ def test_a_fault_that_counts(row: str) -> None:
         fault(client)
         faulty = watch.wait(lambda observed: found(observed, *counter), ".".join(counter))
         assert is_answered_as_promised(row)(faulty)
-
-
-def test_a_writer_that_is_stopped() -> None:
-    with ServerProcess("server.store_lease_s=0.05") as server, eye(server) as watch, server.client() as client:
-        assert client.prepare_store(key_for(client.register(), CHUNK)).lease
-        faulty = watch.wait(lambda observed: found(observed, "l1", "quarantined_bytes"), "the quarantine")
-        assert is_answered_as_promised("writer-stopped")(faulty)
 
 
 def test_a_handler_that_raises(tmp_path: Path) -> None:

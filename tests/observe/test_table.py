@@ -18,7 +18,7 @@ from kvframework.status import COUNTERS, REASONS
 from kvframework.status import places as fields
 from tests.docs.prose import anchors
 from tests.observe.documents import NOW, answered, document
-from tests.observe.promtool import ALERTS, RECORDS, RULES
+from tests.observe.promtool import ALERTS, RECORDS
 from tests.support import doc_tables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -137,11 +137,6 @@ def test_no_two_panels_lie_on_each_other(name: str) -> None:
             assert at["x"] + at["w"] <= 24
             taken |= cells
     assert len({panel["id"] for panel in panels(name)}) == len(panels(name))
-
-
-def test_every_alert_has_a_name_of_its_own() -> None:
-    assert len(ALERTS) == RULES.read_text().count("- alert: ") > 20
-    assert len({alert.name for alert in ALERTS}) == len(ALERTS)
 
 
 def test_fixed_values_of_labels_are_those_of_the_server() -> None:

@@ -159,6 +159,8 @@ def test_nothing_in_the_file_names_a_token_a_text_or_somebody(recordings: Record
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     text = file.read_text()
     rows = [json.loads(line) for line in text.splitlines()]
+    # As Mooncake's readers need them.
+    assert [row["input_length"] - len(row["hash_ids"]) * CHUNK for row in rows] == [0] * len(rows)
     assert rows[0].keys() == {
         "kvframework_trace", "chunk_tokens", "recorded_at", "timestamp", "input_length", "output_length", "hash_ids"
     }  # fmt: skip
@@ -177,17 +179,6 @@ def test_nothing_in_the_file_names_a_token_a_text_or_somebody(recordings: Record
                 for part in (digest[:8], digest[-8:]):
                     number = int.from_bytes(part, order)  # type: ignore[arg-type]
                     assert not ids & {number, number >> 1, number & ((1 << 63) - 1)}
-
-
-def test_mooncakes_readers_read_it(recordings: Recordings) -> None:
-    lengths = []
-    for line in recordings.files[0].read_text().splitlines():
-        row = json.loads(line)
-        lengths.append(row["input_length"])
-        assert row["timestamp"] >= 0
-        assert row["output_length"] == 0
-        assert len(row["hash_ids"]) * CHUNK == row["input_length"]
-    assert lengths == [0, *(tokens for tokens, *_ in recordings.answers)]
 
 
 def test_a_recorder_that_is_killed_leaves_whole_lines_and_nothing_running(
@@ -273,15 +264,6 @@ def test_a_file_that_exists_is_not_touched(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "the file exists" in done.stderr
     assert file.read_text() == "mine"
-
-
-def test_without_a_server(tmp_path: Path) -> None:
-    done = run(
-        "trace", "record", "-o", str(tmp_path / "t"), "--endpoint", f"ipc://{tmp_path}/n.sock", "--timeout", "0.1"
-    )
-    assert done.returncode == 2
-    assert "no server answers" in done.stderr
-    assert not (tmp_path / "t").exists()
 
 
 def test_a_server_that_ends_leaves_what_was_recorded(tmp_path: Path) -> None:

@@ -113,15 +113,6 @@ def keeps_all(server: ServerProcess, change: Callable[..., None]) -> None:
         assert other.call("CLEAR", m.Clear()).in_use == 0
 
 
-def test_a_client_connects_to_the_next_server_by_itself(server: HeldServer) -> None:
-    with server.engine_client() as client:
-        for change in (stopped, reloaded):
-            boot = client.boot_id
-            change(server)
-            wait_until(lambda boot=boot: client.usable and client.boot_id != boot, 60, "the next server")  # type: ignore[misc]
-            client.ping(60.0)
-
-
 def test_the_server_of_a_killed_keeper_serves_on(server: HeldServer) -> None:
     assert server.process is not None
     with server.client() as client:

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,27 +32,33 @@ from tests.support.wire_client import WireClient
 
 UNSHARE = ["unshare", "--mount", "--pid", "--net", "--ipc", "--cgroup", "--fork", "--kill-child", "--mount-proc"]
 OWN = 'mount --bind "$0" "$KVFRAMEWORK_KEEPER_DIRECTORY" && exec "$@"'
+JOIN = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
 HOLD = "import sys; from kvframework.keeper.supervisor import main; sys.exit(main(sys.argv[1]))"
 SERVE = str(Path(__file__).parents[1] / "wire_versions" / "server_program.py")
 PATIENCE_S = 60.0
+L1 = 32 << 20
 OTHER = Release(adds_fields=True)
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 
 
 class Pod:
-    """One of a release, from the start of its container on. `volume` is its own, which outlives that."""
+    """One of a release, from the start of its container on. `volume` is its own, which outlives that; `group` is the
+    control group that it begins in, None for this process's."""
 
-    def __init__(self, directory: Path, release: Release, settings: Sequence[str], volume: Path) -> None:
+    def __init__(
+        self, directory: Path, release: Release, settings: Sequence[str], volume: Path, group: Path | None
+    ) -> None:
         self._own, self.volume = directory / "own", volume
         volume.mkdir(mode=0o700, exist_ok=True)
-        settings = (f"server.endpoint=ipc://{directory}/s/s.sock", "l1.capacity=32MiB", *settings)
+        settings = (f"server.endpoint=ipc://{directory}/s/s.sock", f"l1.capacity={L1}", *settings)
         serve = [sys.executable, SERVE, "serve", "--takeover", *(w for each in settings for w in ("--set", each))]
         held = json.dumps({"command": serve, "base": f"{self._own}/server", "log_form": "human"})
         environ = {"KVFRAMEWORK_KEEPER_DIRECTORY": str(self._own), VARIABLE: msgspec.json.encode(release).decode()}
         self.log = directory / f"{len(list(directory.iterdir()))}.log"
         with self.log.open("ab") as log:
-            command = [*UNSHARE, "sh", "-c", OWN, str(volume), sys.executable, "-c", HOLD, held]
+            command = [*(("sh", "-c", JOIN, str(group)) if group else ()), *UNSHARE]
+            command += ["sh", "-c", OWN, str(volume), sys.executable, "-c", HOLD, held]
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | environ)
 
     def child_of(self, pid: int) -> int:
@@ -82,11 +89,12 @@ class Node:
         self.pods: list[Pod] = []
         self.engines: list[Engine] = []
         self.settings: Sequence[str] = ()
+        self.group: Path | None = None
 
     def update(self, release: Release, again: Pod | None = None) -> Pod:
         """Start a pod, or the container of one whose container has ended."""
         volume = self.directory / f"volume-{len(self.pods)}" if again is None else again.volume
-        self.pods.append(Pod(self.directory, release, self.settings, volume))
+        self.pods.append(Pod(self.directory, release, self.settings, volume, self.group))
         return self.pods[-1]
 
     def ready(self, pod: Pod, release: Release) -> Pod:
@@ -148,6 +156,45 @@ def test_an_update_and_the_way_back_keep_l1(node: Node) -> None:
             assert turned - hit <= 0.02 * turned / minutes, "two points of the hit rate of a minute"
         assert new.ready()
         old = new
+
+
+@pytest.fixture
+def groups() -> Iterator[list[Path]]:
+    """A control group, of version 1, as kubelet's of all pods, and two in it."""
+    above = Path(f"/sys/fs/cgroup/memory/kvf-{os.getpid()}")
+    made = [above, above / "old", above / "new"]
+    try:
+        for group in made:
+            group.mkdir()
+    except OSError as error:
+        pytest.skip(f"needs control groups: {error}")
+    yield made
+    for group in reversed(made):
+        wait_until(partial(removed, group), PATIENCE_S, f"the end of {group}")
+
+
+def removed(group: Path) -> bool:
+    """Whether a control group is gone, which it cannot before its last process."""
+    with suppress(OSError):
+        group.rmdir()
+    return not group.exists()
+
+
+def test_the_group_of_all_pods_counts_l1_when_its_first_pod_is_gone(groups: list[Path], node: Node) -> None:
+    """For that the DaemonSet NAME-room asks for memory."""
+    above, first, second = groups
+    node.group = first
+    old = node.work(Release())
+    counted = lambda group: int((group / "memory.usage_in_bytes").read_text())  # noqa: E731
+    assert counted(first) >= L1
+    node.group = second
+    new = node.update(OTHER)
+    wait_until(new.ready, PATIENCE_S, "the next pod")
+    old.delete()
+    wait_until(lambda: removed(first), PATIENCE_S, "the end of the first group")
+    node.hits_all()
+    assert new.ready()
+    assert counted(above) - counted(second) >= 0.9 * L1
 
 
 def test_what_tiers_and_routers_have_goes_the_same_way_and_back(node: Node) -> None:

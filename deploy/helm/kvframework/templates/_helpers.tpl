@@ -43,11 +43,29 @@ ipc:///run/kvframework/{{ if eq .Values.mode "sidecar" }}node/{{ end }}server.so
 {{- end -}}
 {{- end -}}
 
+{{/* Refuses, in words, what other values decide, and passwords in the ConfigMap. */}}
+{{- define "kvframework.refuse" -}}
+{{- $memory := "l1.size and l1.headroom" -}}
+{{- range $path, $instead := dict "options.server.endpoint" "socketDirectory" "options.server.admit_uids" "admitUids" "options.l1.capacity" "l1.size" "resources.requests.memory" $memory "resources.limits.memory" $memory -}}
+{{- $table := $.Values -}}
+{{- range initial (splitList "." $path) }}{{ $table = get $table . }}{{ end -}}
+{{- if hasKey $table (last (splitList "." $path)) }}{{ fail (printf "%s cannot be set: use %s" $path $instead) }}{{ end -}}
+{{- end -}}
+{{- range $index, $tier := .Values.tiers -}}
+{{- range $key, $value := $tier.options -}}
+{{- if regexMatch `://[^/@]*:[^/@]*@` (toString $value) -}}
+{{- fail (printf "tiers[%d].options.%s holds a password: use tiers[%d].secret" $index $key $index) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* kvf.toml */}}
 {{- define "kvframework.toml" -}}
 {{- if regexMatch `(?m)^\s*\[(server|l1|observe)\]` .Values.config -}}
 {{- fail "config holds [server], [l1] or [observe]: use options.server, options.l1 and l1.size" -}}
 {{- end -}}
+{{- include "kvframework.refuse" . -}}
 {{- $sidecar := eq .Values.mode "sidecar" -}}
 {{- $server := dict "endpoint" (include "kvframework.endpoint" .) -}}
 {{- if not $sidecar }}{{ $_ := set $server "admit_uids" .Values.admitUids }}{{ end -}}
