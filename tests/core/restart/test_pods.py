@@ -210,8 +210,8 @@ def test_what_tiers_and_routers_have_goes_the_same_way_and_back(node: Node) -> N
             with WireClient(f"ipc://{shared}/s.sock", timeout=PATIENCE_S) as client:
                 engine = events.Engine(client)
                 engine.store(tokens)
-                stored = events.found(engine, prompts)
-                assert stored == {each for some in prompts[: len(node.pods)] for each in events.beginnings(some)}
+                stored = {each for some in prompts[: len(node.pods)] for each in events.beginnings(some)}
+                wait_until(lambda: events.found(engine, prompts) == stored, PATIENCE_S, "what was stored")  # noqa: B023
                 reader.until(stored)
                 with closing(events.Router(*places)) as late:
                     late.until(stored)
