@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 
 def new_table(*headers: str) -> Table:
-    """Return a table whose first column is text and whose others are figures."""
+    """Return a table whose first column is text and whose others are figures. A heading starts in upper case."""
     table = Table(pad_edge=False)
     for index, header in enumerate(headers):
-        table.add_column(header, justify="right" if index else "left", no_wrap=True)
+        name = header if header[:3] in ("p50", "p90", "p99") else header[:1].upper() + header[1:]
+        table.add_column(name, justify="right" if index else "left", no_wrap=True)
     return table
 
 

@@ -121,6 +121,7 @@ def _lines(axes: Axes, panel: Lines) -> None:
     crowded = max(ys) > 20 * min(ys)
     axes.yaxis.set_minor_formatter(lambda value, _at: "" if crowded else _number(value))
     axes.grid(visible=True, which="both", alpha=0.25)
+    axes.margins(y=0.2)  # room for the legend
     axes.legend(fontsize=8, ncols=2)
 
 

@@ -110,14 +110,14 @@ def tables(document: Document, *, markdown: bool = False) -> list[Table]:
 
 
 def _copies(figures: HostFigures) -> Table:
-    table = new_table(f"memory copy of {ByteSize(figures.copies[0].nbytes)}", "GB/s", "min to max", "")
+    table = new_table(f"memory copy of {ByteSize(figures.copies[0].nbytes)}", "GB/s", "min to max", "used as")
     for way in figures.copies:
         table.add_row(way.name, *format_rate(way.gb_s), "`copy`" if way.name == figures.copy else "")
     return table
 
 
 def _echoes(figures: HostFigures) -> Table:
-    table = new_table("bare ZMQ echo, ipc", "p50", "p99")
+    table = new_table("bare ZMQ echo over ipc, message size", "p50", "p99")
     for echo in figures.echoes:
         table.add_row(str(ByteSize(echo.nbytes)), *format_latency(echo.latency))
     return table
@@ -132,8 +132,8 @@ def _transfers(transfers: list[Throughput]) -> Table:
 
 def _server(server: ServerAtRest) -> Table:
     memory = server.memory
-    table = new_table("a server at rest", "", "target")
-    table.add_row("memory besides the arena", f"{memory.excluding_shared / 1e6:.1f} MB", "80 MB")
+    table = new_table("idle server", "measured", "target")
+    table.add_row("memory without the arena", f"{memory.excluding_shared / 1e6:.1f} MB", "80 MB")
     table.add_row("private memory, file-backed memory", f"{memory.anon / 1e6:.1f} MB, {memory.file / 1e6:.1f} MB", "")
     table.add_row("start to first answer", f"{server.start_s.median:.2f} s ({format_range(server.start_s)})", "0.3 s")
     table.add_row("processor", f"{server.idle_cores:.2%} of a core", "0.5 %")
@@ -142,7 +142,7 @@ def _server(server: ServerAtRest) -> Table:
 
 
 def _restart(figures: RestartFigures) -> Table:
-    title = f"kill -9 to the first hit, {figures.objects:,} objects of {ByteSize(figures.object_bytes)}"
+    title = f"time from kill -9 to the first hit, {figures.objects:,} objects of {ByteSize(figures.object_bytes)}"
     table = new_table(title, "p50", "p99", "min to max", "hit", "target")
     hit, read = figures.first_hit, figures.read_s
     table.add_row(
@@ -162,7 +162,7 @@ def _restart(figures: RestartFigures) -> Table:
 
 def _requests(requests: list[RequestFigures]) -> Table:
     table = new_table(
-        "request", "bytes", "p50", "p99", "echo p50", "echo p99", "p50 ratio to echo", "min to max", "target"
+        "request", "bytes", "p50", "p99", "ZMQ echo p50", "ZMQ echo p99", "p50 ratio to echo", "min to max", "target"
     )
     for row in requests:
         table.add_row(
@@ -179,13 +179,13 @@ def _requests(requests: list[RequestFigures]) -> Table:
 
 def _hashing(hashing: list[HashFigures]) -> Table:
     table = new_table(
-        "hashing, once per request",
+        "prompt, hashed once per request",
         "hasher",
         "p50",
         "p99",
-        "packed p50",
-        "ratio to one bare pass",
-        "packed, ratio",
+        "p50 of packed tokens",
+        "ratio to one bare hash",
+        "ratio of packed tokens",
         "target",
     )
     for row in hashing:
@@ -202,7 +202,7 @@ def _store(figures: StoreFigures) -> Table:
     headers = [
         "GB/s",
         "min to max",
-        "first pass GB/s",
+        "first pass, GB/s",
         "min to max",
         "ratio to `copy`",
         "min to max",

@@ -336,8 +336,8 @@ def test_every_part_has_its_table() -> None:
     made = tables(Document("contention", False, describe_machine(), Load.of(0.0, 0.0, 0.0), figures))
     assert [table.row_count for table in made] == [2, 2, 1, 1, 1]
     headers = [[str(column.header) for column in table.columns] for table in made]
-    assert headers[0][0] == "next to 1 busy process"
-    assert [each[-1] for each in headers[1:3]] == ["target", "of it lookup"]
+    assert headers[0][0] == "Transfers beside 1 busy process"
+    assert [each[-1] for each in headers[1:3]] == ["Target", "Of which LOOKUP"]
     cells = [[list(column.cells) for column in table.columns] for table in made]
     assert [row[1] for row in cells[0]][-5:] == ["0.20 x", "0.10 to 0.40", "1.00 x", "0.15 x", ""]
     assert [row[0] for row in cells[1]] == [

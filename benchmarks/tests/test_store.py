@@ -113,7 +113,7 @@ def test_over_the_wire_the_reference_is_a_bare_transfer_too(monkeypatch: pytest.
         assert transfer.ratio_to_zmq.min > 0
     document = Document("store", False, describe_machine(), Load.of(0.0, 0.0, 0.0), figures)
     (table,) = tables(document)
-    assert [column.header for column in table.columns][-2:] == ["ratio to ZMQ", "target"]
+    assert [column.header for column in table.columns][-2:] == ["Ratio to ZMQ", "Target"]
     assert table.row_count == 3
     assert warning(document) == ""
 

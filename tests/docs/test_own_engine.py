@@ -64,7 +64,7 @@ def test_the_second_process_hits_over_the_socket() -> None:
 
 def test_the_second_process_hits_over_tcp(tmp_path: Path) -> None:
     """By the guide's own commands, in another folder and at a free port."""
-    make, serve = blocks(GUIDE, "bash")[2].splitlines()
+    make, serve = blocks(GUIDE, "bash")[2].replace("\\\n", "").splitlines()
     places = {"tcp://127.0.0.1:5555": f"tcp://127.0.0.1:{free_port()}", "keys/": f"{tmp_path}/keys/"}
 
     def here(line: str) -> str:

@@ -37,7 +37,7 @@ def table_of(found: Comparison, *, everything: bool, markdown: bool) -> Table | 
     rows: Sequence[Compared] = found.rows if everything else [*found.of("worse"), *found.of("better")]
     if not rows:
         return None
-    table = new_table("figure", "first", "second", "times as good", "verdict")
+    table = new_table("figure", "first file", "second file", "gain", "verdict")
     table.box = box.MARKDOWN if markdown else box.SIMPLE_HEAD
     for row in rows:
         verdict = row.verdict if row.judged else "not judged"

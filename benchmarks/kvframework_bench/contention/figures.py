@@ -139,15 +139,15 @@ def contention_tables(figures: ContentionFigures) -> list[Table]:
 
 def _spinning(shapes: list[SpinningShape]) -> Table:
     spinners = shapes[0].spinners
-    title = f"next to {spinners} busy process{'es' if spinners > 1 else ''}"
+    title = f"transfers beside {spinners} busy process{'es' if spinners > 1 else ''}"
     headers = [
-        "quiet GB/s",
-        "GB/s",
+        "GB/s alone",
+        "GB/s beside it",
         "min to max",
-        "quiet ratio to `copy`",
-        "ratio to `copy`",
+        "ratio to `copy` alone",
+        "ratio to `copy` beside it",
         "min to max",
-        "ratio to quiet",
+        "ratio to alone",
         "target",
     ]
     table = new_table(title, *headers, "CPU of a busy process")
@@ -172,14 +172,14 @@ def _storing(figures: StoringFigures) -> Table:
     headers = [
         "p50",
         "p99",
-        "p50 next to stores",
+        "p50 beside stores",
         "p99",
-        "p50 ratio to quiet",
+        "p50 ratio to alone",
         "min to max",
-        "p99 ratio to quiet",
+        "p99 ratio to alone",
         "target",
     ]
-    table = new_table("LOOKUP next to a client that stores", *headers)
+    table = new_table("LOOKUP beside a storing client", *headers)
     for row in figures.lookups:
         table.add_row(
             f"{row.tokens // 1024}k tokens, hit",
@@ -196,7 +196,15 @@ def _storing(figures: StoringFigures) -> Table:
 
 
 def _hit(figures: HitFigures) -> Table:
-    headers = ["elapsed", "CPU", "CPU of the copy", "overhead", "min to max", "target", "of it lookup"]
+    headers = [
+        "elapsed time",
+        "CPU time",
+        "CPU time of the copy",
+        "other CPU time",
+        "min to max",
+        "target",
+        "of which LOOKUP",
+    ]
     table = new_table("CPU time of the engine's process for a hit", *headers)
     for row in figures.rows:
         times = [format_time(each.median) for each in (row.wall_us, row.processor_us, row.copy_us, row.overhead_us)]
@@ -214,7 +222,7 @@ def _hot_spots(spots: list[HotSpot], figures: HitFigures) -> Table:
     title = (
         f"CPU time by function: {figures.profiled_shape}, {figures.profiled} hits under a profiler, without the copy"
     )
-    table = new_table(title, "calls", "own time", "share")
+    table = new_table(title, "calls per hit", "own CPU time", "share")
     for spot in spots:
         table.add_row(spot.function, f"{spot.calls:.1f}", format_time(spot.own_us), f"{spot.share:.0%}")
     return table

@@ -162,7 +162,7 @@ def _gpu(gpu: Gpu) -> Table:
 
 
 def _transfers(engine: str, rows: list[TransferRow]) -> Table:
-    headers = ["block", "fragment", "chunks"]
+    headers = ["block, tokens", "fragment size", "chunks"]
     for kind in ("store", "retrieve", "both"):
         headers += [f"{kind} GB/s", "ratio to plain", "min to max"]
     table = new_table(f"engine {engine}", *headers, "target")
@@ -184,7 +184,7 @@ def _submits(rows: list[SubmitRow]) -> Table:
 
 def _matmul(figures: MatmulFigures) -> Table:
     table = new_table(
-        f"bfloat16 products of {figures.size} x {figures.size}, next to",
+        f"bfloat16 products of {figures.size} x {figures.size}, beside",
         "ratio of time to no transfers",
         "min to max",
         "transfers GB/s",
@@ -200,7 +200,7 @@ def _matmul(figures: MatmulFigures) -> Table:
 
 def _decode(figures: StepFigures) -> Table:
     table = new_table(
-        f"steps that read {ByteSize(figures.step_bytes)}, next to",
+        f"steps that read {ByteSize(figures.step_bytes)}, beside",
         "p99 ratio to no transfers",
         "min to max",
         "transfers GB/s",
@@ -219,7 +219,13 @@ def _copier(engine: str) -> str:
 
 def _sweep(figures: SweepFigures) -> Table:
     table = new_table(
-        "fragments of", "", "dma GB/s", "ratio to plain", "kernel GB/s", "ratio to plain", "ratio of dma to kernel"
+        "fragment size",
+        "operation",
+        "dma GB/s",
+        "ratio to plain",
+        "kernel GB/s",
+        "ratio to plain",
+        "ratio of dma to kernel",
     )
     for row in figures.rows:
         table.add_row(

@@ -119,7 +119,7 @@ def decode_tables(figures: DecodeFigures) -> list[Table]:
             f"{row.loaded_tokens:,}" if row.first_ms else "",
             f"{row.first_ms.median:.0f} ms" if row.first_ms else "",
         )
-    about = new_table("the model", "")
+    about = new_table("model", "load")
     about.add_row(figures.model, f"answers of {figures.answer_tokens} tokens")
     return [table, about]
 

@@ -204,7 +204,7 @@ def l2_tables(figures: L2Figures) -> list[Table]:
 
 def _redis(figures: RedisFigures) -> Table:
     title = f"tier redis, redis-server {figures.version}, Unix socket"
-    table = new_table(title, "GB/s", "min to max", "ratio to client", "min to max", "target")
+    table = new_table(title, "GB/s", "min to max", "ratio to bare client", "min to max", "target")
     for row in figures.rows:
         name = f"{ByteSize(row.value_bytes)} {row.operation}"
         if row.tool_gb_s is not None:
@@ -271,7 +271,7 @@ def _engine(rows: list[EngineRow]) -> Table:
 
 
 def _disk(figures: DiskFigures) -> Table:
-    headers = ["in page cache", "plain GB/s", "tier GB/s", "min to max", "ratio to plain", "min to max"]
+    headers = ["in page cache", "plain file, GB/s", "tier, GB/s", "min to max", "ratio to plain file", "min to max"]
     table = new_table(f"tier filesystem, {figures.file_system}", *headers)
     for row in figures.rows:
         name = f"{ByteSize(row.value_bytes)} {row.operation}"
@@ -322,7 +322,9 @@ def _new(rows: list[NewRow]) -> Table:
 
 
 def _memory(rows: list[MemoryRow]) -> Table:
-    table = new_table("memory of the server besides its arena", "moved", "object size", "growth", "prompt", "in Redis")
+    table = new_table(
+        "server memory without the arena", "bytes moved", "object size", "growth", "prompt size", "size in Redis"
+    )
     for row in rows:
         moved, one = ByteSize(row.nbytes), ByteSize(row.object_bytes)
         sizes = [f"{nbytes / (1 << 20):.1f} MiB" for nbytes in (row.growth_bytes, row.prompt_bytes, row.stored_bytes)]
@@ -331,7 +333,15 @@ def _memory(rows: list[MemoryRow]) -> Table:
 
 
 def _codecs(rows: list[CodecRow]) -> Table:
-    headers = ["content", "ratio", "bound", "packs GB per CPU s", "min to max", "unpacks", "min to max"]
+    headers = [
+        "content",
+        "packed/original size",
+        "best for a byte coder",
+        "packing, GB/CPU s",
+        "min to max",
+        "unpacking",
+        "min to max",
+    ]
     table = new_table(f"codecs, object size {ByteSize(rows[0].object_bytes)}", *headers)
     for row in rows:
         rates = [*format_rate(row.pack_gb_s), *format_rate(row.unpack_gb_s)]

@@ -40,11 +40,11 @@ def node_tables(figures: NodeFigures) -> list[Table]:
     headers = (
         "requests/s",
         "LOOKUP p50",
-        "p99",
+        "LOOKUP p99",
         "load p50",
-        "p99",
-        "server's cores",
-        "CPU per request",
+        "load p99",
+        "server CPU, cores",
+        "server CPU per request",
         "ratio to echo",
     )
     table = new_table(title, *headers)

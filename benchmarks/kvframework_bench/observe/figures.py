@@ -64,11 +64,11 @@ def _lookups(figures: ObserveFigures) -> Table:
 
 def _memory(rows: list[ServerMemory]) -> Table:
     table = new_table(
-        "memory besides the arena",
+        "memory without the arena",
         "at rest",
         "added",
         "target",
-        "private at rest",
+        "private, at rest",
         "at the end",
         "remembered evictions",
     )

@@ -104,7 +104,7 @@ def _row(own: Sequence[Cell], cells: Sequence[Cell], ideal: str) -> OutsideRow:
 def outside_tables(figures: OutsideFigures) -> list[Table]:
     """Return one table for each tool, what was run, and what was not."""
     made = [_tool(each, figures.rows) for each in figures.tools]
-    about = new_table("the setting", "")
+    about = new_table("setting", "value")
     about.add_row("trace", figures.trace)
     about.add_row("model", figures.model)
     sizes = f"{ByteSize(figures.kv_cache_bytes)}, {ByteSize(figures.capacity_bytes)}"

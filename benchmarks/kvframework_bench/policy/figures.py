@@ -37,7 +37,7 @@ def policy_tables(figures: PolicyFigures) -> list[Table]:
     """Return one table."""
     of = figures.trace or "synthetic requests"
     table = new_table(
-        f"{of}, {figures.blocks} blocks",
+        f"policy ({of}, {figures.blocks} blocks)",
         "objects in L1",
         "CPU time per block",
         "min to max",

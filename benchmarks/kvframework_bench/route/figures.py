@@ -38,7 +38,7 @@ class RouteFigures(msgspec.Struct, frozen=True):
 
 def route_tables(figures: RouteFigures) -> list[Table]:
     """Return one table each for what was measured, for the scores, and for a thousand nodes."""
-    scores = new_table("/score", "nodes", "nodes with the prompt", "p50", "longest step")
+    scores = new_table("prompt sent to /score", "nodes", "nodes with the prompt", "p50", "longest step")
     for row in figures.scores:
         times = f"{row.whole_ms:.1f} ms", f"{row.longest_step_ms:.1f} ms"
         scores.add_row(f"{row.tokens // 1024}k tokens", f"{row.nodes:,}", f"{row.having:,}", *times)
@@ -46,7 +46,7 @@ def route_tables(figures: RouteFigures) -> list[Table]:
 
 
 def _table(title: str, rows: list[RouteFigure]) -> Table:
-    table = new_table(title, "")
+    table = new_table(title, "measured")
     for row in rows:
         number = f"{row.value:,.1f}" if row.value < 100 else f"{row.value:,.0f}"
         table.add_row(row.name, f"{number.removesuffix('.0')} {row.unit}")

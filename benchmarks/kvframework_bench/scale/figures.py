@@ -58,13 +58,13 @@ _HEADERS = (
     "p50",
     "p99",
     "server CPU per request",
-    "cost, ratio to first row",
+    "client and server CPU, ratio to first row",
     "server CPU, ratio",
-    "p50",
-    "p99",
+    "p50, ratio",
+    "p99, ratio",
     "requests/s, ratio to echo",
-    "p50",
-    "p99",
+    "p50, ratio to echo",
+    "p99, ratio to echo",
 )
 
 

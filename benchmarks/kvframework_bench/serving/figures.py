@@ -166,7 +166,7 @@ def _percentile(fraction: float) -> Callable[[Replay], float]:
 def serving_tables(figures: ServingFigures) -> list[Table]:
     """Return the load, what a user sees, what it costs, and what did not run."""
     load = figures.load
-    about = new_table("the load", "")
+    about = new_table("load", "value")
     for name, text in (
         ("trace", load.trace),
         ("requests, conversations", f"{load.requests}, {load.conversations}"),
@@ -188,7 +188,7 @@ def serving_tables(figures: ServingFigures) -> list[Table]:
     cost = new_table(
         "costs",
         *("hit rate", "tokens/s", "ratio to no offload", "engine CPU per request", "ratio to no offload"),
-        *("connector CPU", "in the scheduler's thread", "elapsed there", "server CPU", "equal answers"),
+        *("connector CPU", "CPU in the scheduler's thread", "elapsed in that thread", "server CPU", "equal answers"),
     )
     wrong = new_table("answers with other tokens than without offload", "answers", "first of these answers")
     for row in figures.rows:

@@ -37,9 +37,9 @@ def shards_tables(figures: ShardsFigures) -> list[Table]:
     table = new_table(
         f"TP size, shards per rank ({figures.tp_lcm} in all)",
         "layout",
-        "store",
+        "store CPU, ratio to no shards",
         "min to max",
-        "load",
+        "load CPU, ratio to no shards",
         "min to max",
         "target",
     )

@@ -43,7 +43,7 @@ def test_what_cannot_go_skips_the_test() -> None:
         """One that no module has under its name."""
 
     for made in (Local("a"), Made(threading.Lock())):
-        with pytest.raises(pytest.skip.Exception, match="give `use`"):
+        with pytest.raises(pytest.skip.Exception, match="Set `use`"):
             NamedKit().elsewhere(made, "", seed=1)
 
 
@@ -88,7 +88,7 @@ def test_a_correct_memory_passes_everything(memory_results: Results) -> None:
 def test_what_is_not_given_is_one_error(memory_results: Results) -> None:
     mine = [result for (case, _), result in memory_results.items() if case == "NoMemory" and "error" in result.outcomes]
     assert mine
-    assert "give `use`, the plugin's name, or a fixture `make_memory`" in mine[0].text
+    assert "Set `use`, the plugin's name, or define a fixture `make_memory`" in mine[0].text
 
 
 @pytest.mark.parametrize("bug", BUGS)
@@ -106,6 +106,6 @@ def test_a_run_ends_with_a_summary_and_failures_end_the_rest(tmp_path: Path) -> 
     command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", ".", "test_it.py"]
     environment = {**os.environ, "KVF_KIT_REPORT": "report.json"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False).stdout
-    for line in ("1 passed, 1 failed, 1 skipped, in 0 s", "skipped 1: mend test_wrong first", "it: 0.00 ms of"):
+    for line in ("1 passed, 1 failed, 1 skipped, in 0 s", "skipped 1: Skipped until test_wrong pass", "it: 0.00 ms of"):
         assert line in done
     assert json.loads((tmp_path / "report.json").read_text())["kits"][0]["failed"] == {"test_wrong": 1}

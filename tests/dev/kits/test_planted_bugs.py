@@ -23,13 +23,13 @@ test_every_kind_of_damage_is_noticed[noise]: SumsTheBeginning SumOf8Bits NoSum S
 test_every_kind_of_damage_is_noticed[text]: SumsTheEnds AddsUp XorsBytes
 test_another_length_is_refused[text]: ChecksNoSum
 test_a_claim_takes_no_memory: BelievesTheHeader BelievesTheHeaderUpToALimit BelievesABigEndianHeader
-test_a_small_place_takes_little_memory: ReservesTwentyTimesThePlace UnpacksBombs (bytes for an object of 1000 bytes)
+test_a_small_place_takes_little_memory: ReservesTwentyTimesThePlace UnpacksBombs (bytes to refuse 1000)
 test_what_is_more_than_was_packed_is_refused[text]: DropsZerosBehind DropsALineEnd SearchesItsMagic
 test_what_is_cut_off_is_refused[text]: RaisesRuntimeError IgnoresAShortHeader FillsWithZeros RaisesEofError RaisesStructError RaisesIndexError
 test_what_is_packed_is_unpacked[text]: ItsOwnMagicIsPacked
 test_what_is_packed_is_unpacked[runs]: RunsOf256
 test_what_is_packed_is_unpacked[every pair]: ThroughFloats
-test_what_is_packed_is_unpacked: LosesAnOddByte LosesAWholeLastBlock LosesTheTailOfWords TakesWholeWordsOnly AnswersBytes AnswersOneView AnswersNone AnswersAGenerator (several times) AnswersWords (itemsize) WritesBesideThePlace (outside the object's buffer) AddsToWhatIsInThePlace
+test_what_is_packed_is_unpacked: LosesAnOddByte LosesAWholeLastBlock LosesTheTailOfWords TakesWholeWordsOnly AnswersBytes AnswersOneView AnswersNone AnswersAGenerator (not an iterator) AnswersWords (itemsize) WritesBesideThePlace (outside the buffer given to) AddsToWhatIsInThePlace
 test_elements_of_any_dtype_come_back: CannotPackNothing RemembersByLength AnswersTwoDimensions AnswersEverySecondByte
 test_elements_of_any_dtype_come_back[float16]: TakesWholeElementsOnly BelievesTheDtype
 test_elements_of_any_dtype_come_back[a dtype of later releases]: KnowsTodaysDtypesOnly
@@ -38,15 +38,15 @@ test_memory_is_let_go_when_a_call_has_ended[damaged]: KeepsTheError
 test_it_keeps_nothing_of_its_calls: KeepsAllPackedBytes KeepsAThreadForEach
 test_objects_that_differ_in_one_byte_are_different: RemembersByBothEnds RemembersByAddress
 test_a_batch_is_packed_before_it_is_sent: AnswersTheSameList PacksAllIntoOneBuffer (changed the packed bytes)
-test_a_call_is_not_disturbed_at_any_step: PacksInPlaceAndRestores KeepsTheSizeInItself SharesAScratchBuffer (unpacked other bytes) KeepsTheBytesForAnInstant
+test_a_call_is_not_disturbed_at_any_step: PacksInPlaceAndRestores KeepsTheSizeInItself SharesAScratchBuffer (bytes) KeepsTheBytesForAnInstant
 test_any_memory_is_packed_and_left_as_it_is[mapping]: WritesToTheObject
-test_its_name_fits_into_an_envelope: ANameThatFitsNowhere (MAX_CODEC_NAME)
-test_another_length_is_refused: StripsZeros (instead of raising ValueError) FillsWhatItCan (instead of raising ValueError)
-test_any_size_comes_back: LossyFromAMebibyteOn LosesWhatIsBehind64K (unpacked other bytes)
+test_its_name_fits_into_an_envelope: ANameThatFitsNowhere (must have at most)
+test_another_length_is_refused: StripsZeros (must raise ValueError) FillsWhatItCan (must raise ValueError)
+test_any_size_comes_back: LossyFromAMebibyteOn LosesWhatIsBehind64K (unpacked wrong bytes)
 test_a_call_knows_nothing_of_others: KeepsADictionary (not known)
 test_what_another_process_packed_is_unpacked: PacksByPythonsHash (ValueError)
 test_what_is_cut_off_is_refused: RaisesItsOwnError (zlib.error) TakesWhatIsCutOff (packed bytes)
-test_what_is_more_than_was_packed_is_refused: TakesWhatComesBehind (bytes behind)
+test_what_is_more_than_was_packed_is_refused: TakesWhatComesBehind (bytes more at the end)
 test_every_kind_of_damage_is_noticed: BelievesTheBytes (unpacked damaged bytes)
 test_any_memory_is_packed_and_left_as_it_is: ShufflesInPlace (belongs to the caller) NeedsWritableMemory (not writable)
 test_memory_is_let_go_when_a_call_has_ended: KeepsTheObject (BufferError) KeepsThePlace (BufferError) KeepsWhatFailed (BufferError)
@@ -93,10 +93,10 @@ test_a_passed_deadline_fails_at_once[get_into]: TakesTheDeadlineForATimeout
 test_a_closed_tier_fails_every_call[touch]: TouchWorksWhenClosed ClosedRaisesAttributeError
 test_a_late_call_does_not_disturb_the_next: ALateCallKeepsItsConnection
 test_what_is_put_beyond_the_capacity_is_refused_or_makes_room: FullRaisesSqlitesError FullRaisesOsError FullRaisesTheVendorsError FullRaisesMemoryError FullFailsTheWholeOperation CannotReplaceWhenFull (must replace a value) SaysStoredWhenFull (is missing) KnowsNoLimit (<= capacity)
-test_usage_follows_what_is_stored_and_deleted: CountsReplacedValuesTwice CountsEntriesNotBytes CountsInFloats AnswersUsageAsATuple ClaimsUsage (does not know its capacity) CountsNothing (was stored: used_bytes) CountsTheDeleted (was deleted: used_bytes)
+test_usage_follows_what_is_stored_and_deleted: CountsReplacedValuesTwice CountsEntriesNotBytes CountsInFloats AnswersUsageAsATuple ClaimsUsage (does not know its capacity) CountsNothing (rose from) CountsTheDeleted (fell from)
 test_usage_is_right_after_concurrent_calls: CountsWithoutALock CountsMissesOfDelete
 test_a_scan_that_rests_holds_nothing: ScansUnderALock ScansUnderItsThreadsLock ScansInATransaction ListsAList ListsTuples ListsHex
-test_it_tells_when_a_value_was_used: ListsMilliseconds TouchNotesMilliseconds ListsMonotonicTimes ListsTheTimeOfTheScan TouchingIsNoUse (touch did not change)
+test_it_tells_when_a_value_was_used: ListsMilliseconds TouchNotesMilliseconds ListsMonotonicTimes ListsTheTimeOfTheScan TouchingIsNoUse (did not change used_at)
 test_a_value_that_is_used_lives_longer[touch]: ATouchMakesItStayForEver TouchesTheFirstOfABatch TouchesShortValuesOnly TouchDoesNotProlong (did not prolong their life)
 test_a_value_that_is_used_lives_longer[put]: StoringAgainMakesItStayForEver StoringDoesNotProlong (did not prolong their life)
 test_a_value_expires: ATouchRevives ListsWhatExpired CountsWhatExpired AskingProlongs ClaimsTtl (did not expire)
@@ -107,32 +107,32 @@ test_its_capabilities_are_optional_methods: NamesItsCapabilitiesInAList ClaimsTh
 test_what_it_claims_to_have_it_has: ClaimsWhatItDoesNotHave
 test_it_has_a_name: HasNoName
 test_outcomes_keep_the_order_of_a_mixed_batch: ReordersOutcomes
-test_a_passed_deadline_fails_at_once: IgnoresTheDeadline (instead of raising TierError)
+test_a_passed_deadline_fails_at_once: IgnoresTheDeadline (it must raise TierError)
 test_a_short_deadline_ends_a_big_batch: LooksAtTheDeadlineOnce (after its deadline)
 test_a_put_waits_for_no_other_beyond_its_deadline: LocksWithoutATimeout (after its deadline)
 test_readers_see_the_whole_value_of_one_writer: MixesConcurrentValues (bytes of several values) PutsInTwoSteps (a wrong length of a value) DeletesInTwoSteps (a wrong length of a value)
 test_one_value_is_deleted_once: DeletesTwice (exactly one)
 test_a_value_comes_back_as_it_was_stored: TellsTheLengthThatWasStored (other bytes) TellsThatItFound (FOUND) AskingForgets (MISSING)
-test_memory_stays_the_callers: RetainsABuffer (the tier keeps a reference) ChangesItsSources (changed the caller's bytes) KeepsMemory (the tier keeps a reference) KeepsMemoryOfFailedCalls (the tier keeps a reference)
+test_memory_stays_the_callers: RetainsABuffer (The tier keeps a reference) ChangesItsSources (changed the caller's bytes) KeepsMemory (The tier keeps a reference) KeepsMemoryOfFailedCalls (The tier keeps a reference)
 test_a_closed_tier_fails_every_call: AnswersWhenClosed (the tier is closed) RaisesAnotherError (ConnectionError)
 test_values_outlive_the_tier: CountsFromZeroAtEachStart ForgetsTimesOfUse ForgetsWhenClosed (MISSING)
-test_each_sees_what_the_other_does: ClaimsSharing (MISSING) ClaimsSharingWithoutProof (give `reopen)
+test_each_sees_what_the_other_does: ClaimsSharing (MISSING) ClaimsSharingWithoutProof (define `reopen)
 test_two_at_work_on_the_same_keys_see_whole_values: MixesValuesOfTwo (bytes of several values)
 test_what_is_replaced_and_deleted_leaves_nothing_behind: LeaksWhatAShorterValueReplaces (no room for) LeaksAPieceOfTheDeletedUncounted (no room for)
 """,
     "async_cases.py": """
 test_without_an_event_it_comes_after_the_threads_current_stream: IgnoresTheCurrentStream (before the work that was queued)
-test_what_is_no_event_is_not_taken_for_none: TakesAnythingForNone (the copy came too early)
+test_what_is_no_event_is_not_taken_for_none: TakesAnythingForNone (An object that is not an event was accepted)
 test_what_was_lent_is_let_go: KeepsTensors (refers to tensors) KeepsPlans (refers to plans) KeepsTheArena (the arena)
 test_it_registers_only_where_it_can_move_bytes: RegistersAnywhere (must raise TransportMismatch)
-test_a_load_does_not_wait_for_a_store_that_stands_still: HasOneStream (a load stood behind a store)
-test_nothing_is_answered_while_a_copy_stands_still[hybrid]: WaitsForTheLastStreamOnly (blocks are still touched)
-test_close_waits_for_a_copy_under_way: ClosesAtOnce (close returned, or the transfer ended)
+test_a_load_does_not_wait_for_a_store_that_stands_still: HasOneStream (A load waited for a store)
+test_nothing_is_answered_while_a_copy_stands_still[hybrid]: WaitsForTheLastStreamOnly (it still touches blocks)
+test_close_waits_for_a_copy_under_way: ClosesAtOnce (`close` returned, or the transfer ended)
 test_a_device_reset_is_a_miss_and_then_all_works: GivesUpAfterAReset (a store after the reset of the device)
 """,
     "wire_cases.py": """
 test_what_a_stalled_wire_held_back_is_no_answer_to_the_next_call: KeepsALateConnection (b'one')
-test_a_fault_on_the_wire_is_an_outcome_or_a_tier_error[stall]: WaitsForever (a call does not end)
+test_a_fault_on_the_wire_is_an_outcome_or_a_tier_error[stall]: WaitsForever (A call did not return)
 test_a_fault_on_the_wire_is_an_outcome_or_a_tier_error[reset]: RaisesWhatTheSocketDoes (whatever it was)
 test_a_fault_on_the_wire_is_an_outcome_or_a_tier_error[refuse]: NeverConnectsAgain (Bad file descriptor)
 test_closing_ends_the_calls_that_wait_for_a_stalled_wire[get_into]: LeavesItsCallsAtClose (close)
@@ -140,16 +140,16 @@ test_failures_use_nothing_up: LeavesBrokenConnections (broken connections)
 """,
     "engine_driven_cases.py": """
 test_ranges_are_written_before_they_are_published: CommitsFirst (published before)
-test_a_copy_in_the_engine_that_fails_is_one_miss[store]: PublishesWhatFailed (a store whose copy failed was answered as one that succeeded) KeepsItsRanges (to give its ranges and pins back did not come true)
-test_a_copy_in_the_engine_that_fails_is_one_miss[load]: AnswersAHit (a load whose copy failed was answered as one that succeeded)
-test_an_answer_that_comes_late[store-is used]: ThrowsLateAnswersAway (it was thrown away)
-test_an_answer_that_comes_late[load-is given back]: KeepsLateAnswers (to give its ranges and pins back did not come true)
-test_tensors_are_those_of_the_submit: RemembersTheTensors (a transfer of other tensors than the first)
+test_a_copy_in_the_engine_that_fails_is_one_miss[store]: PublishesWhatFailed (A store whose copy failed was answered as a success) KeepsItsRanges (to release its ranges and pins)
+test_a_copy_in_the_engine_that_fails_is_one_miss[load]: AnswersAHit (A load whose copy failed was answered as a success)
+test_an_answer_that_comes_late[store-is used]: ThrowsLateAnswersAway (before the server's late answer)
+test_an_answer_that_comes_late[load-is given back]: KeepsLateAnswers (to release its ranges and pins)
+test_tensors_are_those_of_the_submit: RemembersTheTensors (A transfer with other tensors than the first)
 test_the_wire_carries_the_same_as_the_arena[nhd]: LoadsHalfOfTheWire (24 chunks over the wire)
 test_buffers_stay_as_they_are_until_they_are_answered: StagesInOnePlace (before the server had answered)
-test_buffers_are_never_written_again_after_a_failure: WritesAgainAfterAFailure (buffers of a store that was not answered were written again)
-test_blocks_that_the_tensors_of_a_submit_lack_are_refused: TakesAnyBlock (no BadBlockIds)
-test_close_gives_threads_and_files_back[wire]: LeavesItsThread (close leaves behind: thread)
+test_buffers_are_never_written_again_after_a_failure: WritesAgainAfterAFailure (buffers of an unanswered store were reused)
+test_blocks_that_the_tensors_of_a_submit_lack_are_refused: TakesAnyBlock (must raise BadBlockIds)
+test_close_gives_threads_and_files_back[wire]: LeavesItsThread (left open: thread)
 """,
 }
 BUGS = [
@@ -210,7 +210,7 @@ def test_what_is_right_passes(results: Callable[[str], Results], file: str, righ
 def test_what_is_not_given_is_told(results: Callable[[str], Results], file: str, case: str, test: str) -> None:
     result = results(file)[case, test]
     assert result.outcomes == {"error"}
-    assert f"give `use`, the plugin's name, or a fixture `{NOTHING_GIVEN[file, case, test]}`" in result.text
+    assert f"Set `use`, the plugin's name, or define a fixture `{NOTHING_GIVEN[file, case, test]}`" in result.text
 
 
 @pytest.mark.parametrize("file", KILLED_BY.keys() - {"wire_cases.py"})

@@ -35,12 +35,12 @@ def test_a_tier_that_refuses_a_second_opener_passes(correct: Results) -> None:
 def test_what_a_fixture_does_not_give_is_skipped_with_the_reason(correct: Results) -> None:
     results = {test: result for (name, test), result in correct.items() if name == "FromAFixture"}
     assert all(result.outcomes <= {"passed", "skipped"} for result in results.values())
-    assert "give `reopen(tier)`" in results["test_values_outlive_the_tier"].text
-    assert "give `ttl_options`" in results["test_a_value_expires"].text
-    assert "the tier has no usage" in results["test_usage_is_right_after_concurrent_calls"].text
-    assert "the tier is not shared" in results["test_each_sees_what_the_other_does"].text
-    assert "the tier has no scan" in results["test_it_tells_when_a_value_was_used"].text
-    assert "give a fixture `faulty_tier`" in results["test_failures_use_nothing_up"].text
+    assert "Define `reopen(tier)`" in results["test_values_outlive_the_tier"].text
+    assert "Define `ttl_options`" in results["test_a_value_expires"].text
+    assert "The tier has no usage" in results["test_usage_is_right_after_concurrent_calls"].text
+    assert "The tier is not shared" in results["test_each_sees_what_the_other_does"].text
+    assert "The tier has no scan" in results["test_it_tells_when_a_value_was_used"].text
+    assert "Define a fixture `faulty_tier`" in results["test_failures_use_nothing_up"].text
     assert results["test_closing_gives_files_and_threads_back"].outcomes == {"passed"}
 
 
@@ -53,7 +53,7 @@ def test_a_tier_that_cannot_run_here_is_skipped_with_its_reason(correct: Results
 
 
 def test_what_is_given_wrongly_is_told(correct: Results) -> None:
-    assert "give `use`, the plugin's name, or a fixture `tier`" in correct["NothingGiven", "test_it_has_a_name"].text
+    assert "define a fixture `tier`" in correct["NothingGiven", "test_it_has_a_name"].text
     assert "unknown key 'stroe'" in correct["WrongOptions", "test_it_has_a_name"].text
     assert "no installed distribution offers the tier 'memroy'" in correct["WrongName", "test_it_has_a_name"].text
     for (name, test), result in correct.items():

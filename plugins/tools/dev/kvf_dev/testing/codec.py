@@ -67,7 +67,7 @@ def _must_be_free(memory: bytearray, what: str) -> None:
     try:
         memory.clear()
     except BufferError:
-        pytest.fail(f"the codec keeps a view of {what} (BufferError): L1 could not be closed")
+        pytest.fail(f"The codec keeps a view of {what} (BufferError): release it, or L1 cannot close")
 
 
 def _damages(packed: bytes) -> Iterator[tuple[str, bytes]]:
@@ -129,12 +129,12 @@ class CodecConformance(NamedKit):
 
     def parts_of(self, codec: Codec, data: memoryview, dtype: str | None = None) -> Sequence[memoryview]:
         parts = codec.encode(data) if dtype is None else codec.encode_elements(data, dtype)
-        must = "the packed form must be a sequence of 1-D views of bytes that can be read several times"
-        assert isinstance(parts, Sequence), f"encode returned a {type(parts).__name__}: {must}"
+        must = "it must return a sequence (not an iterator) of contiguous 1-D memoryviews of bytes"
+        assert isinstance(parts, Sequence), f"`encode` returned a {type(parts).__name__}: {must}"
         for part in parts:
-            assert isinstance(part, memoryview), f"encode returned a part that is a {type(part).__name__}: {must}"
+            assert isinstance(part, memoryview), f"`encode` returned a part that is a {type(part).__name__}: {must}"
             form = (part.ndim, part.itemsize, part.c_contiguous)
-            assert form == (1, 1, True), f"encode returned a part with (ndim, itemsize, contiguous) {form}: {must}"
+            assert form == (1, 1, True), f"`encode` returned a part with (ndim, itemsize, contiguous) {form}: {must}"
         return parts
 
     def unpack(self, codec: Codec, packed: bytes, nbytes: int, *, shift: int = 0) -> bytes:
@@ -145,12 +145,12 @@ class CodecConformance(NamedKit):
                 codec.decode_into(memoryview(packed), place)
             finally:
                 beside = arena[:begin] + arena[begin + nbytes :]
-                assert set(beside) == {FILLING}, "the codec wrote bytes outside the object's buffer"
+                assert set(beside) == {FILLING}, "The codec wrote outside the buffer given to `decode_into`"
             return bytes(place)
 
     def must_unpack(self, codec: Codec, packed: bytes, data: bytes, why: str = "", *, shift: int = 0) -> None:
         found = self.unpack(codec, packed, len(data), shift=shift)
-        must_be_equal(found, data, f"the codec unpacked other bytes, of {len(data)} bytes{', ' * bool(why)}{why}")
+        must_be_equal(found, data, f"The codec unpacked wrong bytes of {len(data)}{', ' * bool(why)}{why}")
 
     def refused_or(self, codec: Codec, packed: bytes, nbytes: int) -> bytes | None:
         try:
@@ -159,16 +159,16 @@ class CodecConformance(NamedKit):
             return None
         except Exception as error:  # noqa: BLE001  reported as the test's failure
             kind = f"{type(error).__module__}.{type(error).__qualname__}"
-            pytest.fail(f"for damaged bytes the codec raised {kind} ({error}) instead of ValueError")
+            pytest.fail(f"For damaged bytes the codec raised {kind} ({error}): raise ValueError instead")
 
     def must_refuse(self, codec: Codec, packed: bytes, nbytes: int, why: str) -> None:
         if self.refused_or(codec, packed, nbytes) is not None:
-            pytest.fail(f"the codec unpacked damaged bytes instead of raising ValueError: {why}")
+            pytest.fail(f"The codec accepted damaged bytes; it must raise ValueError: {why}")
 
     def must_notice(self, codec: Codec, packed: bytes, data: bytes, why: str) -> None:
         found = self.refused_or(codec, packed, len(data))
         if found not in (None, data) and self.detects_damage:
-            pytest.fail(f"the codec unpacked damaged bytes to another object: {why}")
+            pytest.fail(f"The codec unpacked damaged bytes to another object: {why}. Add a checksum")
 
     def most_memory(self, work: Callable[[], object]) -> int:
         tracemalloc.start()
@@ -180,8 +180,8 @@ class CodecConformance(NamedKit):
 
     def test_its_name_fits_into_an_envelope(self, codec: Codec) -> None:
         self.must_be_named(codec.name)
-        assert codec.name.isascii(), f"the codec's name {codec.name!r} is not ASCII"
-        assert len(codec.name) <= MAX_CODEC_NAME, f"{codec.name!r} is longer than MAX_CODEC_NAME, {MAX_CODEC_NAME}"
+        assert codec.name.isascii(), f"The codec's name {codec.name!r} must be ASCII"
+        assert len(codec.name) <= MAX_CODEC_NAME, f"{codec.name!r} must have at most {MAX_CODEC_NAME} characters"
 
     @pytest.mark.parametrize("content", CONTENTS)
     def test_what_is_packed_is_unpacked(self, codec: Codec, content: str) -> None:
@@ -217,7 +217,7 @@ class CodecConformance(NamedKit):
         for data in reversed(objects):
             self.must_unpack(codec, self.pack(codec, data), data, "while the codec packs others")
         changed = sum(b"".join(parts) != before for parts, before in zip(batch, packed, strict=True))
-        assert not changed, f"a later call of encode changed the packed bytes of {changed} objects"
+        assert not changed, f"A later `encode` changed the packed bytes of {changed} objects: use a new buffer for each"
         for each, data in zip(packed, objects, strict=True):
             self.must_unpack(codec, each, data, "of a batch")
 
@@ -248,9 +248,9 @@ class CodecConformance(NamedKit):
 
         before = held()
         grown = self.grown(use, _TIMES, _TIMES)
-        assert grown < _TIMES * 100, f"the codec keeps {grown} bytes after {_TIMES} objects"
+        assert grown < _TIMES * 100, f"The codec keeps {grown} bytes after {_TIMES} objects; it must keep none"
         opened = len(held() - before)
-        assert opened < _TIMES // 2, f"the codec keeps {opened} descriptors and threads after {2 * _TIMES} objects"
+        assert opened < _TIMES // 2, f"The codec left {opened} descriptors and threads open after {2 * _TIMES} objects"
 
     def test_what_another_process_packed_is_unpacked(self, codec: Codec) -> None:
         data = bytes(number * number % 251 for number in range(50_000))
@@ -270,12 +270,12 @@ class CodecConformance(NamedKit):
             seen.add(bytes(given))
 
         packed = b"".join(interleaved(lambda: codec.encode(memoryview(given)), other))
-        assert seen <= {data}, "encode changed the object while other threads read it"
+        assert seen <= {data}, "`encode` changed the object while other threads read it: the object is read-only"
         given, place = bytearray(packed), bytearray(len(data))
         seen.clear()
         interleaved(lambda: codec.decode_into(memoryview(given), memoryview(place)), other)
-        assert seen <= {packed}, "decode_into changed the packed bytes while other threads read them"
-        must_be_equal(place, data, "the codec unpacked other bytes while another thread used the codec")
+        assert seen <= {packed}, "`decode_into` changed the packed bytes while other threads read them"
+        must_be_equal(place, data, "Threads spoiled each other's bytes: share no buffer between calls")
 
     @pytest.mark.parametrize("kind", ["bytes", "bytearray", "mapping"])
     def test_any_memory_is_packed_and_left_as_it_is(self, codec: Codec, kind: str) -> None:
@@ -289,7 +289,7 @@ class CodecConformance(NamedKit):
             self.must_unpack(codec, b"".join(parts), data, f"packed from a {kind}")
             del parts
             assert memory[:] == held, (
-                "encode changed the object, which belongs to the caller and which other threads may read"
+                "`encode` changed the object, which belongs to the caller and which other threads may read"
             )
 
     @pytest.mark.parametrize("content", ["text", "numbers", "noise", "every pair"])
@@ -307,7 +307,7 @@ class CodecConformance(NamedKit):
             moved = bytes(shift) + packed + b"\x99"
             place = bytearray(len(data))
             codec.decode_into(memoryview(moved)[shift:-1], memoryview(place))
-            must_be_equal(place, data, f"the codec unpacked other bytes from an address moved by {shift}")
+            must_be_equal(place, data, f"The codec unpacked wrong bytes from an address moved by {shift} bytes")
 
     @pytest.mark.parametrize("cut", [0, 1], ids=["whole", "damaged"])
     def test_memory_is_let_go_when_a_call_has_ended(self, codec: Codec, cut: int) -> None:
@@ -329,7 +329,7 @@ class CodecConformance(NamedKit):
         data = CONTENTS[content]
         packed = self.pack(codec, data)
         for nbytes in {0, 1, len(data) // 2, len(data) - 1, len(data) + 1, 2 * len(data) + 1, _MIB} - {len(data), -1}:
-            self.must_refuse(codec, packed, nbytes, f"an object of {len(data)} bytes in the place of one of {nbytes}")
+            self.must_refuse(codec, packed, nbytes, f"an object of {len(data)} bytes, unpacked into {nbytes} bytes")
 
     @pytest.mark.parametrize("content", _SAMPLES)
     def test_what_is_cut_off_is_refused(self, codec: Codec, content: str) -> None:
@@ -338,9 +338,9 @@ class CodecConformance(NamedKit):
         ends = {*range(min(len(packed), 64)), *range(max(0, len(packed) - 64), len(packed))}
         ends |= {len(packed) * part // 16 for part in range(16)}
         for end in sorted(ends):
-            self.must_refuse(codec, packed[:end], len(data), f"{end} of {len(packed)} packed bytes")
+            self.must_refuse(codec, packed[:end], len(data), f"only {end} of {len(packed)} packed bytes")
             if end:
-                self.must_refuse(codec, packed[-end:], len(data), f"the last {end} of {len(packed)} packed bytes")
+                self.must_refuse(codec, packed[-end:], len(data), f"only the last {end} of {len(packed)} packed bytes")
         self.must_unpack(codec, packed, data, "after errors")
 
     @pytest.mark.parametrize("content", ["nothing", *_SAMPLES])
@@ -348,8 +348,8 @@ class CodecConformance(NamedKit):
         data = CONTENTS[content]
         packed = self.pack(codec, data)
         for more in filter(None, (b"\0", b"\n", b"\xff", b"more", bytes(5000), packed, self.pack(codec, b"another"))):
-            self.must_refuse(codec, packed + more, len(data), f"{len(more)} bytes behind {len(packed)}")
-            self.must_refuse(codec, more + packed, len(data), f"{len(more)} bytes before {len(packed)}")
+            self.must_refuse(codec, packed + more, len(data), f"{len(more)} bytes more at the end of {len(packed)}")
+            self.must_refuse(codec, more + packed, len(data), f"{len(more)} bytes more in front of {len(packed)}")
 
     @pytest.mark.parametrize("content", _SAMPLES)
     def test_every_kind_of_damage_is_noticed(self, codec: Codec, content: str) -> None:
@@ -362,8 +362,8 @@ class CodecConformance(NamedKit):
 
     def test_a_small_place_takes_little_memory(self, codec: Codec) -> None:
         packed = self.pack(codec, bytes(32 * _MIB))
-        most = self.most_memory(lambda: self.must_refuse(codec, packed, 1000, "32 MiB in the place of 1000 bytes"))
-        assert most < 2 * len(packed) + 4 * _MIB, f"the codec allocated {most} bytes for an object of 1000 bytes"
+        most = self.most_memory(lambda: self.must_refuse(codec, packed, 1000, "32 MiB, unpacked into 1000 bytes"))
+        assert most < 2 * len(packed) + 4 * _MIB, f"The codec allocated {most} bytes to refuse 1000: check sizes first"
 
     def test_a_claim_takes_no_memory(self, codec: Codec) -> None:
         """The packed bytes are forged: somewhere at their beginning or end they claim a large number."""
@@ -376,4 +376,4 @@ class CodecConformance(NamedKit):
                     forged = packed[:at] + number + packed[at + width :]
                     most = self.most_memory(partial(self.refused_or, codec, forged, len(data)))
                     bound = 8 * (len(packed) + len(data)) + 4 * _MIB
-                    assert most < bound, f"the codec allocated {most} bytes for {len(data)}: byte {at} claims {claim}"
+                    assert most < bound, f"{most} bytes allocated: the codec trusted {claim} at byte {at}"

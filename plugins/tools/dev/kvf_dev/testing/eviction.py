@@ -50,19 +50,19 @@ def must_offer(policy: EvictionPolicy, keys: Iterable[PackedKey]) -> list[Packed
     wanted, offered = set(keys), dict[PackedKey, None]()
     for key in walk(policy):
         # Not all at once: a walk may have no end.
-        assert key not in offered, "victims() offers a key twice"
-        assert key in wanted, "victims() offers a key that the policy does not hold"
+        assert key not in offered, "`victims` offers a key twice"
+        assert key in wanted, "`victims` offers a key that the policy does not hold"
         offered[key] = None
     missing = len(wanted) - len(offered)
-    assert not missing, f"victims() does not offer {missing} of {len(wanted)} keys that the policy holds"
+    assert not missing, f"`victims` does not offer {missing} of {len(wanted)} keys that the policy holds"
     return list(offered)
 
 
 def walk(policy: EvictionPolicy) -> Iterator[PackedKey]:
     victims = policy.victims()
-    assert isinstance(victims, Iterator), f"victims() returned a {type(victims).__name__}, not an iterator"
+    assert isinstance(victims, Iterator), f"`victims` returned a {type(victims).__name__}, not an iterator"
     for key in victims:
-        assert isinstance(key, bytes), f"victims() offers a {type(key).__name__}, not a key of bytes"
+        assert isinstance(key, bytes), f"`victims` offers a {type(key).__name__}, not a key of bytes"
         yield key
 
 
@@ -129,7 +129,7 @@ class _Machine(RuleBasedStateMachine):
         self._policy.on_uses(used, facts)
         admitted = self._policy.admits(new, sizes, chunks, facts)
         is_count = isinstance(admitted, int) and not isinstance(admitted, bool) and 0 <= admitted <= len(new)
-        assert is_count, f"admits() returned {str(admitted)[:80]}, not a number from 0 to {len(new)}"
+        assert is_count, f"`admits` returned {str(admitted)[:80]}, not a number from 0 to {len(new)}"
         self.ask_for_all()  # what was asked for may still not come, and what was refused come by another request
         self._policy.on_inserts(new, sizes, chunks, facts)
         self._inside.update(new)
@@ -144,10 +144,10 @@ class _Machine(RuleBasedStateMachine):
     def evict(self, count: int, kept: set[int]) -> None:
         offered = list(islice(walk(self._policy), count))
         wanted = min(count, len(self._inside))
-        assert len(offered) == len(set(offered)) == wanted, f"victims() offers {len(set(offered))} of {wanted} keys"
+        assert len(offered) == len(set(offered)) == wanted, f"`victims` offers {len(set(offered))} of {wanted} keys"
         for index, key in enumerate(offered):
             if index not in kept:
-                assert key in self._inside, "victims() offers a key that the policy does not hold"
+                assert key in self._inside, "`victims` offers a key that the policy does not hold"
                 self._policy.on_remove(key)
                 self._inside.remove(key)
 
@@ -182,7 +182,7 @@ def _seconds(policy: EvictionPolicy, size: int) -> dict[str, float]:
         measure("on_access_many", lambda batch=batch: policy.on_access_many(batch))  # type: ignore[misc]
         victim = measure("victims", lambda: next(policy.victims()))
         measure("ten_victims", lambda: list(islice(policy.victims(), 10)))
-        assert isinstance(victim, bytes), f"victims() offers a {type(victim).__name__}, not a key of bytes"
+        assert isinstance(victim, bytes), f"`victims` offers a {type(victim).__name__}, not a key of bytes"
         measure("on_remove", lambda victim=victim: policy.on_remove(victim))  # type: ignore[misc]
         del inside[victim]
         measure("on_insert", lambda new=new: policy.on_insert(new, MIB))  # type: ignore[misc]
@@ -244,11 +244,11 @@ class EvictionConformance(NamedKit):
                 again.on_access(key)
             given = [*batch]
             at_once.on_access_many(given)
-            assert given == batch, "on_access_many changed the caller's list of keys"
+            assert given == batch, "`on_access_many` changed the caller's list of keys"
             order, other = must_offer(one_by_one, keys), must_offer(at_once, keys)
             if order == must_offer(again, keys) == must_offer(one_by_one, keys) and order != other:
                 at = next(at for at, pair in enumerate(itertools.zip_longest(order, other)) if pair[0] != pair[1])
-                pytest.fail(f"on_access_many({len(batch)} keys) is not as single calls: victim {at} differs")
+                pytest.fail(f"`on_access_many` of {len(batch)} keys must equal single calls: victim {at} differs")
 
     def test_a_client_cannot_have_all_that_it_stores_kept(self, make_policy: MakePolicy) -> None:
         """Half of a full L1 should be kept, while others store twice as much as it holds."""
@@ -266,7 +266,7 @@ class EvictionConformance(NamedKit):
                 inside = inside - {victim} | {key}
             left.append(sum(key in inside for key in mine))
         without, hinted = left
-        assert hinted <= without + 40, f"the policy keeps {hinted} of 60 objects with a hint, {without} without"
+        assert hinted <= without + 40, f"The policy keeps {hinted} of 60 hinted objects: limit hints"
 
     def test_it_behaves_like_a_set(self, make_policy: MakePolicy) -> None:
         class Machine(_Machine):
@@ -303,7 +303,7 @@ class EvictionConformance(NamedKit):
         """The shortest of several calls counts, and a difference of some ten microseconds does not."""
         few = _seconds(make_policy(), _TIMED_FEW)
         waits = [f"{call}: {1e3 * taken:.1f} ms" for call, taken in few.items() if taken > _LONG_S]
-        assert not waits, f"a call of the policy blocks: {'; '.join(waits)}"
+        assert not waits, f"The policy's calls must not block each other: {'; '.join(waits)}"
         for size in _TIMED_MANY:
             many = _seconds(make_policy(), size)
             slow = [
@@ -330,7 +330,7 @@ class EvictionConformance(NamedKit):
         insert(policy, fresh_keys(100))
         grown = self.grown(come_and_go, _TIMES, self.remembered_keys + 1000)
         assert grown < _TIMES * 16, (
-            f"the policy keeps {grown} bytes of {_TIMES} objects that were inserted, used {uses} times and removed"
+            f"The policy keeps {grown} bytes of {_TIMES} objects that were inserted, used {uses} times and removed"
         )
 
     def test_requests_and_walks_are_not_kept_one_by_one(self, policy: EvictionPolicy) -> None:
@@ -344,7 +344,7 @@ class EvictionConformance(NamedKit):
             list(islice(policy.victims(), 2))
 
         grown = self.grown(use, _TIMES, 4000)
-        assert grown < _TIMES * 16, f"the policy keeps {grown} bytes of {_TIMES} requests of 100 objects"
+        assert grown < _TIMES * 16, f"The policy keeps {grown} bytes of {_TIMES} requests of 100 objects"
         must_offer(policy, keys)
 
     def test_an_object_may_be_used_very_often(self, policy: EvictionPolicy) -> None:

@@ -65,12 +65,12 @@ def must_change(before: bytes, after: bytes, chunk: int, what: str) -> None:
     __tracebackhide__ = True
     one, other = split(before), split(after)
     if len(one) != len(other):
-        pytest.fail(f"{what}: the hasher returned {len(other)} digests instead of {len(one)}")
+        pytest.fail(f"{what}: the hasher returned {len(other)} digests, expected {len(one)}")
     for index, (was, became) in enumerate(zip(one, other, strict=True)):
         if index < chunk and was != became:
-            pytest.fail(f"{what}, which is in chunk {chunk}, changes the digest of chunk {index} before it")
+            pytest.fail(f"{what}, in chunk {chunk}, must not change the digest of the earlier chunk {index}")
         if index >= chunk and was == became:
-            pytest.fail(f"{what}, which is in chunk {chunk}, does not change the digest of chunk {index}")
+            pytest.fail(f"{what}, in chunk {chunk}, must change the digest of chunk {index}")
 
 
 def must_differ(named: Sequence[tuple[object, bytes]], what: str) -> None:
@@ -78,7 +78,7 @@ def must_differ(named: Sequence[tuple[object, bytes]], what: str) -> None:
     seen: dict[bytes, object] = {}
     for name, digests in named:
         if (last := digests[-DIGEST_BYTES:]) in seen:
-            pytest.fail(f"{what}: two requests share a digest, {seen[last]} and {name}")
+            pytest.fail(f"{what}, but requests {seen[last]} and {name} share a digest")
         seen[last] = name
 
 
@@ -114,19 +114,19 @@ class HasherConformance(NamedKit):
     def test_it_has_the_plugins_name_and_a_fingerprint(self, make_hasher: MakeHasher) -> None:
         one, other = make_hasher(), make_hasher()
         self.must_be_named(one.name)
-        assert isinstance(one.fingerprint, str), f"the hasher's `fingerprint` must be a str, but is {one.fingerprint!r}"
-        assert one.fingerprint, "the hasher's `fingerprint` is empty"
+        assert isinstance(one.fingerprint, str), f"The hasher's `fingerprint` must be a str, but is {one.fingerprint!r}"
+        assert one.fingerprint, "The hasher's `fingerprint` is empty: derive it from the options"
         one.chunk_digests(packed(range(64)), 16)
-        assert one.fingerprint == other.fingerprint, "two hashers with the same options have different fingerprints"
+        assert one.fingerprint == other.fingerprint, "Two hashers with the same options must have the same fingerprint"
 
     @pytest.mark.parametrize("chunk", CHUNKS)
     def test_there_is_one_digest_for_each_whole_chunk(self, hasher: KeyHasher, chunk: int) -> None:
         for count in (0, 1, chunk - 1, chunk, chunk + 1, 3 * chunk - 1, 3 * chunk, 40 * chunk + chunk // 2):
             for parent in (b"", bytes(range(DIGEST_BYTES))):
                 digests = hasher.chunk_digests(packed(range(count)), chunk, parent=parent)
-                assert type(digests) is bytes, f"chunk_digests() returned {type(digests).__name__}, not bytes"
+                assert type(digests) is bytes, f"`chunk_digests` returned {type(digests).__name__}, not bytes"
                 assert len(digests) == count // chunk * DIGEST_BYTES, (
-                    f"{count} tokens in chunks of {chunk}: {len(digests)} bytes instead of 32 for each whole chunk"
+                    f"{count} tokens in chunks of {chunk} gave {len(digests)} bytes, not 32 for each whole chunk"
                 )
 
     @pytest.mark.parametrize("chunk", [1, 256])
@@ -154,10 +154,10 @@ class HasherConformance(NamedKit):
                 changed = [*tokens]
                 changed[at] ^= 1 << bit
                 after = hasher.chunk_digests(packed(changed), chunk)
-                must_change(before, after, at // chunk, f"bit {bit} of token {at} ({ids} ids, chunks of {chunk})")
+                must_change(before, after, at // chunk, f"Bit {bit} of token {at} ({ids} ids, chunks of {chunk})")
                 apart = int.from_bytes(before[-DIGEST_BYTES:], "big") ^ int.from_bytes(after[-DIGEST_BYTES:], "big")
                 assert apart.bit_count() >= _CHANGED_BITS, (
-                    f"bit {bit} of token {at} changes {apart.bit_count()} bits of a digest: no cryptographic hash"
+                    f"Bit {bit} of token {at} changes {apart.bit_count()} digest bits: use a cryptographic hash"
                 )
 
     @pytest.mark.parametrize("chunk", CHUNKS)
@@ -177,7 +177,7 @@ class HasherConformance(NamedKit):
             orders[f"{pair} repeated"] = pair * (count // 2)
         unique = {tuple(order): name for name, order in orders.items()}
         digests = [(name, hasher.chunk_digests(packed(order), chunk)) for order, name in unique.items()]
-        must_differ(digests, "the order of tokens and chunks must change the digest")
+        must_differ(digests, "The order of tokens and chunks must change the digest")
 
     @pytest.mark.parametrize("chunk", [4, 256])
     def test_the_parent_counts(self, hasher: KeyHasher, chunk: int) -> None:
@@ -194,7 +194,7 @@ class HasherConformance(NamedKit):
             found.append((f"the parent without bit {bit}", hasher.chunk_digests(tokens, chunk, parent=other)))
         for index in range(3):
             digests = [(name, each[: (index + 1) * DIGEST_BYTES]) for name, each in found]
-            must_differ(digests, f"the parent must change the digest of chunk {index}")
+            must_differ(digests, f"The parent must change the digest of chunk {index}")
 
     @pytest.mark.parametrize("chunk", CHUNKS)
     def test_what_is_behind_the_last_whole_chunk_does_not_count(self, hasher: KeyHasher, chunk: int) -> None:
@@ -206,7 +206,7 @@ class HasherConformance(NamedKit):
                 if len(rest) < 4 * chunk:
                     found = hasher.chunk_digests(tokens + rest, chunk, extras=extras)
                     must_be_equal(
-                        found, whole, f"{len(rest)} bytes behind the last whole chunk of {chunk} tokens count"
+                        found, whole, f"{len(rest)} bytes after the last whole chunk of {chunk} tokens must not count"
                     )
 
     @pytest.mark.parametrize("chunk", [4, 256])
@@ -217,9 +217,9 @@ class HasherConformance(NamedKit):
         for at in range(3):
             for number, extra in enumerate(_EXTRAS):
                 found = hasher.chunk_digests(tokens, chunk, extras={at: extra})
-                must_change(plain, found, at, f"an extra of {len(extra)} bytes")
+                must_change(plain, found, at, f"An extra of {len(extra)} bytes")
                 named.append((f"extra {number} ({len(extra)} bytes) at chunk {at}", found))
-        must_differ(named, "extras of other content, length or chunk must change the digest")
+        must_differ(named, "Extras of other content, length or chunk must change the digest")
 
     def test_an_extra_is_not_taken_for_a_parent(self, hasher: KeyHasher) -> None:
         """The digest of an image is as long as a parent digest."""
@@ -228,7 +228,7 @@ class HasherConformance(NamedKit):
             with_parent = hasher.chunk_digests(tokens, 4, parent=digest, extras={0: rest} if rest else None)
             for extra in (digest + rest, rest + digest):
                 assert with_parent != hasher.chunk_digests(tokens, 4, extras={0: extra}), (
-                    "the hasher takes an extra of a digest's length for a parent"
+                    "The hasher treats an extra of 32 bytes as a parent: hash them differently"
                 )
 
     def test_the_order_and_the_type_of_the_mapping_do_not_count(self, hasher: KeyHasher) -> None:
@@ -236,13 +236,13 @@ class HasherConformance(NamedKit):
         extras = {3: b"c", 0: b"a", 2: b"b", 9: b"behind"}
         expected = hasher.chunk_digests(tokens, 4, extras={0: b"a", 2: b"b", 3: b"c"})
         found = hasher.chunk_digests(tokens, 4, extras=extras)
-        assert extras == {3: b"c", 0: b"a", 2: b"b", 9: b"behind"}, "chunk_digests() changed the caller's extras"
-        must_be_equal(found, expected, "the order of the extras changes the digests")
+        assert extras == {3: b"c", 0: b"a", 2: b"b", 9: b"behind"}, "`chunk_digests` changed the caller's extras"
+        must_be_equal(found, expected, "The order of the extras in the mapping must not change the digests")
         read_only = hasher.chunk_digests(tokens, 4, extras=MappingProxyType(extras))
-        must_be_equal(read_only, expected, "extras in a read-only mapping give other digests than in a dict")
+        must_be_equal(read_only, expected, "Extras in a read-only mapping and in a dict must give the same digests")
         plain = hasher.chunk_digests(tokens, 4)
-        must_be_equal(hasher.chunk_digests(tokens, 4, parent=b"", extras=None), plain, "extras=None changes digests")
-        must_be_equal(hasher.chunk_digests(tokens, 4, extras={}), plain, "extras={} changes digests")
+        must_be_equal(hasher.chunk_digests(tokens, 4, parent=b"", extras=None), plain, "`extras=None` changes digests")
+        must_be_equal(hasher.chunk_digests(tokens, 4, extras={}), plain, "`extras={}` changes digests")
 
     @pytest.mark.parametrize("chunk", [1, 16, 256])
     def test_a_request_of_many_chunks_goes_on_anywhere(self, hasher: KeyHasher, chunk: int) -> None:
@@ -255,7 +255,7 @@ class HasherConformance(NamedKit):
                 piece = packed(tokens[start * chunk : None if end is None else end * chunk])
                 here = {index - start: extra for index, extra in extras.items() if index >= start}
                 found += hasher.chunk_digests(piece, chunk, parent=found[-DIGEST_BYTES:], extras=here)
-            must_be_equal(found, whole, f"calls split at chunks {splits} of {chunk} tokens differ from one call")
+            must_be_equal(found, whole, f"Split at chunks {splits} of {chunk} tokens, calls must equal one call")
 
     @pytest.mark.parametrize(
         "form", ["bytes", "bytearray", "memoryview", "read-only", "words", "signed", "bytes of 'c'", "odd place"]
@@ -274,8 +274,8 @@ class HasherConformance(NamedKit):
             "odd place": odd,
         }
         found = hasher.chunk_digests(forms[form], _CHUNK)
-        must_be_equal(found, hasher.chunk_digests(tokens, _CHUNK), f"tokens as {form} give other digests than as bytes")
-        assert bytes(forms[form]) == tokens, "chunk_digests() changed the caller's tokens"
+        must_be_equal(found, hasher.chunk_digests(tokens, _CHUNK), f"Tokens as {form} must hash as bytes")
+        assert bytes(forms[form]) == tokens, "`chunk_digests` changed the caller's tokens, which it may only read"
 
     def test_memory_is_not_kept(self, hasher: KeyHasher) -> None:
         for count in (_CHUNK - 1, 10 * _CHUNK, 1000 * _CHUNK):
@@ -286,11 +286,11 @@ class HasherConformance(NamedKit):
                 try:
                     tokens.append(0)
                 except BufferError:
-                    pytest.fail("the hasher keeps a view of the tokens after the call")
+                    pytest.fail("The hasher keeps a view of the tokens after the call: release it")
                 left = weakref.ref(tokens)
                 del tokens
                 gc.collect()
-                assert left() is None, "the hasher keeps a reference to the tokens after the call"
+                assert left() is None, "The hasher keeps a reference to the tokens after the call: copy or drop it"
 
     @pytest.mark.parametrize(
         ("nbytes", "chunk"), [*((nbytes, _CHUNK) for nbytes in (1, 5, 31, 33, 40, 64)), (32, 0), (0, -1)]
@@ -300,7 +300,7 @@ class HasherConformance(NamedKit):
     ) -> None:
         for tokens in (packed(range(2 * _CHUNK)), b""):
             call = partial(hasher.chunk_digests, tokens, chunk, parent=bytes(range(nbytes)))
-            must_refuse(f"a parent of {nbytes} bytes, chunks of {chunk} tokens", call, RequestError)
+            must_refuse(f"A parent of {nbytes} bytes with chunks of {chunk} tokens", call, RequestError)
 
     def test_a_call_knows_nothing_of_others(self, make_hasher: MakeHasher) -> None:
         """Calls that differ in one argument each, in any order and the same memory, give what a new hasher gives."""
@@ -322,16 +322,16 @@ class HasherConformance(NamedKit):
             memory[: len(ids)] = ids
             with memoryview(memory) as view, view[: len(ids)] as place:
                 found = hasher.chunk_digests(place, chunk, **more)
-            must_be_equal(found, alone[index], "a used hasher computes other digests than a new hasher")
+            must_be_equal(found, alone[index], "A used hasher must equal a new one: keep no state")
 
     def test_an_engine_without_the_options_finds_the_same_or_is_refused(self, make_hasher: MakeHasher) -> None:
         """Engines make the hasher by its name alone. What depends on options belongs into the fingerprint."""
         if not (self.use and self.options):
-            pytest.skip("the kit's class sets no options")
+            pytest.skip("The test class sets no `options`")
         server, engine = make_hasher(), self.by_name({})()
         tokens = packed(mixed(64))
         if server.chunk_digests(tokens, _CHUNK) != engine.chunk_digests(tokens, _CHUNK):
-            assert server.fingerprint != engine.fingerprint, "options change the digests, not the fingerprint"
+            assert server.fingerprint != engine.fingerprint, "The options must change the fingerprint"
 
     @pytest.mark.parametrize("seed", [1, 2])
     def test_another_process_finds_the_same(self, hasher: KeyHasher, seed: int) -> None:
@@ -342,12 +342,12 @@ class HasherConformance(NamedKit):
             for extras in (None, {5: b"adapter", 1: b"image"})
         )
         there = self.elsewhere(hasher, _ELSEWHERE, seed=seed)
-        must_be_equal(there[: len(here)], here, "a hasher in another process computes other digests")
-        assert there[len(here) :].decode() == hasher.fingerprint, "a hasher in another process has another fingerprint"
+        must_be_equal(there[: len(here)], here, "A second process computes other digests: use no random seed")
+        assert there[len(here) :].decode() == hasher.fingerprint, "Another process has another fingerprint"
 
     def test_a_call_is_not_disturbed_at_any_step(self, hasher: KeyHasher) -> None:
         """Before each instruction of a call another thread makes another: no time is too short to be in the way."""
         tokens, others = (packed(mixed((2 + seed) * _CHUNK)[seed:]) for seed in range(2))
         alone = hasher.chunk_digests(tokens, _CHUNK)
         found = interleaved(lambda: hasher.chunk_digests(tokens, _CHUNK), lambda: hasher.chunk_digests(others, _CHUNK))
-        must_be_equal(found, alone, "calls of several threads change each other's digests")
+        must_be_equal(found, alone, "Threads changed each other's digests: keep no state in the hasher")

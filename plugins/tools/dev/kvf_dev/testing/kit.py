@@ -103,7 +103,7 @@ class Hooks:
         if (case := _kit_of(item)) in self._ended:
             pytest.skip(f"{self._ended[case]} did not end, so the other tests of its class are skipped")
         if case is not None and len(failed := self._ran.setdefault(case, Ran()).failed) >= case.stop_after:
-            pytest.skip(f"mend {', '.join(failed)} first: `stop_after` is {case.stop_after}")
+            pytest.skip(f"Skipped until {', '.join(failed)} pass: `stop_after` is {case.stop_after}")
         with self._limited(item):
             return (yield)
 
@@ -157,7 +157,7 @@ class Hooks:
             __tracebackhide__ = True
             self._ended.setdefault(case, item.name)
             others = [each for each in threading.enumerate() if each is not threading.current_thread()]
-            told = f"{item.nodeid} still runs after {case.limit_s:g} s (`limit_s`): see the traceback. Other threads:"
+            told = f"{item.nodeid} still runs after {case.limit_s:g} s (`limit_s`). Other threads:"
             told += stacks(others) or " none"
             signal.setitimer(signal.ITIMER_REAL, case.limit_s)  # what it ends may wait once more on its way out
             raise DoesNotEnd(told)
@@ -236,7 +236,7 @@ def together(works: Sequence[Callable[[], object]], within_s: float) -> None:
     if raised:
         raise raised[0]
     if running := [thread for thread in threads if thread.is_alive()]:
-        pytest.fail(f"a call does not end within {within_s:g} s:\n{stacks(running)}", pytrace=False)
+        pytest.fail(f"A call did not return within {within_s:g} s:\n{stacks(running)}", pytrace=False)
 
 
 def shown(error: Exception) -> str:
@@ -260,7 +260,7 @@ def wait_until(condition: Callable[[], object], what: str, timeout: float = 20.0
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() >= deadline:
-            pytest.fail(f"{what} did not come true within {timeout:g} s")
+            pytest.fail(f"Waited {timeout:g} s in vain for {what}")
         time.sleep(0.005)
 
 
@@ -279,7 +279,7 @@ def must_be_equal(found: Buffer, wanted: Buffer, why: str) -> None:
         one, other = memoryview(found), memoryview(wanted)
         at = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
         there, right = bytes(one[at : at + 20]), bytes(other[at : at + 20])
-        pytest.fail(f"{why}: from byte {at} of {len(other)} on {there!r}, not {right!r}")
+        pytest.fail(f"{why}: from byte {at} of {len(other)} it is {there!r}, expected {right!r}")
 
 
 def must_refuse(
@@ -291,9 +291,9 @@ def must_refuse(
     except error:
         return
     except Exception as other:  # noqa: BLE001  any other is the bug
-        pytest.fail(f"{what} raises {type(other).__name__} instead of {error.__name__}: {str(other)[:_LONGEST]}")
+        pytest.fail(f"{what} raised {type(other).__name__}, expected {error.__name__}: {str(other)[:_LONGEST]}")
     if not unless(answer):
-        pytest.fail(f"{what} raises no {error.__name__}")
+        pytest.fail(f"{what} was accepted; it must raise {error.__name__}")
 
 
 class Kit:
@@ -318,7 +318,7 @@ class Kit:
         """Fail if the seconds are more than the budget, scaled by how busy the machine is now."""
         limit = budget_s * load()
         _BUDGETS[type(self), what] = seconds, limit
-        assert seconds <= limit, f"{what} takes {1e3 * seconds:.1f} ms; the budget is {1e3 * limit:.1f} ms"
+        assert seconds <= limit, f"{what} took {1e3 * seconds:.1f} ms; the budget is {1e3 * limit:.1f} ms"
 
     def grown(self, work: Callable[[int], object], times: int, before: int) -> int:
         """Return by how many bytes the memory grows while `work` is repeated `times` times, after `before` times."""
@@ -371,7 +371,7 @@ class NamedKit(Kit):
     def resolve(self, options: Mapping[str, object] | None = None) -> tuple[Any, Any]:
         """Return the provider that `use` names, and its options as a server gets them. Skips if it cannot run here."""
         if not self.use:
-            pytest.fail(f"give `use`, the plugin's name, or a fixture `{self._fixture}`")
+            pytest.fail(f"Set `use`, the plugin's name, or define a fixture `{self._fixture}` in the test class")
         table = PluginTable(self.use, dict(self.options if options is None else options), self._where)
         try:
             return resolve_table(PluginRegistry(), table, self._descriptor)
@@ -389,9 +389,9 @@ class NamedKit(Kit):
 
     def must_be_named(self, name: object) -> None:
         kind = self._descriptor.kind
-        assert isinstance(name, str), f"`name` of a {kind} is a str, not {name!r}"
-        assert name, f"`name` of a {kind} is empty"
-        assert not self.use or name == self.use, f"`name` of what the plugin {self.use!r} makes is {name!r}"
+        assert isinstance(name, str), f"The {kind}'s `name` must be a str, but is {name!r}"
+        assert name, f"The {kind}'s `name` is empty: give the plugin's name"
+        assert not self.use or name == self.use, f"The {kind}'s `name` is {name!r}, but its plugin is {self.use!r}"
 
     def elsewhere(self, made: object, program: str, *, seed: int = 1, without: str = "") -> bytes:
         """Run `program` in a process with `seed` as `PYTHONHASHSEED`, where `made` is the same plugin, and return its
@@ -414,7 +414,7 @@ class NamedKit(Kit):
             check=False,
         )
         last = run.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        assert run.returncode == 0, f"another process fails: {last or run.returncode}"
+        assert run.returncode == 0, f"The plugin failed in a second process: {last or run.returncode}"
         return run.stdout
 
 
@@ -428,6 +428,6 @@ def _by_state(made: object) -> str:
     except (ImportError, AttributeError, TypeError, ValueError, SyntaxError):
         goes = False
     if not goes or any(getattr(each, "__slots__", ()) for each in kind.__mro__):
-        why = f"{kind.__qualname__} cannot be imported there, or its attributes are no literals"
-        pytest.skip(f"give `use`, so that another process can make it too: {why}")
+        why = f"{kind.__qualname__} cannot be imported there, or its attributes are not literals"
+        pytest.skip(f"Set `use`, so that a second process can make the plugin: {why}")
     return _BY_STATE.format(module=kind.__module__, qualname=kind.__qualname__, state=vars(made))

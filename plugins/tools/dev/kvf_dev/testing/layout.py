@@ -111,7 +111,7 @@ MakeSubject = Callable[[Slab, int, int], LayoutSubject]
 
 def declare(layout: Layout, subject: LayoutSubject) -> KVLayout:
     declared = layout.describe(subject.kv_caches, block_size=subject.block_size)
-    assert isinstance(declared, KVLayout), f"describe() returned a {type(declared).__name__}, not a KVLayout"
+    assert isinstance(declared, KVLayout), f"`describe` returned a {type(declared).__name__}, not a KVLayout"
     subject.view.declared(declared)
     return declared
 
@@ -250,7 +250,7 @@ class LayoutConformance(NamedKit):
     def make_subject(self) -> MakeSubject:
         """Return a function (memory, layers, blocks) that makes an instance of the engine: at least so many layers, so
         many blocks of each, and all tensors cut from `memory(*shape, dtype=...)`."""
-        pytest.fail("give a fixture `make_subject`: the engine's tensors and its own view of them")
+        pytest.fail("Define a fixture `make_subject`: the engine's tensors and its own view of them")
 
     @pytest.fixture
     def make_layout(self) -> MakeLayout:
@@ -283,37 +283,37 @@ class LayoutConformance(NamedKit):
 
     def test_it_has_the_plugins_name(self, layout: Layout, bare: Layout, declared: KVLayout) -> None:
         self.must_be_named(layout.name)
-        assert bare.name == layout.name, f"a server's layout is named {bare.name!r}, the engine's {layout.name!r}"
-        assert declared.format == layout.name, f"`format` is {declared.format!r}, and the layout's name {layout.name!r}"
+        assert bare.name == layout.name, f"A server's layout is named {bare.name!r}, the engine's {layout.name!r}"
+        assert declared.format == layout.name, f"`format` is {declared.format!r}; it must be {layout.name!r}"
 
     def test_the_declaration_is_valid(self, layout: Layout, subject: LayoutSubject, declared: KVLayout) -> None:
         try:
             validate_layout(declared)
         except KVFrameworkError as error:
-            pytest.fail(f"describe() returned a declaration that contradicts itself: {error}")
-        assert declare(layout, subject) == declared, "describe() returns another declaration at its second call"
+            pytest.fail(f"`describe` returned a declaration that contradicts itself: {error}")
+        assert declare(layout, subject) == declared, "`describe` must return the same declaration at each call"
 
     def test_every_layer_is_in_one_group(self, subject: LayoutSubject, declared: KVLayout) -> None:
         names = [name for group in declared.groups for name in group.layer_names]
-        assert len(names) >= LAYERS, f"{len(names)} layers are declared; the kit asked `make_subject` for {LAYERS}"
-        assert len(set(names)) == len(names), f"describe() declares a layer twice: {sorted(names)}"
+        assert len(names) >= LAYERS, f"`describe` named {len(names)} layers; `make_subject` was to make {LAYERS}"
+        assert len(set(names)) == len(names), f"`describe` declares a layer twice: {sorted(names)}"
         order = list(subject.kv_caches)
         # One tensor may hold several layers, and unequal keys and values of one layer may be in two groups.
         entries = {name: max((each for each in order if _is_of(name, each)), key=len, default="") for name in names}
-        assert "" not in entries.values(), f"describe() must name layers as in kv_caches, but names them {names[:4]}"
+        assert "" not in entries.values(), f"`describe` must name layers as in kv_caches, but named {names[:4]}"
         missing = set(order) - set(entries.values())
-        assert not missing, f"describe() does not declare layers: {sorted(missing)}"
+        assert not missing, f"`describe` left out layers: {sorted(missing)}"
         for index, group in enumerate(declared.groups):
             places = [(order.index(entries[name]), _number(name)) for name in group.layer_names]
-            assert places == sorted(places), f"group {index} has other order of layers than kv_caches"
+            assert places == sorted(places), f"Group {index} must list layers in the order of kv_caches"
 
     def test_the_sizes_are_the_engines(self, subject: LayoutSubject, declared: KVLayout) -> None:
         for index, group in enumerate(declared.groups):
             expected = subject.blocks[index] if subject.blocks else BLOCKS
-            assert declared.blocks_of(index) in (0, expected), f"group {index} must have {expected} blocks"
+            assert declared.blocks_of(index) in (0, expected), f"Group {index} must have {expected} blocks"
             read = subject.view.read(index, group.num_layers - 1, group.planes - 1, expected - 1)
             form = ((group.slots, group.heads, group.head_dim), f"torch.{group.dtype}")
-            assert (tuple(read.shape), str(read.dtype)) == form, f"group {index}: the engine reads other blocks"
+            assert (tuple(read.shape), str(read.dtype)) == form, f"Group {index} must have the engine's block size"
 
     def test_declared_strides_are_those_of_the_tensors(self, subject: LayoutSubject, declared: KVLayout) -> None:
         """Transports that know only the declaration find each element by them."""
@@ -321,16 +321,16 @@ class LayoutConformance(NamedKit):
             held = {name: subject.kv_caches[name] for name in group.layer_names if name in subject.kv_caches}
             for tensor in tensors_of(held):
                 if group.strides and tensor.dim() == len(group.axes):
-                    assert tuple(tensor.stride()) == group.strides, f"group {index}: a tensor has other strides"
+                    assert tuple(tensor.stride()) == group.strides, f"Group {index}: wrong strides declared"
 
     def test_views_have_the_declared_shapes(self, layout: Layout, subject: LayoutSubject, declared: KVLayout) -> None:
         views = layout.block_views(declared, subject.kv_caches)
-        assert len(views) == len(declared.groups), f"block_views() has {len(views)} groups, not {len(declared.groups)}"
+        assert len(views) == len(declared.groups), f"`block_views` has {len(views)} groups, not {len(declared.groups)}"
         for index, (planes, group) in enumerate(zip(views, declared.groups, strict=True)):
             blocks = subject.blocks[index] if subject.blocks else BLOCKS
             form = ((blocks, group.slots, group.heads, group.head_dim), f"torch.{group.dtype}")
             found = [[(tuple(view.shape), str(view.dtype)) for view in layers] for layers in planes]
-            why = f"group {index}: block_views() must return [plane][layer], each [blocks, slots, heads, head_dim]"
+            why = f"Group {index}: `block_views` must return [plane][layer], each [blocks, slots, heads, head_dim]"
             assert found == [[form] * group.num_layers] * group.planes, why
 
     def test_making_views_changes_nothing(self, layout: Layout, subject: LayoutSubject) -> None:
@@ -340,9 +340,9 @@ class LayoutConformance(NamedKit):
         declared = layout.describe(subject.kv_caches, block_size=subject.block_size)
         views = layout.block_views(declared, subject.kv_caches)
         for tensor, was in zip(tensors_of(subject.kv_caches), before, strict=True):
-            assert same(tensor, was), "describe() or block_views() wrote to the engine's memory"
+            assert same(tensor, was), "`describe` or `block_views` wrote to the engine's memory"
         again = layout.block_views(declared, subject.kv_caches)
-        assert same_memory(views, again), "block_views() returns other views at its second call"
+        assert same_memory(views, again), "`block_views` must return views of the same memory at each call"
 
     def test_views_are_the_engines_memory(
         self, layout: Layout, subject: LayoutSubject, declared: KVLayout, memory: Slab
@@ -350,23 +350,23 @@ class LayoutConformance(NamedKit):
         views = layout.block_views(declared, subject.kv_caches)
         must_be_the_engines(views, subject)
         changed = memory.foreign_bytes_changed()
-        assert not changed, f"writes through the views change {changed} bytes beside the engine's tensors"
+        assert not changed, f"Writes through the views changed {changed} bytes outside the engine's tensors"
 
     @pytest.mark.parametrize("chunk", CHUNKS)
     def test_a_server_without_the_options_sees_the_same_objects(
         self, layout: Layout, bare: Layout, declared: KVLayout, chunk: int
     ) -> None:
         desc = layout.object_desc(declared, chunk)
-        assert bare.object_desc(declared, chunk) == desc, "the engine and the server describe different objects"
+        assert bare.object_desc(declared, chunk) == desc, "Engine and server must describe the same"
         tokens = chunk_tokens_for([group.block_size for group in declared.groups], declared.chunk_tokens or chunk)
-        assert desc.chunk_tokens == tokens, f"chunk_tokens is {desc.chunk_tokens}, whole blocks are {tokens} tokens"
+        assert desc.chunk_tokens == tokens, f"`chunk_tokens` is {desc.chunk_tokens}, expected {tokens}"
         if all(group.form == "canonical" or group.form.startswith("opaque:") for group in desc.groups):
-            assert desc == canonical_desc(declared, chunk), "objects of these forms have the shapes of the core"
+            assert desc == canonical_desc(declared, chunk), "The objects' shapes must be those that the core computes"
 
     def test_the_server_side_needs_no_torch(self, layout: Layout, bare: Layout, declared: KVLayout) -> None:
         program = _IN_A_SERVER.format(declared=msgspec.msgpack.encode(declared))
         found = msgspec.msgpack.decode(self.elsewhere(bare, program, without="torch"), type=MemoryLayoutDesc)
-        assert found == layout.object_desc(declared, 48), "a server without torch describes other objects"
+        assert found == layout.object_desc(declared, 48), "A server without torch must describe the same objects"
 
     def test_the_namespace_depends_on_the_objects_alone(self, bare: Layout, declared: KVLayout) -> None:
         replace = msgspec.structs.replace
@@ -377,10 +377,10 @@ class LayoutConformance(NamedKit):
             return compute_namespace(model="m", desc=desc, hasher_fingerprint="h", world_size=1)
 
         own = namespace()
-        assert namespace() == own, "object_desc() returns another description at its second call"
+        assert namespace() == own, "`object_desc` must return the same description at each call"
         more = namespace(num_blocks=declared.num_blocks + 1)
-        assert more == own, "the number of blocks changes the namespace, so engines share no objects"
-        assert namespace(replace(first, strides=())) == own, "strides change the namespace, so engines share no objects"
+        assert more == own, "The number of blocks must not change the namespace, or engines share nothing"
+        assert namespace(replace(first, strides=())) == own, "Strides must not change the namespace"
         for name, value in {
             "num_layers": first.num_layers + 1,
             "head_dim": first.head_dim + 8,
@@ -390,14 +390,14 @@ class LayoutConformance(NamedKit):
             if name == "window" and first.state:
                 continue
             other = namespace(replace(first, **{name: value, "layer_names": ()}))
-            assert other != own, f"objects with another {name} have the same namespace, so engines load wrong KV"
+            assert other != own, f"Another {name} must change the namespace, or engines load wrong KV"
 
     def test_other_tensors_than_declared_are_refused(
         self, layout: Layout, subject: LayoutSubject, declared: KVLayout
     ) -> None:
         for what, caches in _wrong(subject.kv_caches):
             must_refuse(
-                f"{what}: block_views",
+                f"`block_views` with {what}",
                 partial(layout.block_views, declared, caches),
                 BadLayout,
                 unless=partial(_is_no_matter, what, declared=declared),
@@ -412,13 +412,13 @@ class LayoutConformance(NamedKit):
             found = layout.block_views(declared, dict(list(subject.kv_caches.items())[::-1]))
         except BadLayout:
             return
-        assert same_memory(found, expected), "block_views() returns other layers when kv_caches has another order"
+        assert same_memory(found, expected), "`block_views` must find layers by name, not by the order of kv_caches"
 
     @pytest.mark.parametrize("what", ["no layers", "block_size 0", "block_size -1"])
     def test_what_cannot_be_described_is_refused(self, layout: Layout, subject: LayoutSubject, what: str) -> None:
         caches = {} if what == "no layers" else subject.kv_caches
         block_size = {"block_size 0": 0, "block_size -1": -1}.get(what, subject.block_size)
-        must_refuse(f"{what}: describe", lambda: layout.describe(caches, block_size=block_size), BadLayout)
+        must_refuse(f"`describe` with {what}", lambda: layout.describe(caches, block_size=block_size), BadLayout)
 
     def test_instances_do_not_disturb_each_other(
         self, make_subject: MakeSubject, make_layout: MakeLayout, layout: Layout, subject: LayoutSubject
@@ -429,11 +429,11 @@ class LayoutConformance(NamedKit):
         subjects = (subject, other, like)
         alone = [declare(self.of_engine(make_layout, each), each) for each in subjects]
         declared = [declare(layout, each) for each in subjects]
-        assert declared == alone, "describe() depends on an instance that was described before"
+        assert declared == alone, "`describe` must not depend on an instance described before"
         for instance, found in zip(subjects, declared, strict=True):
             expected = instance.blocks or [blocks[id(instance)]] * len(found.groups)
             of_others = any(found.blocks_of(at) not in (0, count) for at, count in enumerate(expected))
-            assert not of_others, "block_views() uses the number of blocks of another instance"
+            assert not of_others, "`block_views` used the number of blocks of another instance"
             must_be_the_engines(layout.block_views(found, instance.kv_caches), instance)
 
     def test_nothing_is_kept_of_the_tensors(self, make_subject: MakeSubject, make_layout: MakeLayout) -> None:
@@ -445,4 +445,4 @@ class LayoutConformance(NamedKit):
         buffers = memory.buffers
         del subject, memory
         gc.collect()
-        assert not any(buffer() for buffer in buffers), "the layout keeps tensors, or views, that the engine has freed"
+        assert not any(buffer() for buffer in buffers), "The layout keeps tensors or views that the engine has freed"

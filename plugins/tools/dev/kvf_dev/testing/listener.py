@@ -98,7 +98,7 @@ class ListenerConformance(NamedKit):
         heard.end()
         assert not heard.thread.is_alive(), f"`listen` has not returned {STOP_S:g} s after the end of the records"
         assert heard.error is None, f"`listen` raised {heard.error!r}"
-        assert not heard.reader.waiting, "the listener's `listen` returned before the end of the records"
+        assert not heard.reader.waiting, "`listen` returned before the end of the records: read until the reader ends"
 
     def test_it_bears_a_gap(self, heard: _Heard, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("kvframework.record_ring.MOST_BYTES", 1000)

@@ -52,14 +52,14 @@ class MemoryConformance(NamedKit):
     def make_kept_memory(self) -> MakeKeptMemory:
         """Return a factory of memory by its size and a descriptor, as `MemoryContext.kept`."""
         if not self.use:
-            pytest.skip("there is no fixture `make_kept_memory`")
+            pytest.skip("The test class has no fixture `make_kept_memory`")
         return self._make
 
     def _make(self, capacity: int, kept: int | None = None) -> Memory:
         provider, options = self.resolve({**self.options, "capacity": capacity})
         if kept is not None and not provider.keeps:
             os.close(kept)
-            pytest.skip("the provider has no `keeps`")
+            pytest.skip("The plugin's provider has no `keeps`")
         memory: Memory = provider.create(options, MemoryContext(self._where, kept=kept))
         return memory
 
@@ -84,34 +84,34 @@ class MemoryConformance(NamedKit):
 
     @_of_every_size
     def test_all_of_it_is_there_and_writable(self, memory: Memory, request: pytest.FixtureRequest) -> None:
-        assert isinstance(memory.capacity, int), "the memory's `capacity` must be a number of bytes"
+        assert isinstance(memory.capacity, int), "The memory's `capacity` must be a number of bytes"
         asked = request.node.callspec.params["memory"]
-        assert memory.capacity >= asked, "the memory's `capacity` is less than the requested bytes"
+        assert memory.capacity >= asked, "The memory's `capacity` is less than the requested bytes"
         assert not os.get_inheritable(memory.fd), "`fd` is inheritable: every child process would hold the memory"
         if _taken(memory.fd) is not None:
             nbytes = os.fstat(memory.fd).st_size
             assert nbytes >= memory.capacity, f"`fd` has {nbytes} bytes, but `capacity` is {memory.capacity}"
         with memory.view() as view:
-            assert view.nbytes == memory.capacity, f"view() returned {view.nbytes} of the {memory.capacity} bytes"
-            assert (view.format, view.ndim) == ("B", 1), "view() must return a one-dimensional view of the format B"
-            assert not view.readonly, "view() returned a view that is not writable"
-            assert view.contiguous, "view() returned a view that is not contiguous"
+            assert view.nbytes == memory.capacity, f"`view` returned {view.nbytes} of the {memory.capacity} bytes"
+            assert (view.format, view.ndim) == ("B", 1), "`view` must return a one-dimensional view of the format B"
+            assert not view.readonly, "`view` returned a view that is not writable"
+            assert view.contiguous, "`view` returned a view that is not contiguous"
             _mark(view, 3)
             wrong = _wrong_page(view, 3)
-            assert wrong is None, f"byte {wrong} changed after it was written: two places of the memory overlap"
+            assert wrong is None, f"Byte {wrong} changed after it was written: two addresses share memory"
 
     def test_every_view_shows_the_same_bytes(self, memory: Memory) -> None:
         one, other = memory.view(), memory.view()
         _mark(one, 5)
-        assert _wrong_page(other, 5) is None, "a view does not show what was written to another view"
+        assert _wrong_page(other, 5) is None, "A view does not show what was written to another view"
         one.release()
         try:
-            assert _wrong_page(other, 5) is None, "a view shows other bytes after another view was released"
+            assert _wrong_page(other, 5) is None, "A view shows other bytes after another view was released"
         except ValueError:
-            pytest.fail("releasing one view releases another view: view() must return a new view at each call")
+            pytest.fail("Releasing one view released another: `view` must return a new view at each call")
         other.release()
         with memory.view() as later:
-            assert _wrong_page(later, 5) is None, "a new view does not show what was written to an earlier view"
+            assert _wrong_page(later, 5) is None, "A new view does not show what was written to an earlier view"
 
     @_of_every_size
     def test_a_client_maps_the_descriptor_and_shares_the_bytes(self, memory: Memory) -> None:
@@ -120,32 +120,32 @@ class MemoryConformance(NamedKit):
             try:
                 client = mmap.mmap(memory.fd, int(memory.capacity))
             except OSError as error:
-                pytest.fail(f"a client cannot use the descriptor: {error}")
+                pytest.fail(f"A client cannot use the descriptor: {error}")
             with client, memoryview(client) as seen:
-                assert _wrong_page(seen, 1) is None, "a client's mapping does not show what the server wrote"
+                assert _wrong_page(seen, 1) is None, "A client's mapping does not show what the server wrote"
                 _mark(seen, 2)
-            assert _wrong_page(view, 2) is None, "view() does not show what a client wrote: the mapping is not shared"
+            assert _wrong_page(view, 2) is None, "`view` does not show what a client wrote: the mapping is not shared"
 
     def test_two_have_nothing_in_common(self, make_memory: MakeMemory, memory: Memory) -> None:
         other = make_memory(_CAPACITY)
         with memory.view() as ours:
             try:
                 _mark(ours, 7)
-                assert other.fd != memory.fd, "two memory objects have the same descriptor"
+                assert other.fd != memory.fd, "Two memory objects have the same descriptor"
                 with other.view() as theirs:
                     _mark(theirs, 8)
-                assert _wrong_page(ours, 7) is None, "a write to one memory object changes another memory object"
+                assert _wrong_page(ours, 7) is None, "A write to one memory object changed another"
             finally:
                 other.close()
-            assert _wrong_page(ours, 7) is None, "closing one memory object changes another memory object"
+            assert _wrong_page(ours, 7) is None, "Closing one memory object changed another"
             try:
                 os.fstat(memory.fd)
             except OSError:
-                pytest.fail("closing one memory object closes the descriptor of another memory object")
+                pytest.fail("Closing one memory object closed another's descriptor")
 
     def test_memory_that_cannot_be_had_is_refused(self, make_memory: MakeMemory) -> None:
         with _leaving_nothing("an ArenaError"):
-            must_refuse("making memory of 2^60 bytes", lambda: make_memory(1 << 60).close(), ArenaError)
+            must_refuse("Making memory of 2^60 bytes", lambda: make_memory(1 << 60).close(), ArenaError)
 
     # readiness
 
@@ -165,15 +165,15 @@ class MemoryConformance(NamedKit):
 
         try:
             memory.start(on_ready)
-            assert not ends, "start() must return at once, but waits for on_ready"
+            assert not ends, "`start` must return at once, but waited for on_ready"
         finally:
             started.set()
         self._until_all_is_ready(memory, ends)
-        assert not late, "start() must return at once, but waits for on_ready"
-        assert ends == sorted(set(ends)), f"n of on_ready(n) must grow with each call: {ends[:8]}"
-        assert ends[0] > 0, "the memory called on_ready(0), which reports no bytes"
-        assert ends[-1] == memory.capacity, f"the last on_ready({ends[-1]}) is not the capacity, {memory.capacity}"
-        assert threading.get_ident() not in threads, "the memory called on_ready in the thread of start()"
+        assert not late, "`start` must return at once, but waited for on_ready"
+        assert ends == sorted(set(ends)), f"n of on_ready(n) must grow at each call, but was {ends[:8]}"
+        assert ends[0] > 0, "The memory called on_ready(0), which reports no bytes"
+        assert ends[-1] == memory.capacity, f"The last on_ready({ends[-1]}) must be the capacity, {memory.capacity}"
+        assert threading.get_ident() not in threads, "The memory called on_ready in the thread of `start`: use a thread"
 
     def test_what_is_reported_is_there_and_stays(self, memory: Memory) -> None:
         """The core hands out what lies below n, and an engine's store must not wait for the kernel: a write there takes
@@ -201,14 +201,14 @@ class MemoryConformance(NamedKit):
             assert not wrong, wrong[0]
             for start, end in itertools.pairwise(ends):
                 same = view[start:end] == b"\7" * (end - start)
-                assert same, f"the memory changed bytes [{start}, {end}), which were written after on_ready"
+                assert same, f"The memory changed bytes [{start}, {end}), which were written after on_ready"
 
     def test_a_view_from_before_the_start_stays_the_memory(self, memory: Memory) -> None:
         with memory.view() as before:
             self._started(memory)
             with memory.view() as after:
                 _mark(after, 9)
-            assert _wrong_page(before, 9) is None, "a view from before start() and a view from after start() differ"
+            assert _wrong_page(before, 9) is None, "Views made before and after `start` show different bytes"
 
     # the end; the tests keep the closed objects: it is `close` that frees, not the garbage collector
 
@@ -239,7 +239,7 @@ class MemoryConformance(NamedKit):
         wait_until(lambda: ends, "the first on_ready", self.patience_s)
         closing.set()
         self._must_close(memory, before, "while it became usable", is_closed.set)
-        assert not late, "the memory called on_ready after close()"
+        assert not late, "The memory called on_ready after close()"
 
     def test_closing_twice_closes_nothing_of_others(self, make_memory: MakeMemory) -> None:
         memory = make_memory(_CAPACITY)
@@ -253,7 +253,7 @@ class MemoryConformance(NamedKit):
         try:
             os.close(number)
         except OSError:
-            pytest.fail("a second close() closes a descriptor that another file has by now")
+            pytest.fail("A second `close` closed a descriptor that another file had taken over")
 
     def test_leaving_is_quick_while_views_are_there(self, make_memory: MakeMemory) -> None:
         """The process ends right afterwards. A `BufferError` is fine: the memory stays until then."""
@@ -264,7 +264,7 @@ class MemoryConformance(NamedKit):
                 self._in_time(memory.leave, "leave()")
             view[0] = 1
         memory.close()
-        assert not (name and os.path.exists(name)), f"the file {name} remains after leave() and close()"
+        assert not (name and os.path.exists(name)), f"The file {name} remains after leave() and close()"
 
     def _in_time(self, call: Callable[[], None], what: str) -> None:
         began = time.monotonic()
@@ -273,8 +273,8 @@ class MemoryConformance(NamedKit):
         except BufferError:
             raise
         except Exception as error:  # noqa: BLE001  any is the bug
-            pytest.fail(f"{what} raises {type(error).__name__}: {error}; close() and leave() must be idempotent")
-        assert time.monotonic() - began < self.patience_s, f"{what} takes longer than {self.patience_s:g} s"
+            pytest.fail(f"{what} raised {type(error).__name__}: {error}; `close` and `leave` must be idempotent")
+        assert time.monotonic() - began < self.patience_s, f"{what} took longer than {self.patience_s:g} s"
 
     def _must_close(
         self, memory: Memory, before: set[str], when: str, closed: Callable[[], None] = lambda: None
@@ -283,12 +283,12 @@ class MemoryConformance(NamedKit):
         self._in_time(memory.close, "close()")
         closed()
         threads = sorted(each for each in held(mappings=True) - before if each.startswith("thread "))
-        assert not threads, f"close() {when} returns before {', '.join(threads)} has ended"
+        assert not threads, f"`close` {when} returned before {', '.join(threads)} had ended"
         end = time.monotonic() + min(self.patience_s, 5.0)
         while (left := held(mappings=True) - before) and time.monotonic() < end:
             time.sleep(0.005)
-        assert not left, f"close() {when} leaves behind: {', '.join(sorted(left))}"
-        assert not (name and os.path.exists(name)), f"close() {when} leaves {name}"
+        assert not left, f"`close` {when} left open: {', '.join(sorted(left))}"
+        assert not (name and os.path.exists(name)), f"`close` {when} left the file {name}"
         self._in_time(memory.close, "a second close()")
 
     # memory that outlives its server; skipped for a provider without `keeps`
@@ -302,19 +302,19 @@ class MemoryConformance(NamedKit):
         with engines:
             before, was = zlib.crc32(engines), os.fstat(kept)
             with contextlib.closing(make_kept_memory(_SIZES[size], kept)) as memory:
-                assert memory.capacity == len(engines), f"`capacity` was {len(engines)} and is {memory.capacity}"
+                assert memory.capacity == len(engines), f"`capacity` is {memory.capacity}, expected {len(engines)}"
                 with memory.view() as view:
-                    assert _wrong_page(view, 4) is None, "kept memory shows other bytes before start()"
+                    assert _wrong_page(view, 4) is None, "Kept memory shows other bytes before start()"
                     ends: list[int] = []
                     memory.start(ends.append)
                     self._until_all_is_ready(memory, ends)
-                    assert ends == sorted(set(ends)), f"n of on_ready(n) must grow with each call: {ends[:8]}"
-                    assert zlib.crc32(view) == before, "kept memory changed between start() and the last on_ready"
+                    assert ends == sorted(set(ends)), f"n of on_ready(n) must grow at each call: {ends[:8]}"
+                    assert zlib.crc32(view) == before, "Kept memory changed between start() and the last on_ready"
                     _mark(view, 6)
                 with mmap.mmap(memory.fd, len(engines)) as client, memoryview(client) as seen:
                     assert _wrong_page(seen, 6) is None, "`fd` and view() of kept memory show different bytes"
                 # The journal names the arena's file, and the kernel's locks are on it.
-                assert os.path.samestat(os.fstat(memory.fd), was), "`fd` of kept memory is another file"
+                assert os.path.samestat(os.fstat(memory.fd), was), "`fd` must be the kept file"
                 assert not os.get_inheritable(memory.fd), "`fd` of kept memory is inheritable"
 
     @pytest.mark.parametrize("started", [False, True], ids=["before the start", "after all is usable"])
@@ -337,7 +337,7 @@ class MemoryConformance(NamedKit):
             kept, engines = self._of_an_earlier_server(make_memory, _SIZES["1 MiB"])
             engines.close()
             must_refuse(
-                "making 40 MiB of kept memory of 1 MiB", lambda: make_kept_memory(_CAPACITY, kept).close(), ArenaError
+                "Making 40 MiB of kept memory of 1 MiB", lambda: make_kept_memory(_CAPACITY, kept).close(), ArenaError
             )
 
     def _of_an_earlier_server(self, make_memory: MakeMemory, capacity: int) -> tuple[int, mmap.mmap]:
@@ -359,7 +359,7 @@ def _leaving_nothing(what: str) -> Iterator[None]:
     before = held(mappings=True)
     yield
     left = held(mappings=True) - before
-    assert not left, f"{what} leaves behind: {', '.join(sorted(left))}"
+    assert not left, f"{what} left open: {', '.join(sorted(left))}"
 
 
 def _mark(view: memoryview, number: int) -> None:

@@ -32,28 +32,28 @@ class CapacityTests(TierKit):
         keys, nbytes = self.fresh_keys(3), 100_000
         usage = watched.usage()
         used = counted = usage.used_bytes
-        assert used < usage.capacity_bytes, f"usage() must return used_bytes, then capacity_bytes, but returned {usage}"
+        assert used < usage.capacity_bytes, f"`usage` must return used_bytes, then capacity_bytes, but returned {usage}"
         for key in keys:
             watched.store(key, os.urandom(nbytes))
             before, counted = counted, watched.usage().used_bytes
-            assert counted >= before + nbytes, f"used_bytes rose from {before} to {counted} for {nbytes} stored bytes"
+            assert counted >= before + nbytes, f"`used_bytes` rose from {before} to {counted} for {nbytes} stored bytes"
         watched.store(keys[0], os.urandom(nbytes))
-        assert watched.usage().used_bytes < counted + nbytes, "the tier's used_bytes count a replaced value twice"
+        assert watched.usage().used_bytes < counted + nbytes, "The tier's used_bytes count a replaced value twice"
         assert watched.delete(keys[:1]) == [DELETED]
         left = watched.usage().used_bytes
         assert left <= counted - nbytes, (
-            f"used_bytes fell from {counted} to {left} after the tier deleted {nbytes} bytes"
+            f"`used_bytes` fell from {counted} to {left} after the tier deleted {nbytes} bytes"
         )
         assert watched.delete(keys) == [MISSING, DELETED, DELETED]
         left = watched.usage().used_bytes - used
-        assert left <= 0, f"the tier's used_bytes are {left} too high after all values were deleted"
+        assert left <= 0, f"The tier's used_bytes are {left} too high after all values were deleted"
 
     @pytest.fixture
     def fillable(self, watched: WatchedTier, request: pytest.FixtureRequest) -> WatchedTier:
         self.needs(watched, "usage")
         watched.close()  # it may share its store with the small one, and refuse a second opener
         tier = self.watch(request.getfixturevalue("small_tier"))
-        assert 0 < tier.usage().capacity_bytes <= LARGEST, "capacity_bytes are above 64 MiB"
+        assert 0 < tier.usage().capacity_bytes <= LARGEST, "`capacity_bytes` are above 64 MiB"
         return tier
 
     def test_what_is_put_beyond_the_capacity_is_refused_or_makes_room(self, fillable: WatchedTier) -> None:
@@ -63,19 +63,19 @@ class CapacityTests(TierKit):
         for key in self.fresh_keys(30):
             value = os.urandom(16) * (nbytes // 16)
             (outcome,) = fillable.put([key], parts_of([value]))
-            assert fillable.usage().used_bytes <= capacity, "the tier's used_bytes are above its capacity_bytes"
+            assert fillable.usage().used_bytes <= capacity, "The tier's used_bytes are above its capacity_bytes"
             if outcome is STORED:
                 values[key] = value
-                fillable.must_load(key, value, "the tier said STORED, but the value is missing")
-        assert len(values) >= 10, "the tier was full long before its capacity"
+                fillable.must_load(key, value, "The tier said STORED, but the value is missing")
+        assert len(values) >= 10, "The tier refused values long before its capacity_bytes"
 
         last = list(values)[-1]
         values[last] = os.urandom(nbytes)
         outcomes = fillable.put([last], parts_of([values[last]]))
-        assert outcomes == [STORED], "a full tier must replace a value by one of the same size"
+        assert outcomes == [STORED], "A full tier must replace a value by one of the same size"
         fillable.must_load(last, values[last])
         found = fillable.contains(list(values)).count(FOUND)
-        assert found * nbytes <= capacity, "the tier holds more bytes than its capacity_bytes"
+        assert found * nbytes <= capacity, "The tier holds more bytes than its capacity_bytes"
 
         fillable.delete(list(values))
         fillable.store(last, b"there is room again")
@@ -89,16 +89,16 @@ class CapacityTests(TierKit):
         for turn, key in enumerate(self.fresh_keys(20)):
             for value in (large, small, large):
                 stored = fillable.put([key], parts_of([value]))
-                assert stored == [STORED], f"no room for a tenth of the capacity after {turn} deleted values"
+                assert stored == [STORED], f"No room for a tenth of the capacity after {turn} deleted values"
             assert fillable.delete([key]) == [DELETED]
         self.must_be_empty(fillable, usage.used_bytes)
 
     def must_be_empty(self, tier: WatchedTier, before: int) -> None:
         left = tier.usage().used_bytes - before
-        assert left == 0, f"the tier's used_bytes grew by {left} although all values were deleted"
+        assert left == 0, f"The tier's used_bytes grew by {left} although all values were deleted"
         values = dict.fromkeys(self.fresh_keys(10), bytes(tier.usage().capacity_bytes // 20))
         stored = tier.put(list(values), parts_of(values.values()))
-        assert stored == [STORED] * 10, "the tier has no room for half of its capacity after all values were deleted"
+        assert stored == [STORED] * 10, "The tier has no room for half of its capacity after all values were deleted"
         tier.delete(list(values))
 
     def test_one_value_that_does_not_fit_is_refused_alone(self, fillable: WatchedTier) -> None:
@@ -108,17 +108,17 @@ class CapacityTests(TierKit):
             try:
                 outcomes = fillable.put(keys, parts_of(values))
             except TierError as error:
-                pytest.fail(f"put must report a value that does not fit as FAILED, but raised: {error.fact}")
+                pytest.fail(f"`put` must report a value that does not fit as FAILED, but raised: {error.fact}")
             assert outcomes == [STORED, FAILED, STORED]
-            assert fillable.contains([huge]) == [MISSING], "the tier holds a value that put refused"
+            assert fillable.contains([huge]) == [MISSING], "The tier holds a value that put refused"
             used = fillable.usage().used_bytes
             held = used if held is None else held
-            assert used <= held, f"the tier's used_bytes count refused values, after {turn + 1} of them"
+            assert used <= held, f"The tier's used_bytes count refused values, after {turn + 1} of them"
         fillable.must_load(one, b"one")
         fillable.must_load(other, b"other")
         assert fillable.put([one], parts_of(values[1:2])) == [FAILED]
         received, found = fillable.load(one, 3)
-        assert received is MISSING or (received, found) == (3, b"one"), "the tier holds another value than the old one"
+        assert received is MISSING or (received, found) == (3, b"one"), "The tier returned another value"
         fillable.delete(keys)
 
     def test_usage_is_right_after_concurrent_calls(self, fillable: WatchedTier) -> None:
@@ -135,7 +135,7 @@ class CapacityTests(TierKit):
                 fillable.delete([key, key])
 
         self.in_threads(*[work] * 6)
-        assert max(most) <= usage.capacity_bytes, f"used_bytes rose to {max(most)} of {usage.capacity_bytes}"
+        assert max(most) <= usage.capacity_bytes, f"`used_bytes` rose to {max(most)} of {usage.capacity_bytes}"
         self.must_be_empty(fillable, usage.used_bytes)
 
 
@@ -149,7 +149,7 @@ class ExpiryTests(TierKit):
     def until_it_expires(self, tier: WatchedTier, key: PackedKey, meanwhile: Callable[[], object]) -> None:
         deadline = self.soon()
         while tier.contains([key]) == [FOUND]:
-            assert time.monotonic() < deadline, f"the tier's value did not expire within {self.patience_s} s"
+            assert time.monotonic() < deadline, f"The tier's value did not expire within {self.patience_s} s"
             meanwhile()
             time.sleep(0.02)
 
@@ -182,7 +182,7 @@ class ExpiryTests(TierKit):
             kept = f"of {len(values)} values those of {lost} bytes are MISSING"
             assert longest >= (times[-1] - times[0]) / 2, f"{kept}: {by} did not prolong their life"
         else:
-            pytest.skip("the machine is too busy for values that expire so soon")
+            pytest.skip("The machine is too busy for values that expire so soon")
         for key in used:
             self.until_it_expires(expiring, key, lambda: None)
 
@@ -195,11 +195,11 @@ class ExpiryTests(TierKit):
         self.until_it_expires(expiring, key, lambda: None)
         expiring.must_answer(key, 5, MISSING)
         expiring.touch([key])
-        assert expiring.contains([key]) == [MISSING], "touch revived an expired value"
-        assert "scan" not in known or not expiring.listed([key]), "scan lists an expired value"
+        assert expiring.contains([key]) == [MISSING], "`touch` revived an expired value"
+        assert "scan" not in known or not expiring.listed([key]), "`scan` lists an expired value"
         give_up = self.soon()
         while "usage" in known and expiring.usage().used_bytes > before:
-            assert time.monotonic() < give_up, "the tier's used_bytes count expired values"
+            assert time.monotonic() < give_up, "The tier's used_bytes count expired values"
             time.sleep(0.02)
         assert expiring.delete([key]) == [MISSING]
         expiring.store(key, b"again")
@@ -207,10 +207,10 @@ class ExpiryTests(TierKit):
 
 
 def used(entry: TierEntry, since: float = 0.0) -> float:
-    assert entry.used_at is not None, "scan reports used_at for some values only"
+    assert entry.used_at is not None, "`scan` reports used_at for some values only"
     now = time.time()
     assert since - _CLOCK_S <= entry.used_at <= now + _CLOCK_S, (
-        f"used_at is {entry.used_at!r}, not the Unix time in seconds of the last store or touch, now {now:.0f}"
+        f"`used_at` is {entry.used_at!r}, not the Unix time in seconds of the last store or touch, now {now:.0f}"
     )
     return entry.used_at
 
@@ -225,8 +225,8 @@ class ListingTests(TierKit):
 
     def skip_without_times(self, tier: WatchedTier, found: Mapping[PackedKey, TierEntry]) -> None:
         if all(entry.used_at is None for entry in found.values()):
-            assert "usage" not in tier.capabilities(), "a tier that reports usage must report used_at"
-            pytest.skip("the tier does not know when a value was used")
+            assert "usage" not in tier.capabilities(), "A tier with usage must report used_at in scan"
+            pytest.skip("The tier does not know when a value was used")
 
     def test_it_tells_when_a_value_was_used(self, listed: WatchedTier) -> None:
         touched, also, stored, left = keys = self.fresh_keys(4)
@@ -241,10 +241,10 @@ class ListingTests(TierKit):
         listed.store(stored, b"value")
         then = listed.listed(keys)
         moved = abs(used(then[left]) - before[left])
-        assert moved <= self.time_step_s, "used_at of a value changed without a use"
+        assert moved <= self.time_step_s, "`used_at` of a value changed without a use"
         for key in (touched, also) if "touch" in listed.capabilities() else ():
-            assert used(then[key], touched_at) > used(then[left]), "touch did not change used_at of the value"
-        assert used(then[stored], touched_at) > used(then[left]), "put did not change used_at of the value"
+            assert used(then[key], touched_at) > used(then[left]), "`touch` did not change used_at of the value"
+        assert used(then[stored], touched_at) > used(then[left]), "`put` did not change used_at of the value"
 
     def test_a_scan_that_rests_holds_nothing(self, listed: WatchedTier) -> None:
         """The caller deletes what it was given, takes its time between two values, and may never go on."""
@@ -259,7 +259,7 @@ class ListingTests(TierKit):
             tier.store(key, b"stored while a scan rests")
             tier.must_load(key, b"stored while a scan rests")
             deleted = tier.delete([key, keys[0]])[0]
-            assert deleted is DELETED, "delete while a scan rests"
+            assert deleted is DELETED, "`delete` must return DELETED during a scan"
             tier.store(keys[0], b"again")
             tier.listed(keys)
 
@@ -288,7 +288,7 @@ class ListingTests(TierKit):
                 listed.delete([leaving.pop()])
             elif len(seen) % 2 and coming:
                 listed.store(coming.pop(), b"value")
-        assert len(seen) == len(set(seen)), "scan lists a value twice"
+        assert len(seen) == len(set(seen)), "`scan` lists a value twice"
         missing = len(staying - set(seen))
-        assert not missing, f"scan does not list {missing} of {len(stay)} values that stayed"
+        assert not missing, f"`scan` does not list {missing} of {len(stay)} values that stayed"
         assert listed.delete(stay) == [DELETED] * len(stay)

@@ -80,8 +80,8 @@ class ConcurrencyTests(TierKit):
             for key in (replaced, deleted, new[0]):
                 (found,) = tier.contains([key])
                 seen = self.whole(tier, key, lengths)
-                assert seen or key != replaced, "a value is missing while another thread replaces it"
-                assert seen or key == deleted or found is MISSING, "contains found a value that could not be read yet"
+                assert seen or key != replaced, "A value is missing while another thread replaces it"
+                assert seen or key == deleted or found is MISSING, "`contains` found a value that could not be read yet"
 
         writes = [partial(write, two if byte % 2 else one, byte) for byte in (1, 2, 3, 4)]
         self.while_writing([write_new, *writes], partial(read, one), partial(read, two))
@@ -90,10 +90,10 @@ class ConcurrencyTests(TierKit):
         received, found = tier.load(key, 2 * max(lengths.values()))
         if received is MISSING:
             return False
-        assert isinstance(received, int), f"get_into returned {received} for a key that other threads store and delete"
+        assert isinstance(received, int), f"`get_into` returned {received} during a store or delete"
         value = found[:received]
-        assert len(set(value)) == 1, "get_into mixed the bytes of several values"
-        assert lengths.get(value[0]) == len(value), "get_into returned a wrong length of a value"
+        assert len(set(value)) == 1, "`get_into` mixed the bytes of several values"
+        assert lengths.get(value[0]) == len(value), "`get_into` returned a wrong length of a value"
         return True
 
     @sized
@@ -111,14 +111,14 @@ class ConcurrencyTests(TierKit):
                 buffers = [bytearray(len(value)) for value in values]
                 assert watched.get_into(keys, parts_of(buffers)) == [len(value) for value in values]
                 for buffer, value in zip(buffers, values, strict=True):
-                    must_be_equal(buffer, value, "get_into returned another value than this thread stored")
+                    must_be_equal(buffer, value, "`get_into` returned another value than this thread stored")
                 assert watched.contains(keys) == [FOUND] * len(keys)
                 assert watched.delete(keys[1:]) == [DELETED] * (len(keys) - 1)
                 kept[keys[0]] = values[0]
 
         self.in_threads(*(partial(work, seed) for seed in range(THREADS)))
         for key, value in kept.items():
-            watched.must_load(key, value, "the tier lost a value that was stored beside others")
+            watched.must_load(key, value, "The tier lost a value that was stored beside others")
 
     def test_one_value_is_deleted_once(self, watched: WatchedTier) -> None:
         keys = self.fresh_keys(60)
@@ -133,7 +133,7 @@ class ConcurrencyTests(TierKit):
 
         self.in_threads(delete, delete, delete)
         told = {outcome: outcomes.count(outcome) for outcome in (DELETED, MISSING)}
-        assert told == {DELETED: 60, MISSING: 120}, "when three threads delete a value, exactly one must get DELETED"
+        assert told == {DELETED: 60, MISSING: 120}, "When three threads delete a value, exactly one must get DELETED"
 
     def test_touching_undoes_no_other_call(self, watched: WatchedTier) -> None:
         """A touch that writes a value back revives what was deleted, or undoes what was stored meanwhile."""
@@ -145,10 +145,10 @@ class ConcurrencyTests(TierKit):
             for turn in turns(150):
                 value = b"turn %d" % turn
                 watched.store(stored, value)
-                watched.must_load(stored, value, "touch undid a put of another thread")
+                watched.must_load(stored, value, "`touch` undid a put of another thread")
                 watched.store(deleted, value)
                 assert watched.delete([deleted]) == [DELETED]
-                assert watched.contains([deleted]) == [MISSING], "touch undid a delete of another thread"
+                assert watched.contains([deleted]) == [MISSING], "`touch` undid a delete of another thread"
 
         touch = partial(watched.touch, [stored, deleted])
         self.while_writing([write], touch, touch)
@@ -160,9 +160,9 @@ class SharingTests(ConcurrencyTests):
     @pytest.fixture
     def other(self, watched: WatchedTier) -> WatchedTier:
         if not self.is_shared:
-            pytest.skip("the tier is not shared")
+            pytest.skip("The tier is not shared")
         if not self.can_reopen:
-            pytest.fail("the tier is shared: give `reopen(tier)`, a second tier over the same store")
+            pytest.fail("The tier is shared: define `reopen(tier)`, a second tier over the same store")
         return self.another(watched)
 
     def test_each_sees_what_the_other_does(self, watched: WatchedTier, other: WatchedTier) -> None:
@@ -183,7 +183,7 @@ class SharingTests(ConcurrencyTests):
         watched.must_answer(two, 5, MISSING)
         assert watched.delete([two]) == [MISSING]
         watched.close()
-        other.must_load(one, b"replaced by more", "after the other tier was closed")
+        other.must_load(one, b"replaced by more", "After the other tier was closed")
         other.store(one, b"again")
 
     @sized
@@ -219,7 +219,7 @@ class DeadlineTests(TierKit):
         past = time.monotonic() - 1.0
         self.must_raise(name, lambda: self.call(watched, name, key, past), "the call's deadline has passed")
         # In another thread: what the late call may have left locked is not this thread's there.
-        self.in_threads(lambda: watched.must_load(key, b"value", "a call after its deadline changed the value"))
+        self.in_threads(lambda: watched.must_load(key, b"value", "A call after its deadline changed the value"))
         self.in_threads(lambda: watched.store(key, b"again"))
         watched.must_load(key, b"again")
 
@@ -236,7 +236,7 @@ class DeadlineTests(TierKit):
         for key in keys[:: len(keys) // 20]:
             received, found = watched.load(key, len(value))
             whole = received is MISSING or (received, found) == (len(value), value)
-            assert whole, "the tier holds a part of a value of a put that ended early"
+            assert whole, "The tier holds a part of a value of a put that ended early"
         assert set(watched.delete(keys)) <= {DELETED, MISSING}
 
     def test_a_put_waits_for_no_other_beyond_its_deadline(self, watched: WatchedTier) -> None:
@@ -271,5 +271,5 @@ class DeadlineTests(TierKit):
                 buffers = parts_of(bytearray(value) for value in values)
                 with contextlib.suppress(TierError):
                     call(keys, buffers, deadline=time.monotonic() + max(step - 12, 0) / 5000)
-                watched.must_load(keys[step], values[step], "get_into returned a late call's reply")
+                watched.must_load(keys[step], values[step], "`get_into` returned a late call's reply")
             self.in_threads(lambda step=step: watched.store(keys[step], values[step]))  # type: ignore[misc]

@@ -65,7 +65,7 @@ class ContractTests(TierKit):
         watched.must_load(key, value)
         again = os.urandom(len(value))
         watched.store(key, again)
-        watched.must_load(key, again, "get_into returned an older value of the same length")
+        watched.must_load(key, again, "`get_into` returned an older value of the same length")
 
     def test_a_missing_key_is_an_answer(self, watched: WatchedTier) -> None:
         (key,) = self.fresh_keys(1)
@@ -85,7 +85,7 @@ class ContractTests(TierKit):
         cuts = [0, 5, 5, 900_000, len(value)]
         parts = [memoryview(out)[start:end] for start, end in itertools.pairwise(cuts)]
         assert watched.get_into([key], [parts]) == [len(value)]
-        must_be_equal(out, value, "get_into returned other bytes")
+        must_be_equal(out, value, "`get_into` returned other bytes")
 
     def test_keys_that_look_alike_are_different(self, watched: WatchedTier) -> None:
         base = os.urandom(PACKED_KEY_BYTES - 3)
@@ -106,12 +106,12 @@ class ContractTests(TierKit):
         values = [b"%d of %d" % (index, len(keys)) for index in range(len(keys))]
         tier.store_all(dict(zip(keys[1:], values[1:], strict=True)))
         (found,) = tier.contains(keys[:1])
-        assert found is MISSING, f"contains returned {found} for a key that was never stored: {why}"
+        assert found is MISSING, f"`contains` returned {found} for a key that was never stored: {why}"
         tier.store(keys[0], values[0])
         for key, value in zip(keys, values, strict=True):
-            tier.must_load(key, value, f"get_into returned the value of another key: {why}")
+            tier.must_load(key, value, f"`get_into` returned the value of another key: {why}")
         assert tier.delete(keys[1:]) == [DELETED] * (len(keys) - 1), why
-        tier.must_load(keys[0], values[0], f"delete of one key deleted another key: {why}")
+        tier.must_load(keys[0], values[0], f"`delete` of one key deleted another key: {why}")
 
     @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 100_001])
     def test_nothing_beside_the_parts_is_written(self, watched: WatchedTier, nbytes: int) -> None:
@@ -132,7 +132,7 @@ class ContractTests(TierKit):
                 part[:] = _GUARD * len(part)
                 part.release()
             untouched = bytes(whole).count(_GUARD) == len(whole)
-        assert untouched, "get_into wrote bytes outside the given parts"
+        assert untouched, "`get_into` wrote bytes outside the given parts"
 
     def test_memory_stays_the_callers(self, watched: WatchedTier) -> None:
         """Neither a call that succeeded keeps some of it, nor one that failed."""
@@ -144,7 +144,7 @@ class ContractTests(TierKit):
             source[:] = bytes(50_000)
         assert watched.get_into(keys, parts_of(targets)) == [50_000] * 3
         for target in targets:
-            must_be_equal(target, b"m" * 50_000, "the tier stored bytes that the caller wrote after put had returned")
+            must_be_equal(target, b"m" * 50_000, "The tier stored bytes that the caller wrote after put had returned")
         watched.get_into(keys, [[memoryview(each)[:10]] for each in targets])
         for call in (watched.put, watched.get_into):
             for deadline in (0.0, time.monotonic() + 0.0005):
@@ -155,7 +155,7 @@ class ContractTests(TierKit):
             watched.put(keys, parts_of(sources))
         del source, sources, target, targets
         gc.collect()
-        assert not any(memory() is not None for memory in gone), "the tier keeps a reference to the caller's memory"
+        assert not any(memory() is not None for memory in gone), "The tier keeps a reference to the caller's memory"
 
 
 class _Tracked(bytearray):
@@ -170,9 +170,9 @@ class ClaimTests(TierKit):
 
     def test_its_capabilities_are_optional_methods(self, watched: WatchedTier) -> None:
         answer = watched.capabilities()
-        assert isinstance(answer, frozenset), f"capabilities() returned a {type(answer).__name__}, not a frozenset"
+        assert isinstance(answer, frozenset), f"`capabilities` returned a {type(answer).__name__}, not a frozenset"
         unknown = sorted(answer - set(OPTIONAL_METHODS))
-        assert not unknown, f"capabilities() has unknown names: {', '.join(unknown)}"
+        assert not unknown, f"`capabilities` has unknown names: {', '.join(unknown)}"
 
     def test_what_it_claims_to_have_it_has(self, watched: WatchedTier) -> None:
         """A method of the base class, which is not overridden, keeps no promise."""
@@ -180,7 +180,7 @@ class ClaimTests(TierKit):
             try:
                 self.call(watched, name, self.fresh_keys(1)[0])
             except TierError as error:
-                pytest.fail(f"capabilities() has {name}, but {name} raised: {error.fact}")
+                pytest.fail(f"`capabilities` has {name}, but {name} raised: {error.fact}")
 
 
 class BatchTests(TierKit):
@@ -192,7 +192,7 @@ class BatchTests(TierKit):
         assert watched.put(tuple(known), parts_of([b"value"] * 3)) == [STORED] * 3
         found = watched.contains(tuple(keys))
         wrong = [index for index, key in enumerate(keys) if found[index] is not (FOUND if key in known else MISSING)]
-        assert not wrong, f"wrong outcomes of {len(wrong)} of {MANY} keys, first {found[wrong[0]]} at {wrong[0]}"
+        assert not wrong, f"Wrong outcomes of {len(wrong)} of {MANY} keys, first {found[wrong[0]]} at {wrong[0]}"
 
     @pytest.mark.parametrize("count", [2, 700])
     def test_outcomes_keep_the_order_of_a_mixed_batch(self, watched: WatchedTier, count: int) -> None:
@@ -205,7 +205,7 @@ class BatchTests(TierKit):
         received = [len(values[key]) if key in values else MISSING for key in keys]
         assert watched.get_into(keys, parts_of(buffers)) == received
         for key, buffer in zip(keys, buffers, strict=True):
-            must_be_equal(buffer, values.get(key, buffer), "get_into returned other bytes")
+            must_be_equal(buffer, values.get(key, buffer), "`get_into` returned other bytes")
         expected = [DELETED if key in values else MISSING for key in keys]
         assert watched.delete(keys) == expected
 
@@ -249,7 +249,7 @@ class TierMachine(RuleBasedStateMachine):
         assert outcomes == [self._expected(key, len(buffer)) for key, buffer in zip(keys, buffers, strict=True)]
         for key, buffer, outcome in zip(keys, buffers, outcomes, strict=True):
             if not isinstance(outcome, Outcome):
-                must_be_equal(buffer[:outcome], self._model[key], "get_into returned other bytes")
+                must_be_equal(buffer[:outcome], self._model[key], "`get_into` returned other bytes")
 
     @rule(batch=KEY_BATCHES)
     def delete(self, batch: list[int]) -> None:
@@ -273,11 +273,11 @@ class TierMachine(RuleBasedStateMachine):
             return
         sizes = {key: len(value) for key, value in self._model.items()}
         found = {key: entry.nbytes for key, entry in self.tier.listed(self._keys).items()}
-        assert found.keys() <= sizes.keys(), "scan lists a deleted value"
+        assert found.keys() <= sizes.keys(), "`scan` lists a deleted value"
         missing = len(sizes) - len(found)
-        assert not missing, f"scan does not list {missing} of {len(sizes)} values"
+        assert not missing, f"`scan` does not list {missing} of {len(sizes)} values"
         wrong = [key for key, nbytes in found.items() if nbytes != sizes[key]]
-        assert not wrong, f"scan lists a value of {sizes[wrong[0]]} bytes with {found[wrong[0]]} bytes"
+        assert not wrong, f"`scan` lists a value of {sizes[wrong[0]]} bytes with {found[wrong[0]]} bytes"
 
     def teardown(self) -> None:
         self.tier.delete(self._keys)

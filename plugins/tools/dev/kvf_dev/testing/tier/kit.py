@@ -62,14 +62,14 @@ class WatchedTier(Tier):
         outcomes = _outcomes("get_into", answer, keys)
         for outcome, room in zip(outcomes, rooms, strict=True):
             if isinstance(outcome, int) and not 0 <= outcome <= room:
-                pytest.fail(f"get_into returned {outcome} bytes for a buffer of {room}")
+                pytest.fail(f"`get_into` returned {outcome} bytes for a buffer of {room}")
         return outcomes
 
     def put(self, keys: Sequence[PackedKey], parts: Parts, *, deadline: float | None = None) -> list[Outcome]:
         before = _sums("put", parts)
         answer = self._call("put", deadline, self.inner.put, keys, parts)
         if before != _sums("put", parts):
-            pytest.fail("put changed the caller's bytes, which it may only read")
+            pytest.fail("`put` changed the caller's bytes, which it may only read")
         return _outcomes("put", answer, keys)
 
     def delete(self, keys: Sequence[PackedKey], *, deadline: float | None = None) -> list[Outcome]:
@@ -81,7 +81,7 @@ class WatchedTier(Tier):
     def usage(self, *, deadline: float | None = None) -> TierUsage:
         found = self._call("usage", deadline, self.inner.usage)
         if not isinstance(found, TierUsage):
-            pytest.fail(f"usage() returned {found!r}, not a TierUsage")
+            pytest.fail(f"`usage` returned {found!r}, not a TierUsage")
         for name, nbytes in (("used_bytes", found.used_bytes), ("capacity_bytes", found.capacity_bytes)):
             if not _is_number(nbytes) or nbytes < 0:
                 pytest.fail(f"{name} of usage() is {nbytes!r}, not a number of bytes")
@@ -90,7 +90,7 @@ class WatchedTier(Tier):
     def scan(self, *, deadline: float | None = None) -> Iterator[TierEntry]:
         entries = self._call("scan", deadline, self.inner.scan)
         if not isinstance(entries, Iterator):
-            pytest.fail(f"scan returned a {type(entries).__name__}, not an iterator")
+            pytest.fail(f"`scan` returned a {type(entries).__name__}, not an iterator")
         return self._entries(entries)
 
     def capabilities(self) -> frozenset[str]:
@@ -117,27 +117,27 @@ class WatchedTier(Tier):
 
     def must_answer(self, key: PackedKey, nbytes: int, expected: int | Outcome) -> None:
         outcome, _ = self.load(key, nbytes)
-        assert outcome == expected, f"get_into of {nbytes} bytes returned {said(outcome)}, not {said(expected)}"
+        assert outcome == expected, f"`get_into` of {nbytes} bytes returned {said(outcome)}, not {said(expected)}"
 
     def must_load(self, key: PackedKey, value: bytes, why: str = "") -> None:
         outcome, found = self.load(key, len(value))
         assert outcome == len(value), (
-            f"get_into of {len(value)} bytes returned {said(outcome)}: {why or 'the value was stored'}"
+            f"`get_into` of {len(value)} bytes returned {said(outcome)}: {why or 'the value was stored'}"
         )
-        must_be_equal(found, value, why or "get_into returned other bytes")
+        must_be_equal(found, value, why or "`get_into` returned other bytes")
 
     def listed(self, keys: Collection[PackedKey]) -> dict[PackedKey, TierEntry]:
         found: dict[PackedKey, TierEntry] = {}
         for entry in self.scan():
             if entry.key in keys:
-                assert entry.key not in found, "scan lists a value twice"
+                assert entry.key not in found, "`scan` lists a value twice"
                 found[entry.key] = entry
         return found
 
     def _entries(self, entries: Iterator[TierEntry]) -> Iterator[TierEntry]:
         while (entry := self._timed("scan", float("inf"), partial(next, entries, None))) is not None:
             if not isinstance(entry, TierEntry) or type(entry.key) is not bytes or not _is_number(entry.nbytes):
-                pytest.fail(f"scan listed {entry!r}, not a TierEntry with a key of bytes and a number of bytes")
+                pytest.fail(f"`scan` listed {entry!r}, not a TierEntry with a key of bytes and a number of bytes")
             yield entry
 
     def _call(self, name: str, deadline: float | None, call: Callable[..., T], *arguments: object) -> T:
@@ -155,13 +155,13 @@ class WatchedTier(Tier):
             raise
         except Exception as error:  # noqa: BLE001  reported as the test's failure
             pytest.fail(
-                f"{name} raised {shown(error)}: a failure of one key must be FAILED, and an operation"
+                f"`{name}` raised {shown(error)}: a failure of one key must be FAILED, and an operation"
                 " that fails as a whole must raise TierError"
             )
         finally:
             late = time.monotonic() - deadline
             if late > self._grace_s:
-                pytest.fail(f"{name} ended {late:.1f} s after its deadline")
+                pytest.fail(f"`{name}` ended {late:.1f} s after its deadline")
 
 
 def parts_of(buffers: Iterable[bytes | bytearray]) -> list[list[memoryview]]:
@@ -182,7 +182,7 @@ def _outcomes(name: str, answer: list[R], keys: Sequence[PackedKey]) -> list[R]:
         if not (
             outcome in _PERMITTED[name] if isinstance(outcome, Outcome) else name == "get_into" and _is_number(outcome)
         ):
-            pytest.fail(f"{name} returned {outcome!r}, which is not one of its outcomes")
+            pytest.fail(f"`{name}` returned {outcome!r}, which is not one of its outcomes")
     return answer
 
 
@@ -192,7 +192,7 @@ def _sums(name: str, parts: Parts) -> list[list[int]]:
         # By index: a test may watch whether the tier iterates.
         return [[zlib.crc32(part) for part in parts[index]] for index in range(len(parts))]
     except ValueError:
-        pytest.fail(f"{name} released a memoryview of the caller")
+        pytest.fail(f"`{name}` released a memoryview of the caller")
 
 
 def _is_number(answer: object) -> bool:
@@ -265,18 +265,18 @@ class TierKit(NamedKit):
 
     def _with(self, options: Mapping[str, object] | None, needed: str) -> Tier:
         if not self.use or options is None:
-            pytest.skip(f"give {needed}")
+            pytest.skip(f"Define {needed}")
         return self.closed_later(self.open_by_name(options))
 
     @pytest.fixture
     def faulty_tier(self) -> tuple[Tier, FaultProxy]:
         """A tier that reaches its store through a `FaultProxy`. A fixture that replaces this one closes both."""
-        pytest.skip("give a fixture `faulty_tier` that returns (tier, proxy), if the tier talks over a socket")
+        pytest.skip("Define a fixture `faulty_tier` that returns (tier, proxy), if the tier uses a socket")
 
     def reopen(self, tier: Tier) -> Tier:
         """Return another tier over the store of `tier`, which may be closed by now. The kit closes it."""
         if not self.use:
-            pytest.skip("give `reopen(tier)`: another tier over the same store")
+            pytest.skip("Define `reopen(tier)`: it returns a second tier over the same store")
         return self.open_by_name()
 
     # What the kit provides to its tests
@@ -332,7 +332,7 @@ class TierKit(NamedKit):
 
     def needs(self, tier: Tier, method: str) -> None:
         if method in OPTIONAL_METHODS and method not in tier.capabilities():
-            pytest.skip(f"the tier has no {method}")
+            pytest.skip(f"The tier has no {method}")
 
     def call(self, tier: WatchedTier, name: str, key: PackedKey, deadline: float | None = None) -> object:
         method, of_none, _ = name.partition(" of no keys")
@@ -349,7 +349,7 @@ class TierKit(NamedKit):
             answer = call()
         except TierError:
             return
-        pytest.fail(f"{name} returned {answer!r} instead of raising TierError: {why}")
+        pytest.fail(f"`{name}` returned {answer!r}; it must raise TierError: {why}")
 
     def in_threads(self, *works: Callable[[], object], within_s: float | None = None) -> None:
         super().in_threads(*works, within_s=3 * self.patience_s if within_s is None else within_s)

@@ -83,18 +83,18 @@ class LifecycleTests(TierKit):
 
         def close() -> None:
             for _ in range(8):
-                assert begun.acquire(timeout=self.patience_s), "calls of four threads do not end"
+                assert begun.acquire(timeout=self.patience_s), "Calls of four threads do not end after close"
             closed = time.monotonic()
             watched.close()
-            assert time.monotonic() - closed < self.grace_s, "the tier's close took too long"
+            assert time.monotonic() - closed < self.grace_s, "The tier's `close` took too long"
             ended.append(closed)
 
         self.in_threads(close, *(partial(work, put) for put in (True, False, True, False)))
-        assert max(ended) - min(ended) < self.grace_s, "a call of the tier went on after close"
+        assert max(ended) - min(ended) < self.grace_s, "A call of the tier went on after close"
 
     def test_values_outlive_the_tier(self, watched: WatchedTier) -> None:
         if not self.persistent:
-            pytest.skip("persistent = False")
+            pytest.skip("The test class sets `persistent = False`")
         sizes = (0, 1, 5000, 1 << 20)
         values = {key: os.urandom(size) for key, size in zip(self.fresh_keys(len(sizes)), sizes, strict=True)}
         (gone,) = self.fresh_keys(1)
@@ -109,27 +109,24 @@ class LifecycleTests(TierKit):
             again.must_load(key, value)
         assert again.contains([gone]) == [MISSING]
         then, after = self._seen(again, values)
-        assert then == used, "usage() changed when the store was opened again"
+        assert then == used, "`usage` changed when the store was opened again"
         assert {key: entry.nbytes for key, entry in after.items()} == {
             key: entry.nbytes for key, entry in before.items()
-        }, "scan lists other values after the store was opened again"
+        }, "`scan` lists other values after the store was opened again"
         for key, entry in before.items():
             moved = 0.0 if entry.used_at is None else abs((after[key].used_at or 0.0) - entry.used_at)
-            assert moved <= self.time_step_s, f"opening the store again moved used_at by {moved:.1f} s"
+            assert moved <= self.time_step_s, f"Opening the store again moved used_at by {moved:.1f} s"
         again.store(gone, b"a value of the next life")
         again.close()
         third = self.another(watched)
         third.must_load(gone, b"a value of the next life")
         assert third.delete([*values, gone]) == [DELETED] * (len(values) + 1)
         left = self._seen(third, values)[0] - empty
-        assert left <= 0, f"the tier's used_bytes are {left} too high after all values were deleted"
+        assert left <= 0, f"The tier's used_bytes are {left} too high after all values were deleted"
 
     def _seen(self, tier: WatchedTier, values: dict[bytes, bytes]) -> tuple[int, dict[bytes, TierEntry]]:
         known = tier.capabilities()
-        return (
-            tier.usage().used_bytes if "usage" in known else 0,
-            tier.listed(values) if "scan" in known else {},
-        )
+        return (tier.usage().used_bytes if "usage" in known else 0, tier.listed(values) if "scan" in known else {})
 
 
 class LeakTests(TierKit):
@@ -163,7 +160,7 @@ class LeakTests(TierKit):
         deadline = time.monotonic() + self.grace_s
         while len(left := held()) > len(before) and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert len(left) <= len(before), f"the tier leaves behind after close: {', '.join(sorted(left - before))}"
+        assert len(left) <= len(before), f"The tier left open after close: {', '.join(sorted(left - before))}"
 
 
 class CrashTests(TierKit):
@@ -172,7 +169,7 @@ class CrashTests(TierKit):
     def test_a_writer_that_is_killed_leaves_whole_values(self) -> None:
         """With `use`: another process makes the tier by its name and options."""
         if not (self.use and (self.persistent or self.is_shared)):
-            pytest.skip("no value outlives a process, or the tier has no plugin's name")
+            pytest.skip("The tier is not persistent, or `use` is not set")
         self.resolve()
         chance = random.Random(5)  # noqa: S311  moments to kill at
         for _ in range(_KILLS):
@@ -183,13 +180,13 @@ class CrashTests(TierKit):
                 writer.stdout.readline()
                 time.sleep(chance.random() * 2 * (time.monotonic() - began))  # so long as a put takes here
                 writer.kill()
-            assert started, "a tier in another process cannot write to the store"
+            assert started, "A tier in another process cannot write to the store"
             with contextlib.closing(self.watch(self.open_by_name())) as again:
                 self._must_be_whole(again)
         with contextlib.closing(self.watch(self.open_by_name())) as again:
             for key in _KEYS:
                 again.store(key, b"after the crash")
-                again.must_load(key, b"after the crash", "a value cannot be replaced after a crash of its writer")
+                again.must_load(key, b"after the crash", "A value cannot be replaced after a crash of its writer")
             again.delete(_KEYS)
 
     def _writer(self) -> subprocess.Popen[bytes]:
@@ -207,10 +204,10 @@ class CrashTests(TierKit):
             received, found = tier.load(key, max(_LENGTHS.values()))
             if received is MISSING:
                 continue
-            assert isinstance(received, int), f"get_into returned {received} for a value of a killed writer"
+            assert isinstance(received, int), f"`get_into` returned {received} for a value of a killed writer"
             value = found[:received]
             whole = bool(value) and _LENGTHS.get(value[0]) == len(value) and value == value[:1] * len(value)
-            assert whole, f"get_into returned a part or a mixture of values of a killed writer: {received} bytes"
+            assert whole, f"`get_into` returned a part or a mixture of values of a killed writer: {received} bytes"
         if "scan" in tier.capabilities():
             # What the writer had sent may arrive in between: then another listing is right.
             wrong = self._listed_wrongly(tier) and self._listed_wrongly(tier) and self._listed_wrongly(tier)
@@ -269,7 +266,7 @@ class WireFaultTests(TierKit):
             outcomes = tier.get_into(keys, parts_of(buffers), deadline=deadline)
             for key, buffer, outcome in zip(keys, buffers, outcomes, strict=True):
                 if outcome == len(buffer) and kind != "flip":
-                    must_be_equal(buffer, values[key], "get_into returned wrong bytes as a hit")
+                    must_be_equal(buffer, values[key], "`get_into` returned wrong bytes as a hit")
 
         for _ in range(1 if kind == "stall" else TURNS):
             batch = chance.sample(list(values), chance.randint(1, 5))
@@ -277,11 +274,11 @@ class WireFaultTests(TierKit):
             self.in_time(partial(tier.put, batch, parts_of(values[key] for key in batch)))
             self.in_time(partial(tier.contains, [other]))
             self.in_time(partial(tier.delete, [other]))
-        assert proxy.injected[kind], "the proxy injected no fault: connect the tier through the proxy"
+        assert proxy.injected[kind], "The proxy injected no fault: connect the tier through the proxy"
         proxy.heal()
         for key, value in values.items():
             outcome, found = persist(partial(tier.load, key, len(value)), self.patience_s)
-            assert outcome is MISSING or (outcome, found) == (len(value), value), "a fault left a wrong value"
+            assert outcome is MISSING or (outcome, found) == (len(value), value), "A fault left a wrong value"
         persist(partial(tier.store_all, values), self.patience_s)
         for key, value in values.items():
             self.must_be_there(tier, key, value)
@@ -325,7 +322,7 @@ class WireFaultTests(TierKit):
             in_time = ended.wait(self.grace_s)
             proxy.heal()
             assert in_time, (
-                f"{name} still waits for the wire {self.grace_s:g} s after `close`, which must end calls in flight"
+                f"`{name}` still waits for the wire {self.grace_s:g} s after `close`, which must end calls in flight"
             )
 
         self.in_threads(wait, close, within_s=self.patience_s + self.grace_s)
@@ -347,15 +344,15 @@ class WireFaultTests(TierKit):
         one_by_one = [fail("reset", 1) for _ in range(BREAKS)]
         # A few more may be those of a pool that grows to its size.
         grown = one_by_one[-1] - min(one_by_one[:2])
-        assert grown <= BREAKS // 2, f"the tier keeps {grown} descriptors of {BREAKS} broken connections"
+        assert grown <= BREAKS // 2, f"The tier keeps {grown} descriptors of {BREAKS} broken connections"
         many = [fail(kind, FAILURES) for kind in ("reset", "refuse", "reset", "refuse")]
         grown = many[-1] - many[0]
-        assert grown < FAILURES, f"the tier keeps {grown} descriptors after {3 * FAILURES} failures"
+        assert grown < FAILURES, f"The tier keeps {grown} descriptors after {3 * FAILURES} failures"
 
     def must_be_there(self, tier: WatchedTier, key: PackedKey, value: bytes) -> None:
         received, found = persist(lambda: tier.load(key, len(value)), self.patience_s)
-        assert received == len(value), f"after the fault get_into returned {said(received)}, not {len(value)} bytes"
-        must_be_equal(found, value, "get_into returned wrong bytes after a fault on the wire")
+        assert received == len(value), f"After the fault get_into returned {said(received)}, not {len(value)} bytes"
+        must_be_equal(found, value, "`get_into` returned wrong bytes after a fault on the wire")
 
     def in_time(self, call: Callable[..., object]) -> None:
 

@@ -165,7 +165,7 @@ def loaded_slots(group: GroupCase, blocks: int, skip_tokens: int) -> Iterator[tu
 SPARE = 3
 PATIENCE_S = 20.0
 WRONG = (
-    "a byte is wrong, though the transfers ended well: `reached` was true too early, or `copy` put fragments in the "
+    "A byte is wrong, though the transfers ended well: `reached` was true too early, or `copy` put fragments in the "
     "wrong place"
 )
 _SEEDS = itertools.count(1000)
@@ -272,7 +272,7 @@ class KitEngine:
     def submit(self, what: str, request: RequestHashes) -> Future[Any]:
         return self.store(request, self.source()) if what == "store" else self.load(request, self.target())
 
-    def stored(self, request: RequestHashes | None = None, what: str = "a transfer") -> RequestHashes:
+    def stored(self, request: RequestHashes | None = None, what: str = "A transfer") -> RequestHashes:
         __tracebackhide__ = True
         request = request or self.request()
         must_succeed(self.store(request, self.source()), what)
@@ -289,7 +289,7 @@ class KitEngine:
     ) -> None:
         """Load what `blocks` of memory `of` (None: this engine's) held when stored; fail unless all memory is right."""
         __tracebackhide__ = True
-        must_succeed(self.load(request, self.target(), skip=skip, event=event), what or "a transfer")
+        must_succeed(self.load(request, self.target(), skip=skip, event=event), what or "A transfer")
         self.must_have_loaded(of, blocks, skip, what)
 
     def must_have_loaded(
@@ -387,27 +387,27 @@ class KitEngine:
         return caches
 
 
-def must_succeed(future: Future[Any], what: str = "a transfer") -> None:
+def must_succeed(future: Future[Any], what: str = "A transfer") -> None:
     __tracebackhide__ = True
     if not (outcome := _outcome(future, what)):
-        pytest.fail(f"{what} failed, though nothing hinders it: {outcome}")
+        pytest.fail(f"{what} failed; it must succeed: {outcome}")
 
 
 def must_work(engine: KitEngine, what: str = "", *, request: RequestHashes | None = None) -> None:
     __tracebackhide__ = True
-    engine.must_load(engine.stored(request, what or "a transfer"), what=what)
+    engine.must_load(engine.stored(request, what or "A transfer"), what=what)
 
 
-def must_miss(future: Future[Any], why: str = "a transfer that cannot succeed ended well") -> None:
+def must_miss(future: Future[Any], why: str = "A transfer that must miss succeeded") -> None:
     __tracebackhide__ = True
-    if outcome := _outcome(future, "a transfer that is to miss"):
+    if outcome := _outcome(future, "A transfer that must miss"):
         pytest.fail(f"{why}: {outcome}")
 
 
 def must_be_under_way(future: Future[Any]) -> None:
     __tracebackhide__ = True
     if future.wait(0.2):
-        pytest.fail("blocks are still touched: the transfer ended while its copy stood still")
+        pytest.fail("The transfer ended while its copy was paused: it still touches blocks")
 
 
 def _outcome(future: Future[Any], what: str) -> Any:
@@ -417,4 +417,4 @@ def _outcome(future: Future[Any], what: str) -> Any:
     except DeadlineExceeded:
         pytest.fail(f"{what} did not end within {PATIENCE_S:g} s")
     except Exception as error:  # noqa: BLE001  a transfer's future never fails
-        pytest.fail(f"the future of {what} failed with {type(error).__name__}, instead of a miss: {error}")
+        pytest.fail(f"{what} raised {type(error).__name__}: a failed transfer must be a miss: {error}")

@@ -37,11 +37,11 @@ class EngineDriven(TransportKit):
             try:
                 engine = self.make_engine(NHD)
             except TransportMismatch:
-                pytest.skip("the transport works only where the engine maps the arena")
+                pytest.skip("The transport works only where the engine maps the arena")
             engine.store(engine.request(), engine.source()).wait(SOON_S)
             engine.close()
         if not sent:
-            pytest.skip("the transport moves no bytes over the wire")
+            pytest.skip("The transport moves no bytes over the wire")
 
     @contextmanager
     def planned(self, call: str, work: Callable[[Any], object] = lambda _: None) -> Iterator[None]:
@@ -62,7 +62,7 @@ class EngineDriven(TransportKit):
             patch.setattr(KVClient, call, prepared)
             yield
         if not calls:
-            pytest.skip("the transport copies nothing in the engine")
+            pytest.skip("The transport copies nothing in the engine")
 
     def test_ranges_are_written_before_they_are_published(self, engine: KitEngine) -> None:
         """From its commit on, any other engine may load what lies there."""
@@ -82,7 +82,7 @@ class EngineDriven(TransportKit):
             must_succeed(engine.store(engine.request(), engine.source()))
         late = sum(piece != before for piece, before in published)
         published.clear()
-        assert not late, f"{late} ranges were written after `commit`: they were published before"
+        assert not late, f"{late} ranges were written after `commit` had published them"
 
     @pytest.mark.parametrize("what", ["store", "load"])
     def test_a_copy_in_the_engine_that_fails_is_one_miss(self, engine: KitEngine, what: str) -> None:
@@ -96,11 +96,11 @@ class EngineDriven(TransportKit):
         with self.planned(f"prepare_{what}", refuse):
             future = engine.submit(what, request)
             future.wait(SOON_S)
-        must_miss(future, f"a {what} whose copy failed was answered as one that succeeded")
-        assert what == "load" or engine.hit(request) == 0, "a store whose copy failed was published"
+        must_miss(future, f"A {what} whose copy failed was answered as a success")
+        assert what == "load" or engine.hit(request) == 0, "A store whose copy failed was published"
         self.must_be_given_back(f"a {what} whose copy failed")
         engine.overwrite()
-        must_work(engine, f"a transfer after a {what} that failed")
+        must_work(engine, f"A transfer after a failed {what}")
 
     @pytest.mark.parametrize("end", ["is used", "is given back"])
     @pytest.mark.parametrize("what", ["store", "load"])
@@ -119,15 +119,15 @@ class EngineDriven(TransportKit):
             future = engine.submit(what, request)
             took = time.perf_counter() - started
         if not late:
-            pytest.skip("the transport copies nothing in the engine")
-        assert took < SOON_S, f"the engine's thread waited {took:.1f} s for an answer of the server"
-        assert not future.wait(0.2), f"a {what} ended without its answer, which came late: it was thrown away"
+            pytest.skip("The transport copies nothing in the engine")
+        assert took < SOON_S, f"The engine's thread waited {took:.1f} s for the server: it must return at once"
+        assert not future.wait(0.2), f"A {what} ended before the server's late answer: wait for the answer"
         if end == "is given back":
             future.cancel()
-            must_miss(future, "a transfer that was cancelled while it waited for the server ended well")
+            must_miss(future, "A transfer cancelled while it waited for the server succeeded")
         late[0].arrive()
         if end == "is used":
-            must_succeed(future, f"a {what} whose answer came late")
+            must_succeed(future, f"A {what} whose answer came late")
         self.must_be_given_back(f"a {what} whose answer came late")
         must_work(engine)
 
@@ -137,10 +137,10 @@ class EngineDriven(TransportKit):
             first = engine.stored()
         stored, former = engine.snapshot(), engine.tensors
         engine.move()
-        must_work(engine, "a transfer of other tensors than the first")
-        engine.must_load(first, stored, what="a load into other tensors than those of the store")
+        must_work(engine, "A transfer with other tensors than the first")
+        engine.must_load(first, stored, what="A load into other tensors than the store's")
         engine.tensors, engine.model = former, stored
-        engine.must_be_right("tensors of an earlier transfer were touched")
+        engine.must_be_right("Tensors of an earlier transfer changed")
 
     def test_blocks_that_the_tensors_of_a_submit_lack_are_refused(self) -> None:
         """Where the declaration leaves the number of blocks open, the transport alone can hold ids against tensors."""
@@ -156,20 +156,22 @@ class EngineDriven(TransportKit):
             try:
                 engine = self.make_engine(NHD)
             except BadLayout:
-                pytest.skip("the transport takes no layout that leaves the number of blocks open")
+                pytest.skip("The transport refuses a layout without a number of blocks")
             with self.planned("prepare_store"):
-                must_succeed(engine.store(engine.request(), engine.source()), "a store of a number of blocks left open")
+                must_succeed(
+                    engine.store(engine.request(), engine.source()), "A store with an unknown number of blocks"
+                )
         request, known = engine.request(), engine.source()
         wrong = [[*known[0][:-1], engine.model.blocks[0]]]
         for name, submit in (("store", engine.store), ("load", engine.load)):
-            what = f"a {name} of a block that the tensors lack, where memory of others lies,"
+            what = f"A {name} with a block id beyond the tensors"
             must_refuse(what, partial(submit, request, wrong), BadBlockIds)
-        engine.must_be_right("a refused transfer touched the tensors")
+        engine.must_be_right("A refused transfer changed the tensors")
 
     @pytest.mark.parametrize("case", ["nhd", "hybrid", "dim_before_token"])
     @pytest.mark.usefixtures("wire")
     def test_the_wire_carries_the_same_as_the_arena(self, case: str) -> None:
-        must_work(self.make_engine(CASES[case], chunks=24), "a request of 24 chunks over the wire")
+        must_work(self.make_engine(CASES[case], chunks=24), "A request of 24 chunks over the wire")
 
     @pytest.mark.usefixtures("wire")
     def test_buffers_stay_as_they_are_until_they_are_answered(self, engine: KitEngine) -> None:
@@ -188,7 +190,7 @@ class EngineDriven(TransportKit):
             each.answer()
         for future in futures:
             must_succeed(future)
-        assert not changed, f"{changed} buffers were written over before the server had answered"
+        assert not changed, f"{changed} buffers were reused before the server had answered"
 
     @pytest.mark.usefixtures("wire")
     def test_buffers_are_never_written_again_after_a_failure(self, engine: KitEngine) -> None:
@@ -198,12 +200,12 @@ class EngineDriven(TransportKit):
             future = engine.store(engine.request(), engine.source())
             wait_until(lambda: sent, "a store over the wire")
             sent[0].future.set_exception(DeadlineExceeded("the server did not answer"))
-            must_miss(future, "a store that was not answered ended well")
+            must_miss(future, "A store that the server never answered succeeded")
         engine.overwrite()
         for _ in range(3):
-            must_succeed(engine.store(engine.request(), engine.source()), "a store after one that was not answered")
+            must_succeed(engine.store(engine.request(), engine.source()), "A store after an unanswered one")
         changed = _changed(sent)
-        assert not changed, f"{changed} buffers of a store that was not answered were written again"
+        assert not changed, f"{changed} buffers of an unanswered store were reused"
 
     def test_it_registers_only_where_it_can_move_bytes(self) -> None:
         """Where the arena is not mapped, a transport that needs it leaves the engine to the next one."""
@@ -212,10 +214,10 @@ class EngineDriven(TransportKit):
             with contextlib.suppress(TransportMismatch):
                 engine = self.make_engine(NHD)
                 stored = engine.store(engine.request(), engine.source())
-                assert stored.wait(SOON_S), "a store where the arena is not mapped did not end"
+                assert stored.wait(SOON_S), "A store without a mapped arena did not end"
                 moved = stored.result().ok
                 engine.close()
-                assert moved, "it registers where the arena is not mapped: `on_registered` must raise TransportMismatch"
+                assert moved, "It registered without a mapped arena: `on_registered` must raise TransportMismatch"
 
     def test_what_was_lent_is_let_go(self) -> None:
         """After `close` neither the context nor its module refers to tensors, plans or the arena: all would stay."""
@@ -239,7 +241,7 @@ class EngineDriven(TransportKit):
 
         with contextlib.suppress(pytest.fail.Exception):  # a thread may end a moment later
             wait_until(lambda: not kept(), "the end of all", SOON_S)
-        assert not kept(), f"after close it still refers to {', '.join(kept())}"
+        assert not kept(), f"After `close` the transport still refers to {', '.join(kept())}"
         del context
 
     @pytest.mark.parametrize("path", ["arena", "wire"])
@@ -250,12 +252,12 @@ class EngineDriven(TransportKit):
         for _ in range(2):
             before = held()
             engine = self.make_engine(NHD)
-            must_work(engine, "a transfer")
+            must_work(engine, "A transfer")
             engine.close()
         with contextlib.suppress(pytest.fail.Exception):  # a stream's thread may end a moment later
             wait_until(lambda: held() <= before, "the end of all", SOON_S)
         left = sorted(held() - before)
-        assert not left, f"close leaves behind: {', '.join(left)}"
+        assert not left, f"`close` left open: {', '.join(left)}"
 
 
 class _Late(Promise[Any]):

@@ -47,7 +47,7 @@ class Content(TransportKit):
     def test_another_instance_loads_what_was_stored(self, case: str) -> None:
         one, other = self.make_engine(CASES[case]), self.make_engine(CASES[case])
         other.must_load(one.stored(), one.model, one.source())
-        one.must_be_right("a store changes nothing")
+        one.must_be_right("A store changed the engine's memory")
 
     def test_skipped_tokens_are_not_written(self, case: str) -> None:
         groups = CASES[case]
@@ -68,7 +68,7 @@ class Content(TransportKit):
         gathered = list(instance.transfer.gather_block(engine.caches, blocks))
         for index, block in enumerate(blocks):
             right = gathered[index : index + 1] == [engine.model.canonical_block(index, block)]
-            assert right, f"gather_block gives other bytes of layer group {index} than its block {block} has"
+            assert right, f"`gather_block` returned wrong bytes for block {block} of layer group {index}"
 
     def test_only_missing_chunks_are_copied(self, engine: KitEngine) -> None:
         request, middle = engine.request(), engine.source(CHUNK, 2 * CHUNK)
@@ -78,7 +78,7 @@ class Content(TransportKit):
         whole = engine.store(request, engine.source())
         must_succeed(whole)
         found = whole.result()
-        assert found == StoreOutcome(stored=2, present=1), f"of 3 chunks 1 is present; the outcome is {found}"
+        assert found == StoreOutcome(stored=2, present=1), f"Storing 3 chunks, 1 of them present, returned {found}"
         after = engine.snapshot()
         must_succeed(engine.load(request, engine.target()))
         engine.expect_loaded(after, engine.source(), engine.target())
@@ -89,7 +89,7 @@ class Content(TransportKit):
         request = engine.request()
         must_miss(engine.load(request, engine.target()))
         must_succeed(engine.store(request, engine.source(0, CHUNK), 0, CHUNK))
-        must_miss(engine.load(request, engine.target()), "two chunks are missing")
+        must_miss(engine.load(request, engine.target()), "A load succeeded although two chunks are missing")
         engine.must_be_right()
 
     def test_blocks_that_a_window_gave_away_are_left_out(self) -> None:
@@ -100,14 +100,14 @@ class Content(TransportKit):
         stored = engine.store(engine.request(), ids)
         must_succeed(stored)
         found = stored.result()
-        assert found == StoreOutcome(stored=8), f"the engine has the blocks of 8 objects; the outcome is {found}"
+        assert found == StoreOutcome(stored=8), f"A store of 8 objects' blocks returned {found}"
 
     def test_many_transfers_at_once_do_not_mix(self) -> None:
         engines = [self.make_engine(CASES[name]) for name in ("nhd", "hnd", "nhd")] * 4
         requests = [engine.request() for engine in engines]
         for what in ("store", "load"):
             for future in [engine.submit(what, each) for engine, each in zip(engines, requests, strict=True)]:
-                must_succeed(future, f"one of many {what}s at once")
+                must_succeed(future, f"One of many concurrent {what}s")
         for engine in engines[:3]:
             engine.must_have_loaded()
 
@@ -120,25 +120,25 @@ class Pieces(TransportKit):
         engine = self.make_engine(CASES[case])
         future = engine.load(engine.stored(), engine.target(), in_pieces=True)
         pieces = list(self._pieces(future))
-        must_succeed(future, "a load in pieces")
+        must_succeed(future, "A load in pieces")
         engine.must_have_loaded()
         largest = max(group.nbytes for group in engine.registration.desc.groups)
-        assert max(pieces, default=0) <= largest, "a piece is larger than an object, and none was to be as large"
-        assert future.advance() == 0, "a load that has ended is advanced"
+        assert max(pieces, default=0) <= largest, "A piece was larger than the largest object"
+        assert future.advance() == 0, "`advance` must return 0 for a load that has ended"
 
     def test_between_its_pieces_a_load_touches_nothing_and_is_cancelled(self, engine: KitEngine) -> None:
         future = engine.load(engine.stored(), engine.target(), in_pieces=True)
         if not next(self._pieces(future), 0):
-            pytest.skip("the transport copies by itself")
-        assert not future.query(), "a load of several objects has ended with its smallest piece"
+            pytest.skip("The transport copies by itself")
+        assert not future.query(), "A load of several objects ended after its first piece"
         engine.overwrite()
         future.cancel()
-        assert future.query(), "a load that touches nothing does not end at once when it is cancelled"
-        must_miss(future, "a load that was cancelled between two pieces ended well")
+        assert future.query(), "A load cancelled between pieces must end at once"
+        must_miss(future, "A load cancelled between two pieces succeeded")
         assert future.advance() == 0
-        engine.must_be_right("a load that was cancelled between two pieces touched the tensors")
+        engine.must_be_right("A load cancelled between two pieces changed the tensors")
         self.must_be_given_back("a load that ended early")
-        must_work(engine, "a transfer after a load that was cancelled between two pieces")
+        must_work(engine, "A transfer after a load cancelled between two pieces")
 
     def _pieces(self, future: Future[LoadOutcome]) -> Iterator[int]:
         for _ in range(int(self.patience_s / 0.01)):
@@ -148,7 +148,7 @@ class Pieces(TransportKit):
                 yield piece
             else:
                 future.wait(0.01)
-        pytest.fail("a load in pieces did not end, though it was advanced")
+        pytest.fail("A load in pieces did not end although it was advanced")
 
 
 # A block is a whole number of an allocator's units, so that one allocation may begin where another ends.
@@ -166,26 +166,26 @@ class Memory(TransportKit):
         last = engine.model.blocks[0] - 1
         request = engine.request()
         blocks, others = [[0, 5, 3, last]], [[0, 1, 2, last]]
-        must_succeed(engine.store(request, blocks, 0, CHUNK), "a store over the borders of allocations")
-        must_succeed(engine.load(request, others, 0, CHUNK), "a load over the borders of allocations")
+        must_succeed(engine.store(request, blocks, 0, CHUNK), "A store across allocations")
+        must_succeed(engine.load(request, others, 0, CHUNK), "A load across allocations")
         engine.expect_loaded(engine.snapshot(), blocks, others)
-        engine.must_be_right("blocks at the borders of allocations")
+        engine.must_be_right("Blocks at the ends of allocations are wrong")
 
     @pytest.mark.parametrize("case", ["pairs_of_flat_tokens", "latent", "hybrid"])
     def test_tensors_of_one_allocation_are_found(self, case: str) -> None:
         """As with an allocator that cuts all layers from one slab: each has an offset, and it is opened once."""
         before = self.rig.open_elsewhere()
         engine = self.make_engine(CASES[case], slab=True)
-        must_work(engine, "a transfer of tensors that share an allocation")
+        must_work(engine, "A transfer of tensors that share an allocation")
         shapes = {(engine.groups[name[0]].dtype, *shape) for name, shape in engine.model.shapes.items()}
         opened = self.rig.open_elsewhere() - before
-        assert opened <= len(shapes), f"{len(shapes)} allocations were opened {opened} times: give each one handle"
+        assert opened <= len(shapes), f"{len(shapes)} allocations were opened {opened} times: export each once"
 
     @pytest.mark.parametrize("case", ["nhd", "dim_before_token"])
     def test_a_long_request_is_copied_whole(self, case: str) -> None:
         """Thousands of fragments in a batch, and more objects than fit into a batch of 16 or 64."""
         chunks = 70 if case == "nhd" else 24
-        must_work(self.make_engine(PAGED[case], chunks=chunks), f"a request of {chunks} chunks")
+        must_work(self.make_engine(PAGED[case], chunks=chunks), f"A request of {chunks} chunks")
 
     def test_objects_may_lie_anywhere_in_the_arena(self) -> None:
         """All of the arena is registered for copies, slice by slice. Every place of it is used once here."""
@@ -193,12 +193,12 @@ class Memory(TransportKit):
         size = sum(len(image) for image in engine.model.images.values()) // engine.model.blocks[0] * 4 * engine.chunks
         count = (10 << 20) // size
         for number in range(count):
-            before = f"{number * size >> 10} KiB of others (pin registers each slice of the arena)"
-            request = engine.stored(what=f"a store behind {before}")
+            before = f"{number * size >> 10} KiB of others (`pin` must register each slice of the arena)"
+            request = engine.stored(what=f"A store after {before}")
             if number == count // 2:
                 kept, stored = request, engine.snapshot()
                 engine.overwrite()
-        engine.must_load(kept, stored, what="a load of an object far inside of the arena, after others were stored")
+        engine.must_load(kept, stored, what="A load of an object deep in the arena, after other stores,")
 
     def test_two_devices_do_not_mix(self, engine: KitEngine) -> None:
         other = self.make_engine(NHD, rig=self.rig.elsewhere())
@@ -209,9 +209,9 @@ class Memory(TransportKit):
         stored = [engine.snapshot(), other.snapshot()]
         loads = [engine.submit("load", requests[1]), other.submit("load", requests[0])]
         for load in loads:
-            must_succeed(load, "a load of what another device stored")
-        engine.must_have_loaded(stored[1], other.source(), what="a load of what another device stored")
-        other.must_have_loaded(stored[0], engine.source(), what="a load of what another device stored")
+            must_succeed(load, "A load of what another device stored")
+        engine.must_have_loaded(stored[1], other.source(), what="A load of what another device stored")
+        other.must_have_loaded(stored[0], engine.source(), what="A load of what another device stored")
 
     def test_memory_of_another_device_is_refused(self, engine: KitEngine) -> None:
         """A client may say any device of its memory."""
@@ -219,8 +219,8 @@ class Memory(TransportKit):
         device = driver.export(engine.address).allocation.device
         driver.close()
         other = self.make_engine(NHD, rig=self.rig.elsewhere())
-        _must_be_refused(self.patch, other, "`open` of memory of another device", device=device)
-        must_succeed(engine.store(engine.request(), engine.source()), "a store after a refused registration")
+        _must_be_refused(self.patch, other, "Opening memory of another device", device=device)
+        must_succeed(engine.store(engine.request(), engine.source()), "A store after a refused registration")
 
 
 class Driver(TransportKit):
@@ -238,9 +238,9 @@ class Driver(TransportKit):
         _must_not_raise("a second close", driver.close)
         for event in events:
             # `DeviceError` is fine: the events may have ended with the driver.
-            _must_not_raise("destroy_event after close", partial(driver.destroy_event, event))
+            _must_not_raise("`destroy_event` after `close`", partial(driver.destroy_event, event))
         left = self.rig.events() - before
-        assert left <= 0, f"{left} events are left, though `destroy_event` was called after `close`"
+        assert left <= 0, f"{left} events are left: `destroy_event` must work after `close`"
 
     @pytest.mark.parametrize("when", ["twice", "after close", "twice by threads"])
     def test_a_blocked_stream_is_released(self, engine: KitEngine, when: str) -> None:
@@ -252,9 +252,9 @@ class Driver(TransportKit):
         reads = engine.read_later(stream)
         try:
             if when == "after close":
-                _must_not_raise("close while a stream is blocked", driver.close)
+                _must_not_raise("`close` while a stream is blocked", driver.close)
             for number in ("a", "a second"):
-                call = partial(_must_not_raise, f"{number} call of the release, {when},", release)
+                call = partial(_must_not_raise, f"{number.capitalize()} call of `release` ({when})", release)
                 self.in_threads(call) if when == "twice by threads" else call()
         finally:
             with contextlib.suppress(Exception):  # no stream stands still after a test that failed
@@ -270,7 +270,7 @@ class Driver(TransportKit):
         view = memoryview(mmap.mmap(-1, mmap.PAGESIZE))
         arena = Arena(view, ctypes.addressof(ctypes.c_char.from_buffer(view)))
         must_refuse(
-            f"create_copier of the device {device!r}, which this machine lacks,",
+            f"`create_copier` for {device!r}, a device that this machine lacks,",
             lambda: provider.create_copier(options, device, arena),
             DeviceError,
         )
@@ -286,12 +286,12 @@ class Faults(TransportKit):
         copiers = self.copiers()
         self.rig.fail_copy()
         good = "a hit" if what == "load" else "one that succeeded"
-        must_miss(engine.submit(what, request), f"a {what} whose copy failed was answered as {good}")
-        assert what == "load" or engine.hit(request) == 0, "nothing of it is published"
-        assert self.copiers() == copiers, "the copier ended: raise DeviceError for one operation that failed"
+        must_miss(engine.submit(what, request), f"A {what} whose copy failed was answered as {good}")
+        assert what == "load" or engine.hit(request) == 0, "A store whose copy failed was published"
+        assert self.copiers() == copiers, "The copier ended: raise DeviceError, not DeviceLost, for one failed copy"
         if what == "load":
             engine.overwrite()
-            engine.must_load(request, stored, what="a load after one that failed")
+            engine.must_load(request, stored, what="A load after a failed one")
         must_work(engine)
 
     def test_a_poisoned_context_ends_its_copier_and_the_next_one_works(self, engine: KitEngine) -> None:
@@ -301,21 +301,21 @@ class Faults(TransportKit):
         must_miss(engine.store(request, engine.source()))
         wait_until(
             lambda: engine.store(engine.request(), engine.source()).result(PATIENCE_S),
-            "a store after the poisoning: raise DeviceLost once nothing works any more",
+            "a store after the context was lost: raise DeviceLost once nothing works",
             self.patience_s,
         )
-        assert engine.hit(request) == 0, "nothing of it is published"
+        assert engine.hit(request) == 0, "A store whose copy failed was published"
         must_work(engine)
         assert not copiers or self.copiers() != copiers, (
-            "the copier whose context is poisoned goes on: raise DeviceLost once nothing works any more"
+            "The copier runs on after its context was lost: raise DeviceLost once nothing works"
         )
 
     def test_a_device_reset_is_a_miss_and_then_all_works(self, engine: KitEngine) -> None:
         must_work(engine)
         request = engine.request()
         with self.rig.without_device():
-            must_miss(engine.store(request, engine.source()), "a store succeeded while the device was reset")
-        assert engine.hit(request) == 0, "a store is published that ended while the device was reset"
+            must_miss(engine.store(request, engine.source()), "A store succeeded while the device was reset")
+        assert engine.hit(request) == 0, "A store was published although the device was reset during it"
         wait_until(
             lambda: engine.store(engine.request(), engine.source()).result(PATIENCE_S).ok,
             "a store after the reset of the device",
@@ -326,14 +326,14 @@ class Faults(TransportKit):
     def test_what_is_no_event_is_not_taken_for_none(self, engine: KitEngine) -> None:
         request = engine.request()
         stored = engine.store(request, engine.source(), event=object()).result(PATIENCE_S)
-        assert not stored.ok, "the copy came too early: raise DeviceError for what is no event of the device"
-        assert engine.hit(request) == 0, "a store whose event is none was published"
+        assert not stored.ok, "An object that is not an event was accepted: raise DeviceError"
+        assert engine.hit(request) == 0, "A store with an invalid event was published"
         must_work(engine)
 
     def test_memory_smaller_than_it_says_is_refused(self, engine: KitEngine) -> None:
         """A client may send any size, and a copy beyond the end would harm others."""
         self.provider()
-        why = "opening an allocation smaller than its `nbytes`, beyond whose end a copy harms others,"
+        why = "Opening an allocation smaller than its `nbytes`"
         _must_be_refused(self.patch, engine, why, nbytes=1 << 40)
         engine.register()
         must_work(engine)

@@ -75,12 +75,12 @@ def serving(rig: TransportRig) -> Iterator[Server]:
         finally:
             server.stop()
             thread.join(PATIENCE_S)
-            assert not thread.is_alive(), "the server did not stop"
+            assert not thread.is_alive(), "The server did not stop"
 
 
 def client_of(rig: TransportRig, endpoint: str) -> KVClient:
     client = KVClient(endpoint, plugins=registry_for(rig), deadline_scale=20.0)
-    assert client.wait_up(PATIENCE_S), "no connection to the server"
+    assert client.wait_up(PATIENCE_S), "No connection to the server"
     return client
 
 
@@ -111,14 +111,14 @@ class Program:
             text=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONWARNINGS": ""},
         )
-        assert (line := self.next_line()) == _READY, f"a process of the kit says {line!r}"
+        assert (line := self.next_line()) == _READY, f"A process of the kit did not start: it printed {line!r}"
 
     def kill(self) -> None:
         lists = Path(f"/proc/{self.process.pid}/task").glob("*/children")
         children = [int(child) for each in lists for child in each.read_text().split()]
         self.process.kill()
         self.close()
-        wait_until(lambda: not any(map(_is_running, children)), "the end of the children of a killed process")
+        wait_until(lambda: not any(map(_is_running, children)), "the children of a killed process to end")
 
     def close(self) -> None:
         assert self.process.stdin is not None
@@ -135,7 +135,7 @@ class Program:
     def next_line(self) -> str:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert line, f"the process ended with status {self.process.wait()}"
+        assert line, f"A process of the kit exited with status {self.process.wait()}"
         return line.strip()
 
     def send(self, *words: object) -> None:
@@ -231,7 +231,7 @@ class TransportKit(Kit):
     @classmethod
     def spec(cls) -> Iterator[RigSpec]:
         """The recipe for the rig; the fixture ends the processes under it."""
-        raise NotImplementedError("give a `spec` fixture of class scope")
+        raise NotImplementedError("Define a fixture `spec` of class scope")
 
     @pytest.fixture(scope="class", name="rig")
     @classmethod
@@ -271,9 +271,9 @@ class TransportKit(Kit):
         before = len(rig.problems())
         with ExitStack() as self._engines:
             yield
-        wait_until(lambda: held_by(status_of(client)) == (0, 0), "the end of all pins and reservations")
+        wait_until(lambda: held_by(status_of(client)) == (0, 0), "all pins and reservations to be released")
         if found := rig.problems()[before:]:
-            pytest.fail(f"the device noted {found[0]}", pytrace=False)
+            pytest.fail(f"The device recorded a misuse: {found[0]}", pytrace=False)
 
     @contextmanager
     def doomed(self) -> Iterator[tuple[Program, KVClient, KitEngine]]:
@@ -290,19 +290,19 @@ class TransportKit(Kit):
         """A transfer whose copy stands still in its middle until the second value is called, or the block ends. Skips
         the test for a transport that copies in the engine's thread."""
         if self.rig.synchronous:
-            pytest.skip("the transport copies in the engine's thread: nothing is under way after a submit")
+            pytest.skip("The transport copies in the engine's thread: nothing is under way after a submit")
         with ExitStack() as held:
             held.enter_context(self.rig.holding_copies())
             future = submit()
-            wait_until(self.rig.held, "a copy that is held")
+            wait_until(self.rig.held, "a copy that the rig holds")
             yield future, held.close
 
     def must_go_on(self, reads: Reads) -> None:
-        what = "the end of a stream's wait for a transfer that is over"
+        what = "a stream to go on after a transfer that has ended"
         wait_until(lambda: all(read() is not None for read in reads), what, self.patience_s)
 
     def must_be_given_back(self, of: str) -> None:
-        what = f"{of} to give its ranges and pins back"
+        what = f"{of} to release its ranges and pins"
         wait_until(lambda: held_by(status_of(self.client)) == (0, 0), what, SOON_S)
 
     def copiers(self) -> dict[str, int | None]:
@@ -314,7 +314,7 @@ class TransportKit(Kit):
         registry = registry_for(self.rig)
         provider = registry.resolve("transport", self.rig.transport)
         if not hasattr(provider, "create_copier"):
-            pytest.skip("the transport is none of a device driver")
+            pytest.skip("The transport has no device driver")
         return cast("DeviceTransportProvider[Any]", provider), registry.options(
             provider, dict(self.rig.server_options), where="the kit"
         )

@@ -54,9 +54,9 @@ class Order(TransportKit):
         engine.model = MemoryModel(engine.groups, engine.model.blocks, seed=1)
         for name, image in engine.model.images.items():
             self.rig.write_behind(engine.tensors[name], bytes(image))
-        must_succeed(engine.worker.submit_store(request, 0, whole, engine.source()), "a store without an event")
+        must_succeed(engine.worker.submit_store(request, 0, whole, engine.source()), "A store without an event")
         engine.must_load(
-            request, what="a store without an event read memory before the work that was queued in the current stream"
+            request, what="A store without an event read memory before the work that was queued in the current stream"
         )
 
     @pytest.mark.parametrize("case", ["nhd", "hybrid"])
@@ -66,7 +66,7 @@ class Order(TransportKit):
         request = engine.request()
         with self.in_mid_copy(lambda: engine.store(request, engine.source())) as (future, go_on):
             must_be_under_way(future)
-            assert engine.hit(request) == 0, "nothing is published before it is there"
+            assert engine.hit(request) == 0, "A store was published before its copy had ended"
             go_on()
             must_succeed(future)
 
@@ -80,10 +80,10 @@ class Order(TransportKit):
                 took.append(time.perf_counter() - started)
             # The median: the machine may interrupt any single one.
             median = sorted(took)[len(took) // 2]
-            self.must_take("a submit while a copy is under way", median, self.submit_budget_s)
+            self.must_take("A submit during a copy", median, self.submit_budget_s)
             go_on()
             for future in futures:
-                must_succeed(future, "a store behind one that was held")
+                must_succeed(future, "A store after one that was paused")
 
     @pytest.mark.parametrize("of", ["the same instance", "another"])
     def test_a_load_does_not_wait_for_a_store_that_stands_still(self, of: str) -> None:
@@ -94,9 +94,9 @@ class Order(TransportKit):
             loading = engine.load(request, engine.target())
             passed = loading.wait(self.patience_s)
             go_on()
-            assert passed, "a load stood behind a store: give loads and stores a stream each"
-            must_succeed(loading, "a load beside a store that stands still, for which no call waits,")
-            must_succeed(standing, "a store that stood still")
+            assert passed, "A load waited for a store: give loads and stores a stream each"
+            must_succeed(loading, "A load during a paused store")
+            must_succeed(standing, "A paused store")
         engine.must_have_loaded()
 
     @pytest.mark.parametrize("what", ["store", "load"])
@@ -114,7 +114,7 @@ class Order(TransportKit):
             engine.stored()
             engine.must_be_right()
         else:
-            assert engine.hit(request) == 0, "a cancelled store was published"
+            assert engine.hit(request) == 0, "A cancelled store was published; it must publish nothing"
             engine.must_load(engine.stored(request))
 
     def test_a_submit_does_not_wait_for_the_engines_work(self, engine: KitEngine) -> None:
@@ -129,8 +129,8 @@ class Order(TransportKit):
             returned = not submitting.is_alive()
             under_way = [not future.query() for future in futures]
         submitting.join(PATIENCE_S)
-        assert returned, "a submit returned only after the engine's work was done"
-        assert under_way == [True], "a store was answered before its event was reached"
+        assert returned, "A submit waited for the engine's work; it must return at once"
+        assert under_way == [True], "A store ended before its event was reached; it must wait"
         must_succeed(futures[0])
         engine.must_be_right()
 
@@ -143,7 +143,7 @@ class Order(TransportKit):
             waiting = engine.store(engine.request(), engine.source(), event=event)
             ready = engine.store(engine.request(), engine.source(), event=reached)
             answered = ready.wait(self.patience_s)
-        assert answered, "a transfer whose event is reached stood behind one whose event is not"
+        assert answered, "A ready transfer waited for another whose event is not reached"
         must_succeed(waiting)
         must_succeed(ready)
 
@@ -156,9 +156,7 @@ class Order(TransportKit):
             waiting = engine.store(engine.request(), engine.source(), event=engine.overwrite(later=True))
             waiting.cancel()
             answered = waiting.wait(self.patience_s)
-        assert answered, (
-            "a cancel was not answered while another copy was under way: whoever answers must wait for no copy"
-        )
+        assert answered, "A cancel waited for another transfer's copy; it must be answered at once"
         must_succeed(standing)
 
     def test_close_waits_for_a_copy_under_way(self, engine: KitEngine) -> None:
@@ -169,9 +167,9 @@ class Order(TransportKit):
             early = not closing.is_alive() or future.query()
             go_on()
             closing.join(PATIENCE_S)
-        assert not early, "close returned, or the transfer ended, while its copy stood still: blocks are still touched"
-        assert not closing.is_alive(), "close did not return after the copy under way was over"
-        assert future.wait(self.patience_s), "the transfer under way did not end with close"
+        assert not early, "`close` returned, or the transfer ended, while its copy was paused: it still touches blocks"
+        assert not closing.is_alive(), "`close` did not return after the last copy had ended"
+        assert future.wait(self.patience_s), "A transfer did not end with `close`"
 
 
 class Streams(TransportKit):
@@ -186,7 +184,7 @@ class Streams(TransportKit):
             until = time.monotonic() + _A_WHILE_S
             while time.monotonic() < until:
                 assert not any(read() is not None for read in reads), (
-                    "a read came before the load that its stream waits for"
+                    "A read ran before the load that its stream waits for"
                 )
                 time.sleep(0.005)
             go_on()
@@ -194,7 +192,7 @@ class Streams(TransportKit):
         self.must_go_on(reads)
         engine.expect_loaded(engine.snapshot(), engine.source(), engine.target())
         late = sum(read() != bytes(engine.model.images[name]) for read, name in zip(reads, engine.tensors, strict=True))
-        assert not late, f"{late} tensors were read before the load that the stream waits for had written them"
+        assert not late, f"{late} tensors were read before the load, for which the stream waits, had written them"
 
     def test_what_is_no_stream_is_not_taken_for_the_current_one(self, engine: KitEngine) -> None:
         """Without a stream that can wait the engine's thread waits, which is safe."""
@@ -207,7 +205,7 @@ class Streams(TransportKit):
             returned = not waiting.is_alive()
             go_on()
             waiting.join(self.patience_s)
-            assert not returned, "raise DeviceError for what is no stream: no stream of the engine waits now"
+            assert not returned, "An object that is not a stream was accepted: raise DeviceError"
             must_succeed(future)
 
     @pytest.mark.parametrize("how", ["is cancelled", "fails"])
@@ -225,7 +223,7 @@ class Streams(TransportKit):
             reads = [read for stream in streams for read in self._read_behind(future, engine, stream, held.close)]
             if how == "is cancelled":
                 future.cancel()
-        must_miss(future, f"a load that {how} was answered as a hit")
+        must_miss(future, f"A load that {how} was answered as a hit")
         self.must_go_on(reads)
 
     def _read_behind(
@@ -238,7 +236,7 @@ class Streams(TransportKit):
         future.to_cuda_future().wait(stream)
         watchdog.cancel()
         watchdog.join()
-        assert not future.query(), "the engine's thread waited for the transfer"
+        assert not future.query(), "The engine's thread waited for the transfer; only its stream may wait"
         return engine.read_later(stream)
 
 
@@ -254,10 +252,10 @@ class Life(TransportKit):
                 engines.append(Program("engine", self.recipe, endpoint, str(instance_id), "hybrid"))
                 stack.callback(engines[-1].close)
             for number, (one, other) in enumerate((engines, engines[::-1]), start=1):
-                assert one.ask("store", number) is True, "a store of another process failed"
-                assert other.ask("load", number) is True, "what one process stored is a miss for another"
-            assert not engines[1].ask("check", 1), "a byte is wrong"
-            assert engines[0].ask("store", 1) is True, "a store of what is present fails"
+                assert one.ask("store", number) is True, "A store in a second process failed"
+                assert other.ask("load", number) is True, "One process missed what another had stored"
+            assert not engines[1].ask("check", 1), "A second process loaded wrong bytes"
+            assert engines[0].ask("store", 1) is True, "A store of present objects failed; it must succeed"
 
     def test_after_the_end_of_an_instance_nothing_is_open(self) -> None:
         self.make_engine(NHD).close()  # what keeps its streams for the next instance has them from here on
@@ -269,10 +267,10 @@ class Life(TransportKit):
         must_succeed(engine.load(engine.stored(), engine.target()))
         engine.close()
         left = self.rig.open_elsewhere() - before
-        assert not left, f"{left} allocations are open: unregistering is answered once the memory is closed"
+        assert not left, f"{left} allocations are still open: close memory before unregistering is answered"
         left = self.rig.events() - events
-        assert not left, f"{left} events are left: every event is closed and destroyed with its instance"
-        ended = "the end of all streams of an instance that has ended"
+        assert not left, f"{left} events are left: close and destroy each with its instance"
+        ended = "all streams of a closed instance to be released"
         wait_until(lambda: self.rig.streams() == streams, ended, self.patience_s)
 
     @pytest.mark.parametrize(("what", "hit"), [("store", 0), ("load", 3 * 16)], ids=["store", "load"])
@@ -282,18 +280,18 @@ class Life(TransportKit):
         doomed = Program("engine", self.recipe, self.server.endpoint, str(90_000 + seed), "nhd")
         try:
             if what == "load":
-                assert doomed.ask("store", seed) is True, "a store of another process failed"
+                assert doomed.ask("store", seed) is True, "A store in a second process failed"
             with self.rig.holding_copies():
                 doomed.send("begin", what, seed)
                 wait_until(self.rig.held, "a copy that is held")
                 doomed.kill()
-                wait_until(lambda: _instances(self.client) <= instances_before, "the end of it")
+                wait_until(lambda: _instances(self.client) <= instances_before, "the server to drop the killed engine")
         finally:
             doomed.close()
         self.must_be_given_back("an engine that was killed")
-        wait_until(lambda: self.rig.open_elsewhere() == open_before, "the end of its mappings")
+        wait_until(lambda: self.rig.open_elsewhere() == open_before, "the killed engine's mappings to be closed")
         found = engine.hit(engine.request(seed))
-        assert found == hit, f"{found} tokens are a hit after the death of an engine in mid-{what}, and not {hit}"
+        assert found == hit, f"{found} tokens hit after an engine died during a {what}; expected {hit}"
         engine.stored()
         engine.must_be_right()
 
@@ -304,9 +302,9 @@ class Life(TransportKit):
             # The blocks may have any content now, but no copy writes to them any more.
             engine.overwrite()
             stack.callback(Program("server", self.recipe, server.endpoint).close)
-            wait_until(lambda: client.usable and _instances(client) == {1}, "the registration at the new server")
+            wait_until(lambda: client.usable and _instances(client) == {1}, "the engine to register at the new server")
             engine.must_be_right()
-            must_miss(engine.load(request, engine.target()), "a new server is empty")
+            must_miss(engine.load(request, engine.target()), "A load from a new, empty server succeeded")
             engine.must_load(engine.stored(request))
             engine.close()
 
@@ -325,13 +323,11 @@ class Life(TransportKit):
             if getattr(registry_for(self.rig).resolve("transport", self.rig.transport), "create_server", None) is None:
                 # The copy goes on in the engine, into blocks that are not the engine's until it is over.
                 loading.join(_A_WHILE_S)
-                assert not answered, "the load was answered while its copy stood still"
+                assert not answered, "The load ended while its copy was paused"
                 held.close()
             loading.join(PATIENCE_S)
-        assert answered != [True], (
-            "the load was answered as done while its copy stood still: `reached` was true too early"
-        )
-        assert answered == [False], "the load was not answered after the death of its server"
+        assert answered != [True], "The load ended while its copy was paused: `reached` was true too early"
+        assert answered == [False], "The load did not end after its server had died"
 
 
 def _instances(client: KVClient) -> set[int]:

@@ -59,7 +59,7 @@ class TransportRig(ABC):
 
     def write_behind(self, tensor: TensorLike, data: bytes) -> None:
         """Queue such a write in the calling thread's current stream, for a submit without an event."""
-        pytest.skip("give `write_behind` of the rig: a late write in the current stream")
+        pytest.skip("Define `write_behind` in the rig: a late write in the current stream")
 
     def event(self) -> object:
         """Return the engine's event for a submit behind no queued work; None is fine for most."""
@@ -67,17 +67,17 @@ class TransportRig(ABC):
 
     def stream(self) -> object:
         """Return a stream of the engine's beside its current one, as an argument of `DeviceFuture.wait`."""
-        pytest.skip("give `stream` of the rig: a stream that can wait for a transfer")
+        pytest.skip("Define `stream` in the rig: a stream that can wait for a transfer")
 
     def read_later(self, tensor: TensorLike, stream: object | None) -> Callable[[], bytes | None]:
         """Queue a read of all bytes of a contiguous tensor on a stream (None: the current one), as a kernel of the
         engine would. Never blocks. The returned function gives the bytes once the stream has passed the read, None
         before; it may raise the read's error."""
-        pytest.skip("give `read_later` of the rig: a read behind a stream's work")
+        pytest.skip("Define `read_later` in the rig: a read queued after a stream's work")
 
     def holding_copies(self) -> AbstractContextManager[None]:
         """Stop the next copy of the transport in its middle until the block ends."""
-        pytest.skip("give `holding_copies` of the rig (`DeviceRig` has it, with `copies`)")
+        pytest.skip("Define `holding_copies` in the rig (`DeviceRig` has it, with `copies`)")
 
     def held(self) -> bool:
         """Return whether a copy stands still in `holding_copies`."""
@@ -85,19 +85,19 @@ class TransportRig(ABC):
 
     def holding_writes(self) -> AbstractContextManager[None]:
         """Delay the effect of `write_later` until the block ends."""
-        pytest.skip("give `holding_writes` of the rig (`DeviceRig` has it)")
+        pytest.skip("Define `holding_writes` in the rig (`DeviceRig` has it)")
 
     def fail_copy(self) -> None:
         """Make the next copy of the transport fail on a device that works otherwise."""
-        pytest.skip("give `fail_copy` of the rig (`DeviceRig` has it, with `copies`)")
+        pytest.skip("Define `fail_copy` in the rig (`DeviceRig` has it, with `copies`)")
 
     def poison(self) -> None:
         """Make the next copy of the transport poison the context of its process, as an illegal access does."""
-        pytest.skip("give `poison` of the rig: a context that is lost")
+        pytest.skip("Define `poison` in the rig: it loses the device's context")
 
     def without_device(self) -> AbstractContextManager[None]:
         """Make each call on the device fail until the block ends, as during a reset of it."""
-        pytest.skip("give `without_device` of the rig: a reset of the device")
+        pytest.skip("Define `without_device` in the rig: it resets the device")
 
     def problems(self) -> list[str]:
         """Return the mistakes noted so far, where the device can tell: in any process."""
@@ -117,7 +117,7 @@ class TransportRig(ABC):
 
     def elsewhere(self) -> TransportRig:
         """Return a rig of another device of the machine, in this process."""
-        pytest.skip("give `elsewhere` of the rig: another device")
+        pytest.skip("Define `elsewhere` in the rig: a rig of another device")
 
     def close(self) -> None:
         """Free the rig's resources. Idempotent."""
@@ -225,7 +225,7 @@ class DeviceRig(TransportRig):
 
     def stream_of(self, *arguments: Any, **named: Any) -> object:
         """Return the stream on which a call of `copies` queues, by the call's arguments."""
-        raise NotImplementedError("give `stream_of` with `copies`")
+        raise NotImplementedError("Define `stream_of` together with `copies`")
 
     def write(self, tensor: TensorLike, data: bytes) -> None:
         self._wait_for_late()
@@ -291,7 +291,7 @@ class DeviceRig(TransportRig):
 
     def _need_copies(self) -> None:
         if not self.copies:
-            pytest.skip("give `copies` of the rig, the call by which the transport queues a copy")
+            pytest.skip("Define `copies` in the rig: the call with which the transport queues a copy")
 
     def _see_copies(self) -> None:
         module, _, name = self.copies.partition(":")
@@ -319,7 +319,7 @@ class DeviceRig(TransportRig):
         self._kept.clear()
 
     def _wait(self, event: object) -> None:
-        wait_until(lambda: self.reached(event), "the end of the engine's own copies")
+        wait_until(lambda: self.reached(event), "the engine's copies to end")
 
 
 class HostRig(TransportRig):
