@@ -547,7 +547,7 @@ def outside(
     trace: Annotated[pathlib.Path, typer.Option(help="Trace file of kvframework or Mooncake.")],
     folder: Annotated[
         pathlib.Path,
-        typer.Option(help="Folder of finished cells: what it has is not measured again. Made if it is not there."),
+        typer.Option(help="Folder of finished cells: they are not measured again. Created if missing."),
     ],
     tool: Annotated[list[OutsideTool] | None, typer.Option(help="Run only this tool; repeatable.")] = None,
     model: Annotated[

@@ -74,7 +74,7 @@ def transport_options(path: TransferPath, plugins: PluginRegistry) -> dict[str, 
     if path is TransferPath.arena:
         return {}
     raise BenchUnavailable(
-        f"the {path.value} path is not in this server",
+        f"this server has no {path.value} path",
         where=f"transport {TRANSPORT}",
         available=TransferPath.arena.value,
         hint="bench --path arena",

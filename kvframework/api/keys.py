@@ -210,7 +210,7 @@ def _one(item: object) -> Retain:
     what: Literal["done", "keep"] = "done" if priority == 0 else "keep"
     if "retain" in fields:
         if priority is not None or duration is not None:
-            raise _wrong("retain and priority or duration are set", "either retain, or priority and duration")
+            raise _wrong("retain is set together with priority or duration", "either retain, or priority and duration")
         duration = fields["retain"]
         if isinstance(duration, str):
             if duration not in _WORDS:

@@ -208,7 +208,7 @@ def validate_layout(layout: KVLayout) -> None:
         _require(group.window >= 0, f"window is {group.window}", where, "0 (full attention) or more tokens")
         _require(size % ratio == 0, f"block_size {size} is not a multiple of compress_ratio {ratio}", where)
         both = group.state and group.window
-        _require(not both, f"a recurrent state has a window of {group.window} tokens", where, "state or window")
+        _require(not both, f"state and window ({group.window} tokens) are both set", where, "state or window")
         _require(
             not group.packing or (group.heads, group.dtype, ratio) == (1, "uint8", 1),
             f"opaque blocks have heads={group.heads}, dtype={group.dtype}, compress_ratio={ratio}",

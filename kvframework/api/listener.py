@@ -152,7 +152,7 @@ class Records(ABC):
     ended: bool
     """Whether the server ends: what `take` returns from now on is the last."""
     handed_over: bool
-    """Once it `ended`: whether the next server takes L1 over as it is."""
+    """Once it `ended`: whether the next server takes over L1 unchanged."""
 
     @property
     @abstractmethod

@@ -41,7 +41,7 @@ SECTIONS = {
         "demo": ("kvframework-demo", "Demonstrate the cache: a second process skips the prefill."),
     },
     "Look": {
-        "stats": ("kvframework-run", "Show what the cache has saved, on one screen."),
+        "stats": ("kvframework-run", "Show the prefill that the cache has saved, on one screen."),
         "status": ("kvframework-observe", "Show the state of a running server."),
         "top": ("kvframework-observe", "Show a live picture of the server in the terminal."),
         "explain": ("kvframework-observe", "Show what requests found in the cache, and why they missed the rest."),
@@ -191,7 +191,7 @@ app = typer.Typer(
     epilog=examples(
         "kvframework run -- vllm serve MODEL       an engine with the cache",
         "kvframework serve --config kvf.toml       the server alone, in the foreground",
-        "kvframework stats                         what it has saved",
+        "kvframework stats                         the saved prefill",
         "kvframework COMMAND --help                options and examples of a command",
     ),
     no_args_is_help=True,

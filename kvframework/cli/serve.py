@@ -66,9 +66,9 @@ def serve(
     epilog=examples(
         "kvframework hold                         L1 gets 25 % of the available memory",
         "kvframework hold -- --config kvf.toml    with options of `kvframework serve`",
-        "kvframework hold --status                what is kept, and for which server",
+        "kvframework hold --status                the kept memory and its server",
         "kvframework hold --reload                the installed version takes over",
-        "kvframework hold --drop --restart        free what is kept, start cold",
+        "kvframework hold --drop --restart        free the kept memory, start cold",
     ),
 )
 def hold(

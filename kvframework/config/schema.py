@@ -177,9 +177,9 @@ class TenantKeys(Struct, frozen=True, forbid_unknown_fields=True):
         Meta(min_length=1, max_length=4096, description="digests of the tenant's salts: `kvframework tenants digest`"),
     ]
     min: Annotated[str, Meta(description="share (`20%`) or size (`4GiB`) of L1 that other tenants never evict")] = "0%"
-    max: Annotated[str, Meta(description="most of L1 that the tenant gets: a share or a size")] = "100%"
+    max: Annotated[str, Meta(description="the tenant's largest part of L1: a share or a size")] = "100%"
     load_bandwidth: Annotated[
-        str, Meta(description="most bytes per second that the tenant loads, such as `2GB/s`; empty: no limit")
+        str, Meta(description="limit of the bytes per second that the tenant loads, such as `2GB/s`; empty: no limit")
     ] = ""
 
 

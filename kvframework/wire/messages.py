@@ -45,14 +45,14 @@ Seconds = Annotated[float, msgspec.Meta(ge=0.0)]
 
 
 class Empty(Message, frozen=True):
-    """No payload."""
+    """The empty payload."""
 
 
 class Hello(Message, frozen=True):
-    """The first request on every connection. `session` joins a further socket to a session; `replaces` names a lost
-    session of the same client, which ends first; `min_version` and `max_version` bound the versions that the client
-    speaks; `hasher` is a fingerprint, "" to take the server's; `client_version` is its release. Every version reads
-    every other's: `client` and `pid` never change, and a client without versions speaks 1."""
+    """The first request on every connection. `session` joins another socket to a session. `replaces` names a lost
+    session of the same client; that session ends first. `min_version` and `max_version` bound the protocol versions
+    that the client speaks. `hasher` is a fingerprint, or "" for the server's hasher. `client_version` is the client's
+    release. The fields `client` and `pid` never change, so every server can read them."""
 
     client: str
     pid: int
@@ -65,12 +65,11 @@ class Hello(Message, frozen=True):
 
 
 class HelloReply(Message, frozen=True):
-    """`session` names the client session (16 secret bytes, presented on the liveness socket). `liveness` is the path of
-    that socket, "" over TCP. `boot_id` changes with every start of a server. `features` names what an older server of
-    the same protocol version would ignore; `token_ids` among them asks for the `content` of transfers,
-    `token_ids.salted` for that of salted ones. `tp_lcm` and `pp_lcm` are the server's, 1 for objects named by rank.
-    `least_chunk` is for `with_chunk`: the client declares the tokens of a chunk up to `chunk_size`; 0: it does not.
-    """
+    """The answer to HELLO. `session` (16 secret bytes) names the session; the client sends it on the liveness socket,
+    whose path is `liveness` ("" over TCP). `boot_id` changes with every start of the server. `features` lists
+    extensions that older servers of this protocol version ignore: `token_ids` asks for the `content` of transfers,
+    `token_ids.salted` also for salted ones. `tp_lcm` and `pp_lcm` are the server's options; 1: objects are named by
+    rank. `least_chunk` is the least chunk, in tokens, that a client may declare up to `chunk_size`; 0: none."""
 
     version: int
     boot_id: bytes
@@ -87,14 +86,14 @@ class HelloReply(Message, frozen=True):
 
 
 class Goodbye(Message, frozen=True):
-    """Ends the session. A client that cannot use this server sends the error's code and the reason."""
+    """The request to end the session. A client that cannot use the server sends an error code and the reason."""
 
     code: str = ""
     reason: str = ""
 
 
 class Lost(Message, frozen=True):
-    """Calls of a client that failed with the error `code` in its session so far, and the bytes of loads and stores."""
+    """The calls of a session that failed with the error `code`, and the bytes of its failed loads and stores."""
 
     code: Annotated[str, msgspec.Meta(max_length=MAX_LOST_CODE)]
     lookups: LostCount = 0
@@ -109,8 +108,8 @@ LOST_CALLS = LOST_AMOUNTS[:3]
 
 
 class Ping(Message, frozen=True):
-    """`lost` is the report of this session, by code; () if nothing was added since the last one that was answered.
-    `free` is that of `Lookup`."""
+    """The client's regular sign of life. `lost` reports the session's failed calls by code; () if nothing changed since
+    the last answered report. `free` lists tickets to release, as in `Lookup`."""
 
     lost: Annotated[tuple[Lost, ...], msgspec.Meta(max_length=MAX_LOST)] = ()
     free: Tickets = ()
@@ -123,7 +122,7 @@ class Pong(Message, frozen=True):
 
 
 class GetChunkSize(Message, frozen=True):
-    """`namespace` b"": the configured chunk size; else the chunk of that registered namespace."""
+    """The question for the chunk size: the configured one for b"", else that of the registered `namespace`."""
 
     namespace: bytes = b""
 
@@ -135,9 +134,9 @@ class ChunkSize(Message, frozen=True):
 
 
 class RegisterKvCache(Message, frozen=True):
-    """Registers an instance with a declared layout. `handles` come from the transport's engine half. `ranks`, of an
-    instance whose objects are shards: the ranks that it holds, `rank` first, whose layer groups the layout lists rank
-    by rank; (): `rank` alone. `model_dtype` is what the model computes in, for the status."""
+    """The registration of an instance with a declared layout. `handles` come from the transport's engine half. `ranks`
+    is for an instance whose objects are shards: the ranks that it holds, `rank` first; the layout lists their layer
+    groups rank by rank. (): `rank` alone. `model_dtype`, the dtype of the model, appears in the status."""
 
     instance_id: InstanceId
     model_name: str
@@ -167,21 +166,21 @@ class RegisterNonGpuContextPayload(Message, frozen=True):
 
 
 class Registered(Message, frozen=True):
-    """The response to both registrations."""
+    """The answer to both kinds of registration."""
 
     namespace: bytes
     desc: MemoryLayoutDesc
 
 
 class Unregister(Message, frozen=True):
-    """The end of an instance; the server frees its memory mappings."""
+    """The request to end an instance. The server unmaps the instance's memory."""
 
     instance_id: InstanceId
 
 
 class TransferRequest(Message, frozen=True):
-    """STORE and RETRIEVE of a server-driven transport. `block_ids` is packed little-endian u32, per layer group; the
-    transport's `event` is waited for first. `content` is that of the key's tokens, for a server that asks for it."""
+    """STORE or RETRIEVE of a server-driven transport. `block_ids` are packed little-endian u32, per layer group. The
+    server waits for the transport's `event` first. `content` describes the key's tokens, if the server asks."""
 
     key: CacheKey
     instance_id: InstanceId
@@ -192,7 +191,7 @@ class TransferRequest(Message, frozen=True):
 
 
 class GatherBlock(Message, frozen=True):
-    """GATHER_BLOCK, for the canary: one block id per layer group, each packed like `block_ids` of a transfer."""
+    """GATHER_BLOCK, the canary's request: one block id per layer group, packed like `block_ids` of a transfer."""
 
     instance_id: InstanceId
     block_ids: PerGroup
@@ -206,7 +205,7 @@ class GatheredBlock(Message, frozen=True):
 
 
 class TransferReply(Message, frozen=True):
-    """The end of a transfer: whether all objects moved, else the reason."""
+    """The answer to a transfer: whether all objects were moved, else the reason."""
 
     ok: bool
     outcome: StoreOutcome = StoreOutcome()
@@ -214,8 +213,8 @@ class TransferReply(Message, frozen=True):
 
 
 class Prepare(Message, frozen=True):
-    """PREPARE_STORE and PREPARE_RETRIEVE. `first_chunks`, of a store only: how many chunks at the beginning of the
-    range a window or state leaves out, per layer group; () for none."""
+    """PREPARE_STORE or PREPARE_RETRIEVE. `first_chunks` (stores only) counts, per layer group, the chunks at the
+    beginning of the range that a window or state leaves out; () for none."""
 
     key: CacheKey
     instance_id: InstanceId
@@ -223,9 +222,9 @@ class Prepare(Message, frozen=True):
 
 
 class StorePlan(Message, frozen=True):
-    """The answer to PREPARE_STORE: write `ranges`, then commit `lease`, which is "" when there is nothing to write. The
-    ranges belong to the caller until COMMIT, ABORT or its end; after `lease_s` seconds they are quarantined: still the
-    caller's to write, but never published."""
+    """The answer to PREPARE_STORE: the client writes `ranges`, then commits `lease` ("" if there is nothing to write).
+    The client owns the ranges until COMMIT, ABORT or the end of its session. After `lease_s` seconds the client may
+    still write to the ranges, but the server never publishes them."""
 
     lease: str
     ranges: Ranges
@@ -234,8 +233,9 @@ class StorePlan(Message, frozen=True):
 
 
 class RetrievePlan(Message, frozen=True):
-    """The answer to PREPARE_RETRIEVE: read `ranges`, then commit `lease`. Empty and `hit` False when anything is
-    missing. The ranges are pinned for `lease_s` seconds; COMMIT_RETRIEVE says whether they were pinned throughout."""
+    """The answer to PREPARE_RETRIEVE: the client reads `ranges`, then commits `lease`. `hit` is False, and the plan
+    empty, if any object is missing. The ranges are pinned for `lease_s` seconds; COMMIT_RETRIEVE answers whether the
+    pins lasted until then."""
 
     hit: bool
     lease: str = ""
@@ -245,14 +245,14 @@ class RetrievePlan(Message, frozen=True):
 
 
 class LeaseRef(Message, frozen=True):
-    """ABORT."""
+    """ABORT: the request to release a lease."""
 
     lease: str
 
 
 class Commit(Message, frozen=True):
-    """COMMIT_STORE and COMMIT_RETRIEVE. `content` is that of the prepared key's tokens, for a server that asks for it:
-    routers hear of the objects by it. `took_s`, of a load by a grant, whose begin the server does not see: its time."""
+    """COMMIT_STORE or COMMIT_RETRIEVE. `content` describes the key's tokens, if the server asks: routers learn of the
+    objects from it. `took_s` is the duration of a load with a grant, whose start the server does not see."""
 
     lease: str
     content: ChunkContent | None = None
@@ -260,27 +260,27 @@ class Commit(Message, frozen=True):
 
 
 class Committed(Message, frozen=True):
-    """COMMIT_STORE."""
+    """The answer to COMMIT_STORE."""
 
     outcome: StoreOutcome
 
 
 class RetrieveCommitted(Message, frozen=True):
-    """COMMIT_RETRIEVE: True if the pins held throughout."""
+    """The answer to COMMIT_RETRIEVE: `held` is True if the pins lasted until the commit."""
 
     held: bool
 
 
 class Aborted(Message, frozen=True):
-    """The answer to ABORT: the number of freed reservations."""
+    """The answer to ABORT: the number of released reservations."""
 
     freed: int
 
 
 class StoreCpuChunks(Message, frozen=True):
-    """STORE_CPU_CHUNKS: raw objects behind the payload, one buffer each. `objects` names them in order: ascending
-    packed u32 that count chunk by chunk from the key's `start`, in each chunk by layer group. Without objects and
-    buffers the request asks for the missing objects. `content` is that of the key's tokens, if the server asks."""
+    """STORE_CPU_CHUNKS: raw objects, one message buffer each after the payload. `objects` are their positions, packed
+    ascending u32: chunk by chunk from the key's `start`, within a chunk by layer group. Without objects and buffers
+    the request asks which objects are missing. `content` describes the key's tokens, if the server asks."""
 
     key: CacheKey
     instance_id: InstanceId
@@ -289,33 +289,33 @@ class StoreCpuChunks(Message, frozen=True):
 
 
 class ChunksStored(Message, frozen=True):
-    """The outcome of the objects that were sent. For a query: the number of present objects, and the others in
-    `missing`, packed like `objects`; an object that another client is writing counts as missing."""
+    """The answer to STORE_CPU_CHUNKS: the outcome of the sent objects. For a query: the number of present objects, and
+    the missing ones, packed like `objects`. An object that another client is writing counts as missing."""
 
     outcome: StoreOutcome
     missing: bytes = b""
 
 
 class RetrieveCpuChunks(Message, frozen=True):
-    """RETRIEVE_CPU_CHUNKS: objects pinned under `lease`; `objects` are packed u32 positions in its plan."""
+    """RETRIEVE_CPU_CHUNKS: the request for objects pinned under `lease`, as packed u32 positions in its plan."""
 
     lease: str
     objects: bytes
 
 
 class ChunksSent(Message, frozen=True):
-    """One raw buffer behind it for each requested object, in order; none if `held` is False: the pins have lapsed. Only
-    COMMIT_RETRIEVE says whether they held until all was received."""
+    """The answer to RETRIEVE_CPU_CHUNKS, followed by one raw buffer per requested object, in order. `held` False: the
+    pins have expired, and no buffer follows. Only COMMIT_RETRIEVE tells whether they lasted until all was received."""
 
     held: bool
 
 
 class Lookup(Message, frozen=True):
-    """ONE key, worker id None. The hit counts from `key.start`. The answer is held back until it is known if L2 has
-    more than L1, for `wait_s` at most; the load of that is not waited for. With a `speed` the hit is cut where the
-    engine computes the rest sooner than a tier loads it. The tickets `free` that have not ended do first, as by
-    FREE_LOOKUP_LOCKS, and the leases of unused grants. `grant` are the instances for whose loads the hit is prepared at
-    once, as by PREPARE_RETRIEVE. All but `key` are for servers of 0.3 or later."""
+    """The question how many tokens of one key are cached, counted from `key.start`; its worker id is None. The server
+    waits up to `wait_s` seconds for the tiers' answers, but never for their loads. With a `speed`, the server cuts the
+    hit where the engine computes the rest sooner than a tier loads it. The server first releases the tickets `free`,
+    as FREE_LOOKUP_LOCKS does, and the leases of unused grants. For each instance in `grant` the answer holds a plan
+    of the load, as PREPARE_RETRIEVE makes it. Servers before 0.3 know only `key`."""
 
     key: CacheKey
     wait_s: WaitSeconds = 0.0
@@ -325,9 +325,9 @@ class Lookup(Message, frozen=True):
 
 
 class KeyGroup(Message, frozen=True):
-    """Keys of one layer group, of consecutive chunks of `tokens` tokens from chunk `first` of the prompt on: packed
-    digests. `window`: how many tokens before its end a hit needs of this group, 0 for all. An `aligned` group lets a
-    hit end only where one of its chunks ends."""
+    """The keys of one layer group: packed digests of consecutive chunks of `tokens` tokens, from chunk `first` of the
+    prompt on. A hit needs only the last `window` tokens of this group; 0 for all. With `aligned`, a hit can end only
+    at the end of one of the group's chunks."""
 
     digests: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
     tokens: Positive
@@ -340,14 +340,14 @@ KeyGroups = Annotated[tuple[KeyGroup, ...], msgspec.Meta(min_length=1, max_lengt
 
 
 class LookupKeys(Lookup, frozen=True, kw_only=True):
-    """A LOOKUP of an engine that names its objects itself: `groups` in place of the key's content, in the order of the
-    registration. The objects of a grant are counted group by group."""
+    """A LOOKUP of an engine that names its own objects: `groups`, in the registration's order, replace the key's
+    content. A grant numbers objects group by group."""
 
     groups: KeyGroups
 
 
 class PrepareKeys(Message, frozen=True):
-    """PREPARE_STORE for the objects of `groups`. In the plan's ranges `chunk` counts from the first of its group."""
+    """PREPARE_STORE for the objects of `groups`. `chunk` of the plan's ranges counts from the group's first chunk."""
 
     key: CacheKey
     instance_id: InstanceId
@@ -355,9 +355,9 @@ class PrepareKeys(Message, frozen=True):
 
 
 class Grant(Message, frozen=True):
-    """The objects of one instance that a LOOKUP has found, pinned under a `lease` of the session that registered the
-    instance: it reads them, then sends COMMIT_RETRIEVE. `offsets` are their places in the arena, packed little-endian
-    u64. `objects` names them in the same order, like those of `StoreCpuChunks`; b"" for all."""
+    """The objects that a LOOKUP found for one instance. The session that registered the instance holds the `lease`: it
+    reads the objects, then sends COMMIT_RETRIEVE. `offsets` in the arena are packed little-endian u64, in bytes.
+    `objects` are positions in the same order, packed like those of `StoreCpuChunks`; b"" for all."""
 
     instance_id: InstanceId
     lease: str
@@ -366,10 +366,10 @@ class Grant(Message, frozen=True):
 
 
 class LookupReply(Message, frozen=True):
-    """`hit_tokens` from the key's `start`, pinned under `ticket` ("" when nothing is pinned or in progress). `pending`:
-    a load from L2 is in progress, and the hit grows with what arrives; ask by QUERY_PREFETCH_STATUS. `grants`, of an
-    answer that is not pending: those that were asked for, pinned for `lease_s` seconds, whatever becomes of the ticket.
-    An instance without one prepares its load."""
+    """The answer to LOOKUP: `hit_tokens` from the key's `start`, pinned under `ticket` ("": nothing is pinned or in
+    progress). `pending`: a load from L2 runs, and the hit grows; ask with QUERY_PREFETCH_STATUS. `grants` (never in a
+    pending answer) are the requested ones, pinned for `lease_s` seconds independently of the ticket. An instance
+    without a grant sends PREPARE_RETRIEVE."""
 
     hit_tokens: int
     ticket: str = ""
@@ -379,8 +379,8 @@ class LookupReply(Message, frozen=True):
 
 
 class PrefetchQuery(Message, frozen=True):
-    """QUERY_PREFETCH_STATUS. The answer is held back until the load has ended, for `wait_s` at most; with a `more_than`
-    of 0 or more only until the hit is longer than so many tokens."""
+    """QUERY_PREFETCH_STATUS: the question how far a load from L2 is. The server answers when the load has ended, when
+    the hit is longer than `more_than` tokens (if 0 or more), or after `wait_s` seconds."""
 
     ticket: str
     wait_s: WaitSeconds = 0.0
@@ -388,7 +388,7 @@ class PrefetchQuery(Message, frozen=True):
 
 
 class TicketRef(Message, frozen=True):
-    """FREE_LOOKUP_LOCKS."""
+    """FREE_LOOKUP_LOCKS: the request to release the pins of a lookup."""
 
     ticket: str
 
@@ -400,7 +400,7 @@ class Freed(Message, frozen=True):
 
 
 class EndSession(Message, frozen=True):
-    """Ends everything that the client holds under a request id; with "" everything that it holds at all."""
+    """END_SESSION: the request to release all leases and tickets of one request, or of the client for ""."""
 
     request_id: str = ""
 
@@ -413,30 +413,30 @@ class SessionEnded(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """Cancels the server-driven transfer that the same client sent as message `request`, answered only once the server
-    no longer touches its blocks; or the load that a LOOKUP started, by its `ticket`, whose pins end too."""
+    """The request to cancel the client's server-driven transfer, by its message number `request`, or the load of a
+    LOOKUP and its pins, by `ticket`. The server answers once it no longer touches the transfer's blocks."""
 
     request: int = 0
     ticket: str = ""
 
 
 class CancelReply(Message, frozen=True):
-    """`found` False: it had ended before."""
+    """The answer to CANCEL. `found` False: the transfer or load had already ended."""
 
     found: bool
 
 
 class Clear(Message, frozen=True):
-    """Drops the unused objects of L1, of all models or of `model`; `l2` also deletes them, and all that a tier lists,
-    from L2. Clients on the server's node only."""
+    """The request to drop L1's unused objects, of all models or of `model`. With `l2`, the server also deletes from L2
+    these objects and all that a tier lists. For clients on the server's node only."""
 
     l2: bool = False
     model: str = ""
 
 
 class Cleared(Message, frozen=True):
-    """`objects` of `nbytes` left L1, where `in_use` are pinned and stay; `l2_objects` of `l2_bytes` left L2. `unlisted`
-    names the tiers that cannot list their values: what L1 did not hold stays there."""
+    """The answer to CLEAR: `objects` of `nbytes` left L1; `in_use` pinned ones stay. `l2_objects` of `l2_bytes` left
+    L2. `unlisted` names the tiers that cannot list their values: they keep the values that L1 did not hold."""
 
     objects: int
     in_use: int
@@ -447,11 +447,11 @@ class Cleared(Message, frozen=True):
 
 
 class Forget(Message, frozen=True):
-    """Deletes the objects that all of the given fields name from L1 and every tier, and overwrites what L1 has free:
-    those of a `tenant`, of `salts`, of a `model`, of a `namespace` (16 bytes), of a `conversation` that requests have
-    named, or of the chunks of a prompt, by its `tokens` (packed u32) or packed `digests`, under any salt and namespace.
-    Waits up to `wait_s` for the ends of uses. With `tenant`, `salts` are further ones of this tenant: a server knows
-    only those that requests have used since its start. Clients on the server's node only."""
+    """The request to delete objects from L1 and every tier, and to zero L1's free memory. Each given field narrows the
+    choice: a `tenant`, `salts`, a `model`, a `namespace` (16 bytes), a `conversation` named by requests, or a prompt's
+    chunks, by its `tokens` (packed u32) or packed `digests`, under any salt and namespace. The server waits up to
+    `wait_s` seconds for objects in use. A server knows only a tenant's salts that requests have used since its start;
+    with `tenant`, `salts` adds others. For clients on the server's node only."""
 
     tenant: str = ""
     salts: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_SALTS)] = ()
@@ -464,8 +464,8 @@ class Forget(Message, frozen=True):
 
 
 class PlaceForgotten(Message, frozen=True):
-    """What left one place, `L1` or a tier: `objects` of `nbytes`. `left` of those that the order names stay, counted
-    after the deletion, -1 for an unknown number, and `why` says the reason."""
+    """The deletions in one place, `L1` or a tier: `objects` of `nbytes`. `left` matching objects remain (-1: an unknown
+    number), for the reason `why`."""
 
     place: str
     objects: int = 0
@@ -475,10 +475,9 @@ class PlaceForgotten(Message, frozen=True):
 
 
 class Forgotten(Message, frozen=True):
-    """The receipt of a FORGET: its `places`, the `erased_bytes` of L1 that were free and are zeros now, and the
-    `reserved_bytes` of L1 that writers were filling and that are not. `unknown_salts`: under how many salts tiers hold
-    values of no tenant that the server knows; it knows the salts of a tenant that requests have used since its
-    start."""
+    """The answer to FORGET: the deletions by place, the `erased_bytes` of L1's free memory that are zeros now, and the
+    `reserved_bytes` of L1 that clients were writing, which were not zeroed. `unknown_salts` counts the salts of tier
+    values that belong to no known tenant; a server learns a tenant's salts from requests since its start."""
 
     places: tuple[PlaceForgotten, ...]
     erased_bytes: int = 0
@@ -487,9 +486,9 @@ class Forgotten(Message, frozen=True):
 
 
 class ApplyConfig(Message, frozen=True):
-    """Changes the server's configuration to the merged layers in `config`, a JSON document with the tables of a TOML
-    file; `source` names them in errors. Nothing is changed with `dry_run`, or if any change needs a restart. For
-    processes of the server's own user only."""
+    """The request to change the running configuration to `config`, a JSON document with the tables of a TOML file.
+    Errors call it `source`. The server changes nothing with `dry_run`, or if any change needs a restart. For processes
+    of the server's user only."""
 
     config: bytes
     source: str
@@ -497,18 +496,19 @@ class ApplyConfig(Message, frozen=True):
 
 
 class Drain(Message, frozen=True):
-    """Has the server write what only L1 holds to its tiers within that time, and end. The answer comes at once, and is
-    `status.Drain` as JSON: ask again until it is `done`. Processes of the server's own user on its node only."""
+    """The request to write the objects that only L1 holds to the tiers within `within_s` seconds, and to end. The
+    server answers at once with `status.Drain` as JSON; ask again until it is `done`. For processes of the server's
+    user on its node only."""
 
     within_s: Annotated[float, msgspec.Meta(ge=0, le=3600.0)]
 
 
 class HandOver(Message, frozen=True):
-    """Ends the server for a next one, which listens at the Unix socket `path`: there it gets the arena and the journal
-    of L1, as descriptors, before the answer. With `confirms` the next one sends a byte there once it can use them, and
-    the server ends only then. `since`: when the keeper of the next one began, in seconds of the machine's monotonic
-    clock, if that is known; a server whose keeper began later refuses, so that a pod never takes L1 back from the one
-    that has replaced it. Processes of the server's own user on its node only."""
+    """The request to hand L1 over to a new server, and to end. The new server listens at the Unix socket `path` and
+    receives the descriptors of arena and journal there before the answer. With `confirms`, it sends a byte once it can
+    use them; the old server ends only then. `since` is when the new server's keeper started, in seconds of the
+    monotonic clock. A server whose keeper started later refuses, so an old pod never takes L1 back from its
+    replacement. For processes of the server's user on its node only."""
 
     path: Annotated[str, msgspec.Meta(min_length=1, max_length=107)]
     confirms: bool = False
@@ -516,7 +516,7 @@ class HandOver(Message, frozen=True):
 
 
 class ConfigChange(Message, frozen=True):
-    """A key, such as `l2.0.timeout_s`, with its values as TOML, "" if it is not set, and "***" for secrets. `now`: it
+    """A changed key, such as `l2.0.timeout_s`, with its values as TOML: "" if unset, "***" for secrets. `now`: the key
     can change while the server runs."""
 
     key: str
@@ -526,21 +526,22 @@ class ConfigChange(Message, frozen=True):
 
 
 class ConfigApplied(Message, frozen=True):
-    """The differences between the running configuration and the other one; `applied` says whether that is in force."""
+    """The differences between the running and the requested configuration, and whether the latter was applied."""
 
     changes: tuple[ConfigChange, ...]
     applied: bool
 
 
 class DumpReply(Message, frozen=True):
-    """The server's part of `kvframework dump`, a JSON document. For processes of the server's own user only."""
+    """The server's part of `kvframework dump`, a JSON document. For processes of the server's user only."""
 
     document: bytes
 
 
 class Recent(Message, frozen=True):
-    """RECENT: the oldest `most` finished requests with a number above `after`, or those of `request_id` ("" for all);
-    with `traced` only those with a trace, numbered by themselves. For clients on the server's node only."""
+    """RECENT: the question for the oldest `most` finished requests with a number above `after`, or with `request_id`
+    ("" for all); with `traced` only for requests with a trace, which have separate numbers. For clients on the server's
+    node only."""
 
     after: Annotated[int, msgspec.Meta(ge=0)] = 0
     most: Annotated[int, msgspec.Meta(ge=0, le=MAX_RECENT)] = MAX_RECENT
@@ -549,17 +550,17 @@ class Recent(Message, frozen=True):
 
 
 class Trace(Message, frozen=True):
-    """TRACE: the LOOKUPs with a number above `after`; with -1 none yet, but those that follow are kept for this client
-    until it asks with `done`, ends, or has not asked for 30 s. Processes of the server's own user on its node only."""
+    """TRACE: the question for the LOOKUPs with a number above `after`. -1 starts the recording for this client; `done`,
+    the end of the session, or 30 s without a question stop it. For processes of the server's user on its node only."""
 
     after: Annotated[int, msgspec.Meta(ge=-1)] = -1
     done: bool = False
 
 
 class TracedLookup(Message, frozen=True, array_like=True):
-    """A LOOKUP as a trace has it. `number` counts all of them; `began` is of the server's monotonic clock; `tenant` is
-    the number of a configured one, 0 for none; `hit_tokens` count from `start`, -1 while not known. `scope` names what
-    the prompt shares with no other, and `digests` its chunks from the first token to `end`, 32 bytes each."""
+    """A recorded LOOKUP. `number` counts all LOOKUPs. `began` is in seconds of the server's monotonic clock. `tenant`
+    is the number of a configured tenant, 0 for none. `hit_tokens` count from `start`; -1: not known yet. Prompts share
+    KV only within one `scope`. `digests` name the chunks from the first token to `end`, 32 bytes each."""
 
     number: int
     began: float
@@ -574,8 +575,8 @@ class TracedLookup(Message, frozen=True, array_like=True):
 
 
 class TraceReply(Message, frozen=True):
-    """The answer to TRACE, the oldest first. A number up to `last` that is missing is of a LOOKUP that could not be
-    kept. `more`: ask again at once."""
+    """The answer to TRACE, oldest first. A missing number up to `last` is a LOOKUP that the server could not record.
+    `more`: ask again at once."""
 
     records: Annotated[tuple[TracedLookup, ...], msgspec.Meta(max_length=MAX_TRACED)]
     last: int

@@ -49,7 +49,7 @@ FEATURES = {
     "tensor parallel": "several ranks, each with a part of the heads",
     "pipeline parallel": "several stages, each with a part of the layers",
     "prefill and decode": "one engine computes prompts, a second engine generates",
-    "beside others": "a second KV store in the same engine",
+    "beside others": "works with a second KV store in the same engine",
     "several engines": "two engines in one process",
     "sleep and wake": "the engine frees its memory and later resumes",
     "static caches": "the model's cache is preallocated",

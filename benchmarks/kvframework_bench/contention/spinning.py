@@ -34,7 +34,7 @@ def _shape(shape: Shape, directory: Path, options: dict[str, object], stage: Sta
     from kvframework_bench.engine import PagedMemory, Transfers
 
     with ExitStack() as stack:
-        advance = stack.enter_context(stage(f"next to spinning cores, {shape.name}", shape.rounds + 3))
+        advance = stack.enter_context(stage(f"with busy cores, {shape.name}", shape.rounds + 3))
         server = stack.enter_context(running_server(directory, shape.nbytes + _ARENA_SLACK))
         client = stack.enter_context(server.client())
         memory = PagedMemory(shape, shuffled=True)

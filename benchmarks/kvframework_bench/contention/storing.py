@@ -48,7 +48,7 @@ def bench_storing(sizes: Sizes, directory: Path, registry: PluginRegistry, stage
             cases[_name(tokens)] = lookup_case(prefixes.scheduler(), request, tokens)
         for case in cases.values():
             case()
-        with stage("looking up next to stores", sizes.lookup_rounds) as advance:
+        with stage("looking up during stores", sizes.lookup_rounds) as advance:
             quiet, disturbed = measure_quiet_and_disturbed(
                 storing,
                 cases,

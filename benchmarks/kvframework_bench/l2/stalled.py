@@ -50,7 +50,7 @@ def bench_stalled(sizes: Sizes, directory: Path, registry: PluginRegistry, stage
             for name, each in zip(("without", "stalled"), prefixes, strict=True):
                 request = each.request(token_ids(tokens, known=True))
                 cases[f"{name} {tokens}"] = lookup_case(each.scheduler(), request, tokens)
-        with stage("looking up next to a stalled Redis", sizes.lookup_rounds) as advance:
+        with stage("looking up with a stalled Redis", sizes.lookup_rounds) as advance:
             measured = interleave(cases, rounds=sizes.lookup_rounds, calls=sizes.lookup_calls, advance=advance)
         prefixes[1].scheduler().free(hanging)
         tier = tier_status(clients[1])

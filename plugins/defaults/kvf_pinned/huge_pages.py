@@ -127,7 +127,7 @@ def pages_of_kept(fd: int, wanted: HugePages, nbytes: int) -> Pages:
     """The pages of a kept arena: it stays in the pool, or out of it, as the server that made it had it. Raises
     `OSError`."""
     if os.fstatvfs(fd).f_bsize > mmap.PAGESIZE:
-        return Pages("reserved", "an earlier server chose the page size")
+        return Pages("reserved", "the server that made this memory chose the page size")
     return choose_pages("off" if wanted == "off" else "transparent", nbytes)
 
 

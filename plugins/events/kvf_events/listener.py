@@ -59,7 +59,7 @@ class EventsListener(Listener):
             self._announcer, ledger, found, lambda first: History(encoder, engines, first, pause), self._sockets
         )
         log.info(
-            "events for routers are sent at %s and repeated at %s", options.endpoint, options.replay or "no socket"
+            "events for routers are published at %s and replayed at %s", options.endpoint, options.replay or "no socket"
         )
         if options.insecure:
             log.warning(

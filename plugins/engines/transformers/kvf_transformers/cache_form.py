@@ -239,7 +239,7 @@ def _prove(model: Any, form: CacheForm) -> None:
         if off > rounding and off > difference(kind) / 4:
             raise BadLayout(
                 f"{type(model).__name__} computes other logits from a restored cache, as without its {kind} states",
-                available="models that go on from their states with several tokens at once",
+                available="models that can continue from a state with several tokens at once",
                 hint="this release of transformers cannot continue its prompts; use the model without the cache",
             )
     if not form.states and off > rounding * 16:

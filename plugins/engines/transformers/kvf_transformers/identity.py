@@ -121,7 +121,7 @@ class ModelIdentity:
         if self._last is not None and name != self._last_name:
             before = {*self._last.model.facts, *self._last.adapters.facts}
             now = [*state.model.facts, *state.adapters.facts]
-            changed = [fact[:200] for fact in now if fact not in before] or ["weights, or fewer adapters"]
+            changed = [fact[:200] for fact in now if fact not in before] or ["other weights, or fewer adapters"]
             log.info("the model has changed, so its KV has another name now: %s", "; ".join(changed[:3]))
         self._last, self._last_name = ModelState(Section(state.model.facts), Section(state.adapters.facts)), name
 

@@ -253,7 +253,7 @@ def _backend(layers: Mapping[str, Any], name: str) -> str:
         # Recurrent layers only have the method.
         backend = layer.get_attn_backend()
     if backend is None:
-        raise BadLayout(f"layer {name} names no attention backend", where="kvf_vllm")
+        raise BadLayout(f"layer {name} has no attention backend, so its layout is unknown", where="kvf_vllm")
     return str(backend.get_name())
 
 

@@ -93,7 +93,7 @@ def check_offloading(version: str, *, on_cpu: bool) -> None:
     known = [*(SUPPORTED if on_cpu else SUPPORTED[-1:]), TRIED]
     if _release(version) not in known:
         raise VersionMismatch(
-            f"this is vLLM {version}, whose offloading on a device is not the one that KvFrameworkOffloading follows",
+            f"KvFrameworkOffloading does not support device offloading in vLLM {version}",
             where="kvf_vllm",
             available=f"vLLM {', '.join(known)}",
             hint='use "kv_connector": "KvFrameworkConnector"',

@@ -39,7 +39,7 @@ def new(
         bool, typer.Option("--driver", help="A transport of an accelerator, whose memory the server copies.")
     ] = False,
     asynchronous: Annotated[
-        bool, typer.Option("--async", help="A transport of an accelerator that copies while the engine goes on.")
+        bool, typer.Option("--async", help="A transport of an accelerator that copies while the engine computes.")
     ] = False,
     path: Annotated[Path | None, typer.Option("--path", help="The folder to make. Default: ./kvf-NAME.")] = None,
 ) -> None:

@@ -45,7 +45,7 @@ def clear(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Delete what has these salts, one a line ('-': standard input); with --tenant, further salts of it.",
+            help="Delete KV with these salts, one per line ('-': standard input); with --tenant, more of its salts.",
         ),
     ] = None,
     conversation: Annotated[
@@ -86,7 +86,7 @@ def clear(
             places = " and of ".join(["L1", *(tier.name for tier in status.l2 if l2 or order)])
             what = f"the objects of {model!r}" if model else used
             if order is not None:
-                what = "what the order names, as far as no request uses it,"
+                what = "the named objects that no request uses"
             _confirm(f"Drop {what} of {places} at {status.server.endpoint}?")
         if order is not None:
             _show(source.forget(order, timeout=timeout), as_json=as_json)
@@ -145,7 +145,7 @@ def _show(receipt: Forgotten, *, as_json: bool) -> None:
         print_document(msgspec.to_builtins(receipt))
     else:
         for place in receipt.places:
-            left = f"{place.left} left" if place.left >= 0 else "unknown what is left"
+            left = f"{place.left} left" if place.left >= 0 else "an unknown number is left"
             why = f": {place.why}" if place.why else ""
             print_text(f"{place.place}: deleted {place.objects} objects, {ByteSize(place.nbytes)}; {left}{why}")
         print_text(f"L1: overwrote {ByteSize(receipt.erased_bytes)} of free memory with zeros")

@@ -29,7 +29,7 @@ app = typer.Typer()
         "kvframework run --l1 32GiB -- python -m sglang.launch_server --model-path MODEL",
         "kvframework run -- python script.py        a script with transformers or vllm.LLM",
         "kvframework run --l1 8GiB                  the server alone",
-        "kvframework stop                           end the server that it has started",
+        "kvframework stop                           stop the server that `run` started",
     ),
 )
 def run(

@@ -134,7 +134,7 @@ def metadata_problems(target: Target) -> Iterator[Problem]:
     ours = {each.title for each in target.offers if each.api_major == API_VERSION[0]}
     for offer in target.offers:
         if offer.title not in ours:
-            fact = f"the plugin's entry point is of plugin API {offer.api_major}"
+            fact = f"the plugin's entry point asks for plugin API {offer.api_major}"
             hint = "offer it in this group as well"
             yield problem("api-version", offer.title, fact, f"the group {ENTRY_POINT_GROUP}", hint)
         if offer.kind not in KINDS:

@@ -65,7 +65,7 @@ class Kind(NamedTuple):
 
 _IMPORT_LATER = "import it inside `create`, or in a module that only `create` imports"
 _MARK = "mark the function that returns the providers with @kvframework.api.plugin.hookimpl"
-_LIST = "a hook returns a list of provider descriptors of its own kind"
+_LIST = "return a list of provider descriptors of the hook's kind"
 _PROJECT = "write it into [project] of pyproject.toml"
 _CONTRACT = "implement it as its base class describes it"
 PROBLEMS = {
@@ -81,7 +81,7 @@ PROBLEMS = {
     "no-hook": Kind("error", _MARK),
     "hook-fails": Kind("error", _LIST),
     "wrong-kind": Kind("error", _LIST),
-    "api-version": Kind("error", "lower what the plugin asks for, or check it with a kvframework that has it"),
+    "api-version": Kind("error", "ask for a lower API version, or check with a newer kvframework"),
     "name-conflict": Kind("error", "choose another name, or uninstall the other one"),
     "entry-point-name": Kind("error", "rename one of them"),
     "plugin-name": Kind("error", "choose another name"),
@@ -95,7 +95,7 @@ PROBLEMS = {
     "wrong-default": Kind("error", "take a text, number, boolean, array, table or None; make the rest in `create`"),
     "unreadable-option": Kind("error", "take a string, and build the rest from it in `create`"),
     "reserved-option": Kind("error", "rename the option"),
-    "create-fails": Kind("error", "raise a KVFrameworkError for what is not available here, or say it in the probe"),
+    "create-fails": Kind("error", "raise a KVFrameworkError, or report in the probe what is missing here"),
     "options-refused": Kind("error", "give other values"),
     "create-dies": Kind("error", "a plugin raises errors, and gives every wait a deadline"),
     "missing-method": Kind("error", _CONTRACT),

@@ -72,7 +72,7 @@ def plan(
         typer.Option(
             metavar="SIZE",
             parser=size_of,
-            help="KV bytes of a token on all ranks, such as 128KiB; see `kvframework status`.",
+            help="KV bytes per token on all ranks, such as 128KiB; see `kvframework status`.",
         ),
     ] = None,
     ttft: Annotated[
