@@ -29,6 +29,7 @@ app = typer.Typer(
     epilog=examples(
         "kvframework bench host                    speeds of the bare machine",
         "kvframework bench store --shape 1kb       one shape only",
+        "kvframework bench transport NAME          any installed transport",
         "kvframework bench lookup --json           the whole document",
         "kvframework bench l2 --part disk --folder /mnt/nvme",
         "kvframework bench scale --plot scale.svg",
@@ -155,6 +156,45 @@ def store(
         return bench_store(shapes, path=TransferPath(path.value), shuffled=blocks is Blocks.shuffled, stage=stage)
 
     _run("store", bench, quick, as_json, markdown, plot)
+
+
+@app.command("transport")
+def transport(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Name of the transport, as `kvframework plugins` lists it.")
+    ],
+    rig: Annotated[
+        str,
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="Maker of the author's TransportRig, whose memory is used. Default: host memory.",
+        ),
+    ] = "",
+    rig_argument: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE", help="Argument of the rig's maker; repeatable. Default: directory, a new folder."
+        ),
+    ] = None,
+    mebibytes: Annotated[int, typer.Option("--size", min=4, max=2048, help="MiB of KV in one transfer.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, max=1000, help="Number of rounds.")] = 20,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    markdown: Markdown = False,
+    plot: Plot = None,
+) -> None:
+    """Measure storing and retrieving by any installed transport, next to a plain copy. Contents are verified."""
+    from kvframework_bench.transport import bench_transport, sized_shape
+
+    arguments = dict(each.split("=", 1) for each in rig_argument or () if "=" in each)
+    if len(arguments) < len(rig_argument or ()):
+        raise typer.BadParameter("each has the form NAME=VALUE, with different names", param_hint="--rig-argument")
+    shape = sized_shape(4, 2) if quick else sized_shape(mebibytes, rounds)
+
+    def bench(stage: Stage) -> StoreFigures:
+        return bench_transport(name, shape, rig=rig, arguments=arguments, stage=stage)
+
+    _run("transport", bench, quick, as_json, markdown, plot)
 
 
 @app.command("l2")

@@ -170,6 +170,7 @@ FIGURES: dict[str, type[Figures]] = {
     "host": HostFigures,
     "lookup": LookupFigures,
     "store": StoreFigures,
+    "transport": StoreFigures,
     "l2": L2Figures,
     "scale": ScaleFigures,
     "contention": ContentionFigures,

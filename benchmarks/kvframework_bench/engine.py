@@ -1,7 +1,7 @@
 """An engine instance with paged KV memory: stores of its source blocks, retrieves into its target blocks.
 
 It uses `WorkerAdapter`, as an engine integration does. For one thread; every call blocks until the bytes are
-moved. Imports torch.
+moved. `PagedMemory` imports torch.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvframework.api.keys import DIGEST_BYTES
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
@@ -22,8 +21,50 @@ from kvframework_bench.errors import BenchFailed, WrongBytes
 from kvframework_bench.server import emptied
 from kvframework_bench.workload import BLOCK_TOKENS, TRANSPORT, Shape
 
+if TYPE_CHECKING:
+    import torch
+
 AXES = ("plane", "block", "token", "head", "dim")
 _POISON = 0xA5
+
+
+class Memory(Protocol):
+    """An engine's KV, one tensor a layer, with the blocks of one request to store, and as many to load into."""
+
+    @property
+    def kv(self) -> Mapping[str, Any]: ...
+    @property
+    def source(self) -> Sequence[int]: ...
+    @property
+    def target(self) -> Sequence[int]: ...
+
+    def poison(self) -> None:
+        """Fill the target, so that missing loads are seen."""
+
+    def verify(self) -> None:
+        """Raise `WrongBytes` unless the target equals the source byte for byte."""
+
+
+def chosen_blocks(shape: Shape, *, shuffled: bool, seed: int = 1) -> tuple[list[int], list[int]]:
+    """Return the ids of the blocks of a memory's source and of its target."""
+    ids = list(range(2 * shape.blocks))
+    if shuffled:
+        random.Random(seed).shuffle(ids)
+    return ids[: shape.blocks], ids[shape.blocks :]
+
+
+def dims_of(shape: Shape) -> tuple[int, ...]:
+    """Return the shape of a layer's tensor, by `AXES`."""
+    return (2, 2 * shape.blocks, BLOCK_TOKENS, shape.heads, shape.head_dim)
+
+
+def wrong_bytes(name: str, number: int, plane: int, token: int) -> WrongBytes:
+    """Return the error for a tensor in which loaded bytes are wrong, the first one at this place."""
+    return WrongBytes(
+        f"{number} retrieved bytes of {name} differ from the stored bytes",
+        where=f"plane {plane}, token {token}",
+        hint="this is a bug of the transport; no figures are reported",
+    )
 
 
 class PagedMemory:
@@ -34,17 +75,15 @@ class PagedMemory:
     """
 
     def __init__(self, shape: Shape, *, shuffled: bool, seed: int = 1) -> None:
+        import torch
+
         generator = torch.Generator().manual_seed(seed)
         dtype = getattr(torch, shape.dtype)
-        dims = (2, 2 * shape.blocks, BLOCK_TOKENS, shape.heads, shape.head_dim)
         self.kv: dict[str, torch.Tensor] = {}
         for layer in range(shape.layers):
             words = torch.empty(shape.nbytes * 2 // shape.layers // 8, dtype=torch.int64)
-            self.kv[f"layers.{layer}"] = words.random_(generator=generator).view(dtype).view(dims)
-        ids = list(range(2 * shape.blocks))
-        if shuffled:
-            random.Random(seed).shuffle(ids)
-        self.source, self.target = ids[: shape.blocks], ids[shape.blocks :]
+            self.kv[f"layers.{layer}"] = words.random_(generator=generator).view(dtype).view(dims_of(shape))
+        self.source, self.target = chosen_blocks(shape, shuffled=shuffled, seed=seed)
 
     def poison(self) -> None:
         """Fill the target with one repeated byte, so that missing loads are seen."""
@@ -58,15 +97,13 @@ class PagedMemory:
             wrong = (data[:, self.source] != data[:, self.target]).nonzero()
             if len(wrong):
                 plane, block, token = wrong[0].tolist()[:3]
-                raise WrongBytes(
-                    f"{len(wrong)} retrieved bytes of {name} differ from the stored bytes",
-                    where=f"plane {plane}, token {block * BLOCK_TOKENS + token}",
-                    hint="this is a bug of the transport; no figures are reported",
-                )
+                raise wrong_bytes(name, len(wrong), plane, block * BLOCK_TOKENS + token)
 
 
 def _bytes(kv: torch.Tensor) -> torch.Tensor:
     # NaNs are unequal to themselves; bytes are not.
+    import torch
+
     return kv.view(torch.uint8)
 
 
@@ -85,10 +122,11 @@ class Transfers:
         self,
         client: KVClient,
         shape: Shape,
-        memory: PagedMemory,
+        memory: Memory,
         options: Mapping[str, object],
         *,
         instance_id: int = 1,
+        transport: str = TRANSPORT,
     ) -> None:
         self.memory = memory
         self.model_name = f"bench {shape.name}"
@@ -98,7 +136,7 @@ class Transfers:
             client,
             instance_id=instance_id,
             model_name=self.model_name,
-            transport=TRANSPORT,
+            transport=transport,
             transport_options=options,
             layout_options={"axes": AXES},
         )

@@ -6,8 +6,9 @@ This process is the engine; the server is another one. Needs torch, which is imp
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvframework.registry.registry import PluginRegistry
@@ -18,16 +19,26 @@ from kvframework_bench.errors import require_torch
 from kvframework_bench.process import scratch
 from kvframework_bench.rounds import Case, Rounds, interleave, rate_gb_s, ratio
 from kvframework_bench.server import running_server
-from kvframework_bench.workload import Shape, TransferPath, transport_options
+from kvframework_bench.workload import TRANSPORT, Shape, TransferPath, transport_options
 from kvframework_bench.zmq_reference import running_zmq_peer
 
 if TYPE_CHECKING:
-    from kvframework_bench.engine import PagedMemory
+    from kvframework_bench.engine import Memory
 
 _ARENA_SLACK = 32 << 20
 _BEFORE_FIRST_S = 1.0
 # A single one says as much about the machine's moment as about the arena's pages.
 _FIRSTS = 7
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A transport with the options of its engine's half, the settings of its server, and an engine's memory for it."""
+
+    options: Mapping[str, object]
+    memory: Callable[[Shape], Memory]
+    transport: str = TRANSPORT
+    settings: Sequence[str] = ()
 
 
 def bench_store(
@@ -40,32 +51,34 @@ def bench_store(
     """Measure the shapes; takes some seconds each. Raises `BenchFailed`; `WrongBytes` if a single retrieved byte is
     wrong, and `BenchUnavailable` without torch or the path."""
     require_torch()
+    from kvframework_bench.engine import PagedMemory
+
     options = transport_options(path, PluginRegistry())
-    figures = [_shape(shape, path, options, shuffled=shuffled, stage=stage) for shape in shapes]
+    measured = Measured(options, lambda shape: PagedMemory(shape, shuffled=shuffled))
+    figures = [measure(shape, measured, wire=path is TransferPath.wire, stage=stage) for shape in shapes]
     return StoreFigures(path.value, "shuffled" if shuffled else "contiguous", figures)
 
 
-def _shape(
-    shape: Shape, path: TransferPath, options: dict[str, object], *, shuffled: bool, stage: Stage
-) -> ShapeFigures:
-    from kvframework_bench.engine import PagedMemory, Transfers
+def measure(shape: Shape, what: Measured, *, wire: bool, stage: Stage) -> ShapeFigures:
+    """Measure one shape; on the `wire` beside a bare transfer too. Raises as `bench_store` does."""
+    from kvframework_bench.engine import Transfers
 
     firsts = min(_FIRSTS, shape.rounds)
     with ExitStack() as stack:
         advance = stack.enter_context(stage(f"storing and retrieving, {shape.name}", firsts + shape.rounds + 3))
-        memory = PagedMemory(shape, shuffled=shuffled)
+        memory = what.memory(shape)
         advance()
-        first_stores, first_retrieves = _firsts(firsts, shape, memory, options, advance)
+        first_stores, first_retrieves = _firsts(firsts, shape, memory, what, advance)
         directory = stack.enter_context(scratch())
-        server = stack.enter_context(running_server(directory, shape.nbytes + _ARENA_SLACK))
+        server = stack.enter_context(running_server(directory, shape.nbytes + _ARENA_SLACK, what.settings))
         client = stack.enter_context(server.client())
-        transfers = stack.enter_context(Transfers(client, shape, memory, options))
+        transfers = stack.enter_context(Transfers(client, shape, memory, what.options, transport=what.transport))
         transfers.store()
         transfers.verify()
         advance()
         copy = stack.enter_context(fastest_copy(shape.nbytes))
         cases: dict[str, Case] = {"copy": copy.run, "store": transfers.store, "retrieve": transfers.retrieve_found}
-        if path is TransferPath.wire:
+        if wire:
             peer = stack.enter_context(running_zmq_peer(directory))
             cases["put"] = lambda: peer.put(shape.nbytes, transfers.object_bytes)
             cases["get"] = lambda: peer.get(shape.nbytes, transfers.object_bytes)
@@ -88,7 +101,7 @@ def _shape(
 
 
 def _firsts(
-    number: int, shape: Shape, memory: PagedMemory, options: dict[str, object], advance: Callable[[], None]
+    number: int, shape: Shape, memory: Memory, what: Measured, advance: Callable[[], None]
 ) -> tuple[Rounds, Rounds]:
     """Return the seconds of the first store and of the first retrieve of so many engines, one after the other in this
     process, each with a new server. Raises as `bench_store` does."""
@@ -97,9 +110,10 @@ def _firsts(
     stores, retrieves = [], []
     for _ in range(number):
         with ExitStack() as stack:
-            server = stack.enter_context(running_server(stack.enter_context(scratch()), shape.nbytes + _ARENA_SLACK))
+            directory = stack.enter_context(scratch())
+            server = stack.enter_context(running_server(directory, shape.nbytes + _ARENA_SLACK, what.settings))
             client = stack.enter_context(server.client())
-            transfers = stack.enter_context(Transfers(client, shape, memory, options))
+            transfers = stack.enter_context(Transfers(client, shape, memory, what.options, transport=what.transport))
             # An engine computes a prompt before it stores one: meanwhile the arena is mapped in the background.
             time.sleep(_BEFORE_FIRST_S)
             stores.append([transfers.store()])

@@ -209,7 +209,7 @@ def _store(figures: StoreFigures) -> Table:
         *(["ratio to ZMQ"] if wire else []),
         "target",
     ]
-    table = new_table(f"{figures.path} path, {figures.blocks} blocks", *headers)
+    table = new_table(f"{figures.path}, {figures.blocks} blocks", *headers)
     for shape in figures.shapes:
         copy = shape.copy
         table.add_row(f"{shape.shape}, `copy` ({copy.name})", *format_rate(copy.gb_s))
@@ -226,5 +226,5 @@ def _add_transfers(table: Table, shape: ShapeFigures, *, wire: bool) -> None:
             *format_rate(figures.first_gb_s),
             *format_ratio(figures.ratio_to_copy),
             *([f"{bare.median:.2f} x" if bare else "-"] if wire else []),
-            "0.8 x of ZMQ" if wire else f"{short_number(shape.target_ratio)} x",
+            "0.8 x of ZMQ" if wire else f"{short_number(shape.target_ratio)} x" if shape.target_ratio else "-",
         )

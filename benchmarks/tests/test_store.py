@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -76,9 +76,9 @@ def test_a_bench_reports_what_it_verified(monkeypatch: pytest.MonkeyPatch) -> No
     steps: list[str] = []
     servers: list[Path] = []
 
-    def starting(directory: Path, capacity: int) -> AbstractContextManager[RunningServer]:
+    def starting(directory: Path, capacity: int, settings: Sequence[str] = ()) -> AbstractContextManager[RunningServer]:
         servers.append(directory)
-        return running_server(directory, capacity)
+        return running_server(directory, capacity, settings)
 
     monkeypatch.setattr("kvframework_bench.store.running_server", starting)
 

@@ -22,12 +22,13 @@ GUIDE = (ROOT / "docs" / "plugins" / "transports.md").read_text()
 EXAMPLE = ROOT / "examples" / "kvf-simdev"
 FILES = [EXAMPLE / "kvf_simdev.py", EXAMPLE / "tests" / "simdev_rig.py", EXAMPLE / "tests" / "test_simdev.py"]
 DEMO = EXAMPLE / "use_simdev.py"
+OPENCL = ROOT / "examples" / "kvf-opencl" / "tests" / "test_conformance.py"
 
 
 @pytest.mark.parametrize("number", range(len(blocks(GUIDE, "python"))))
 def test_every_python_block_is_the_examples_code(number: int) -> None:
     block = blocks(GUIDE, "python")[number].strip()
-    assert any(_in(block, file.read_text()) for file in [*FILES, DEMO])
+    assert any(_in(block, file.read_text()) for file in [*FILES, DEMO, OPENCL])
 
 
 def _in(block: str, source: str) -> bool:

@@ -19,7 +19,7 @@ from kvf_filesystem.form import FOLDERS, LARGE, counted_bytes, file_bytes, key_o
 from kvf_filesystem.reading import move, trimmed
 from kvf_filesystem.root import MARKER
 from kvframework.api.keys import PACKED_KEY_BYTES
-from kvframework.api.tier import Outcome, Tier
+from kvframework.api.tier import Outcome, PackedKey, Tier
 from kvframework.errors import ConfigFieldError
 from tests.filesystem.folder import (
     contains,
@@ -45,6 +45,9 @@ class TestSharedFolder(TierConformance):
     @pytest.fixture
     def tier_options(self, tmp_path: Path) -> Mapping[str, object]:
         return {"path": str(tmp_path / "kv"), "shared": True}
+
+    def damage(self, tier: Tier, key: PackedKey) -> None:
+        os.truncate(file_of(Path(str(self._tier_options["path"])), key), 10)
 
 
 class TestFolderOfItsOwn(ContractTests, CapacityTests, ListingTests):

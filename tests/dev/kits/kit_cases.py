@@ -10,7 +10,7 @@ from memory_tier import MemoryTier, Store
 
 from kvf_dev.testing import TierConformance
 from kvf_dev.testing.tier.contract import ClaimTests
-from kvframework.api.tier import Tier
+from kvframework.api.tier import PackedKey, Tier
 
 
 class TestByName(TierConformance):
@@ -19,6 +19,9 @@ class TestByName(TierConformance):
     ttl_options: ClassVar = {"store": "expiring", "ttl_s": 0.1}
     capacity_options: ClassVar = {"store": "small", "capacity": "1MiB"}
     time_step_s = 0.01
+
+    def damage(self, tier: Tier, key: PackedKey) -> None:
+        tier.damage(key)  # type: ignore[attr-defined]
 
 
 class TestAlone(TierConformance):

@@ -98,6 +98,10 @@ class MemoryTier(Tier):
             self.store.values[key] = Value(value, time.time())
         return Outcome.STORED
 
+    def damage(self, key: PackedKey) -> None:
+        """As a file that lost its end."""
+        self.store.values[key] = Value(b"spoilt", 0.0)
+
     def delete_one(self, key: PackedKey) -> Outcome:
         with self.store.lock:
             there = self.value(key) is not None

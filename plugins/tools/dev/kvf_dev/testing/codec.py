@@ -301,9 +301,7 @@ class CodecConformance(NamedKit):
             held[shift : shift + len(data)] = data
             with memoryview(held) as whole, whole[shift : shift + len(data)] as view:
                 packed = b"".join(self.parts_of(codec, view))
-            self.must_unpack(
-                codec, packed, data, f"packed from and unpacked to an address moved by {shift}", shift=shift
-            )
+            self.must_unpack(codec, packed, data, f"from and to an address moved by {shift}", shift=shift)
             moved = bytes(shift) + packed + b"\x99"
             place = bytearray(len(data))
             codec.decode_into(memoryview(moved)[shift:-1], memoryview(place))

@@ -275,13 +275,7 @@ class EvictionConformance(NamedKit):
         self.must_behave(Machine, examples=self.examples, steps=30)
 
     def test_any_thread_may_call(self, policy: EvictionPolicy) -> None:
-        keys = fresh_keys(6)
-
-        def access() -> None:
-            for key in keys:
-                policy.on_access(key)
-
-        walks = []
+        keys, walks = fresh_keys(6), []
 
         def leave_a_walk() -> None:
             walk = policy.victims()
@@ -290,7 +284,7 @@ class EvictionConformance(NamedKit):
 
         for step in (
             lambda: insert(policy, keys),
-            access,
+            lambda: [policy.on_access(key) for key in keys],
             leave_a_walk,
             lambda: policy.on_access_many(keys),
             lambda: policy.on_remove(keys[0]),

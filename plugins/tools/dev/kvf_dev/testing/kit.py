@@ -112,10 +112,7 @@ class Hooks:
         with self._limited(item):
             return (yield)
 
-    @pytest.hookimpl(wrapper=True, trylast=True)
-    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, object, object]:
-        with self._limited(item):
-            return (yield)
+    pytest_runtest_teardown = pytest_runtest_call
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:

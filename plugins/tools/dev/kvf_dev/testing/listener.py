@@ -66,7 +66,6 @@ class ListenerConformance(NamedKit):
     `ListenerContext` that returns a new listener."""
 
     _descriptor = ListenerProvider
-    _fixture = "make_listener"
 
     endpoint: ClassVar[str] = "ipc:///run/kvframework/server.sock"
     """The server's, as the listener learns it; nothing listens there."""

@@ -7,7 +7,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import pytest
@@ -196,7 +196,7 @@ class SharingTests(ConcurrencyTests):
 class Held(list[list[memoryview]]):
     """Values whose iteration pauses before the second one until `go` is set, for at most `within_s` seconds."""
 
-    def __init__(self, values: list[bytes], within_s: float) -> None:
+    def __init__(self, values: Sequence[bytes | bytearray], within_s: float) -> None:
         super().__init__(parts_of(values))
         self.reached, self.go = threading.Event(), threading.Event()
         self._within_s = within_s
@@ -239,7 +239,14 @@ class DeadlineTests(TierKit):
             assert whole, "The tier holds a part of a value of a put that ended early"
         assert set(watched.delete(keys)) <= {DELETED, MISSING}
 
-    def test_a_put_waits_for_no_other_beyond_its_deadline(self, watched: WatchedTier) -> None:
+    @pytest.mark.parametrize("opener", ["first", "second"])
+    @pytest.mark.parametrize("name", ["put", "get_into", "contains", "delete", "touch"])
+    def test_no_call_waits_for_a_put_beyond_its_deadline(self, watched: WatchedTier, name: str, opener: str) -> None:
+        """Neither for a lock of the tier, nor for one of the store that a tier of another process may hold."""
+        tier = watched if opener == "first" else self.second(watched)
+        if tier is None:
+            pytest.skip("The store refuses a second opener")
+        self.needs(tier, name)
         *keys, other = self.fresh_keys(3)
         held = Held([b"value", b"value"], SHORT_S + self.grace_s + 0.5)
 
@@ -249,15 +256,15 @@ class DeadlineTests(TierKit):
             finally:
                 held.reached.set()  # for a tier that does not iterate over the list
 
-        def put_meanwhile() -> None:
+        def call_meanwhile() -> None:
             held.reached.wait(self.patience_s)
             try:
                 with contextlib.suppress(TierError):
-                    watched.put([other], parts_of([b"value"]), deadline=time.monotonic() + SHORT_S)
+                    self.call(tier, name, other, time.monotonic() + SHORT_S)
             finally:
                 held.go.set()
 
-        self.in_threads(put_much, put_meanwhile)
+        self.in_threads(put_much, call_meanwhile)
         watched.must_load(keys[1], b"value")
         assert set(watched.delete([*keys, other])) <= {DELETED, MISSING}
 

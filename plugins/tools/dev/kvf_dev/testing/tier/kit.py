@@ -25,7 +25,7 @@ from kvframework.api.tier import (
     TierProvider,
     TierUsage,
 )
-from kvframework.errors import TierError
+from kvframework.errors import KVFrameworkError, TierError
 
 T = TypeVar("T")
 R = TypeVar("R", bound="int | Outcome")
@@ -56,7 +56,7 @@ class WatchedTier(Tier):
     def get_into(
         self, keys: Sequence[PackedKey], parts: Parts, *, deadline: float | None = None
     ) -> list[int | Outcome]:
-        rooms = [sum(part.nbytes for part in each) for each in parts]
+        rooms = [sum(part.nbytes for part in parts[index]) for index in range(len(parts))]  # as `_sums`
         answer = self._call("get_into", deadline, self.inner.get_into, keys, parts)
         _sums("get_into", parts)
         outcomes = _outcomes("get_into", answer, keys)
@@ -279,6 +279,10 @@ class TierKit(NamedKit):
             pytest.skip("Define `reopen(tier)`: it returns a second tier over the same store")
         return self.open_by_name()
 
+    def damage(self, tier: Tier, key: PackedKey) -> None:
+        """Make the stored value of `key` wrong or unreadable below `tier`: cut its file, overwrite its row."""
+        pytest.skip("Define `damage(tier, key)`, which makes a stored value wrong or unreadable below the tier")
+
     # What the kit provides to its tests
 
     _tier_options: Mapping[str, object]
@@ -323,6 +327,13 @@ class TierKit(NamedKit):
         other = self.watch(self.reopen(tier.inner))
         self.closed_later(other)
         return other
+
+    def second(self, tier: WatchedTier) -> WatchedTier | None:
+        """Return another tier over the store while `tier` is open, or None where a second opener is refused."""
+        try:
+            return self.another(tier)
+        except KVFrameworkError:
+            return None
 
     def fresh_keys(self, count: int) -> list[PackedKey]:
         return [os.urandom(PACKED_KEY_BYTES) for _ in range(count)]

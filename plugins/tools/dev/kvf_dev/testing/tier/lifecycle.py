@@ -17,9 +17,10 @@ import msgspec
 import pytest
 
 from kvf_dev.testing.faults import WIRE_FAULTS, FaultProxy
-from kvf_dev.testing.kit import held, must_be_equal
-from kvf_dev.testing.tier.kit import DELETED, EVERY_CALL, MISSING, TierKit, WatchedTier, parts_of, said
-from kvframework.api.tier import PackedKey, Tier, TierEntry
+from kvf_dev.testing.kit import held, must_be_equal, wait_until
+from kvf_dev.testing.tier.concurrency import Held
+from kvf_dev.testing.tier.kit import DELETED, EVERY_CALL, MISSING, TierKit, WatchedTier, parts_of
+from kvframework.api.tier import Outcome, PackedKey, Tier, TierEntry
 from kvframework.errors import TierError
 from kvframework.supervise.child import plain
 
@@ -63,34 +64,74 @@ class LifecycleTests(TierKit):
         watched.close()
         self.must_raise("contains", lambda: watched.contains([key]), "the tier is closed")
 
-    def test_closing_ends_the_calls_in_flight(self, watched: WatchedTier) -> None:
-        keys, value = self.fresh_keys(20), os.urandom(100_000)
-        watched.store(keys[0], value)
-        begun = threading.Semaphore(0)
+    @pytest.mark.parametrize("name", ["get_into", "put"])
+    def test_closing_ends_the_calls_in_flight(self, watched: WatchedTier, name: str) -> None:
+        """A call in its middle ends with `TierError`, or as if `close` had come later: a mapping stays until then."""
+        values = [os.urandom(100_000) for _ in range(20)]
+        keys = self.fresh_keys(len(values))
+        watched.store_all(dict(zip(keys, values, strict=True)))
+        held = Held([bytearray(value) if name == "put" else bytearray(len(value)) for value in values], self.patience_s)
         ended: list[float] = []
 
-        def work(put: bool) -> None:
-            call = watched.put if put else watched.get_into
-            buffers = parts_of(bytearray(value) for _ in keys)
-            give_up = self.soon()
+        def call() -> None:
+            outcomes: list[object] = []
             with contextlib.suppress(TierError):
-                while time.monotonic() < give_up:
-                    try:
-                        call(keys, buffers)
-                    finally:
-                        begun.release()
+                outcomes = getattr(watched, name)(keys, held)
+            held.reached.set()  # for a tier that does not iterate over the list
             ended.append(time.monotonic())
+            for value, outcome, part in zip(values, outcomes, held, strict=False):
+                if outcome == len(value):
+                    must_be_equal(part[0], value, "`get_into` returned other bytes as the tier was closed")
 
         def close() -> None:
-            for _ in range(8):
-                assert begun.acquire(timeout=self.patience_s), "Calls of four threads do not end after close"
+            held.reached.wait(self.patience_s)
+            later = threading.Timer(self.grace_s / 4, held.go.set)  # for a tier whose `close` waits for its calls
+            later.start()
             closed = time.monotonic()
-            watched.close()
-            assert time.monotonic() - closed < self.grace_s, "The tier's `close` took too long"
+            try:
+                watched.close()
+            finally:
+                held.go.set()
+                later.cancel()
             ended.append(closed)
+            assert time.monotonic() - closed < self.grace_s, "The tier's `close` took too long"
 
-        self.in_threads(close, *(partial(work, put) for put in (True, False, True, False)))
+        self.in_threads(call, close)
         assert max(ended) - min(ended) < self.grace_s, "A call of the tier went on after close"
+
+    def test_a_second_opener_damages_nothing(self, watched: WatchedTier) -> None:
+        """It may be refused. Where it is not, both tiers work, and a third finds what both have stored."""
+        mine, later, others = ((key, os.urandom(5000)) for key in self.fresh_keys(3))
+        watched.store(*mine)
+        second = self.second(watched)
+        watched.store(*later)
+        kept = [mine, later]
+        if second is not None:
+            second.store(*others)
+            second.close()
+            kept += [others] * (self.persistent or self.is_shared)
+        for key, value in (mine, later):
+            watched.must_load(key, value, "A second opener of the store took a value from the first")
+        watched.close()
+        if self.persistent:
+            third = self.another(watched)
+            for key, value in kept:
+                third.must_load(key, value, "A value is missing after two tiers had the store open at once")
+
+    def test_damage_below_the_tier_is_no_miss(self, watched: WatchedTier) -> None:
+        """The server deletes what is DAMAGED and reports what FAILED; of what is MISSING it knows nothing."""
+        (key, other), value = self.fresh_keys(2), os.urandom(100_000)
+        watched.store_all({key: value, other: value})
+        self.damage(watched.inner, key)
+        outcome: object = Outcome.FAILED
+        with contextlib.suppress(TierError):
+            outcome, _ = watched.load(key, len(value))
+        assert outcome is not MISSING, (
+            "`get_into` returned MISSING for a damaged value; it must return DAMAGED or FAILED"
+        )
+        watched.must_load(other, value, "Damage of one value took another value from the tier")
+        watched.store(key, b"again")
+        watched.must_load(key, b"again", "A damaged value cannot be replaced")
 
     def test_values_outlive_the_tier(self, watched: WatchedTier) -> None:
         if not self.persistent:
@@ -210,15 +251,8 @@ class CrashTests(TierKit):
             assert whole, f"`get_into` returned a part or a mixture of values of a killed writer: {received} bytes"
         if "scan" in tier.capabilities():
             # What the writer had sent may arrive in between: then another listing is right.
-            wrong = self._listed_wrongly(tier) and self._listed_wrongly(tier) and self._listed_wrongly(tier)
-            assert not wrong, wrong
-
-    def _listed_wrongly(self, tier: WatchedTier) -> str:
-        for key, entry in tier.listed(_KEYS).items():
-            received = tier.load(key, max(_LENGTHS.values()))[0]
-            if received != entry.nbytes:
-                return f"scan lists {entry.nbytes} bytes, but get_into returned {received}"
-        return ""
+            most, what = max(_LENGTHS.values()), "a listing of as many bytes as get_into returns"
+            wait_until(lambda: all(tier.load(k, most)[0] == e.nbytes for k, e in tier.listed(_KEYS).items()), what)
 
 
 T = TypeVar("T")
@@ -350,9 +384,7 @@ class WireFaultTests(TierKit):
         assert grown < FAILURES, f"The tier keeps {grown} descriptors after {3 * FAILURES} failures"
 
     def must_be_there(self, tier: WatchedTier, key: PackedKey, value: bytes) -> None:
-        received, found = persist(lambda: tier.load(key, len(value)), self.patience_s)
-        assert received == len(value), f"After the fault get_into returned {said(received)}, not {len(value)} bytes"
-        must_be_equal(found, value, "`get_into` returned wrong bytes after a fault on the wire")
+        persist(lambda: tier.must_load(key, value, "what was stored before the fault"), self.patience_s)
 
     def in_time(self, call: Callable[..., object]) -> None:
 

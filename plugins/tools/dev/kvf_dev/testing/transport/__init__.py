@@ -10,7 +10,7 @@ from kvf_dev.testing.transport.rig import DeviceRig, HostRig, RigSpec, Transport
 
 # pytest runs the tests of the last base first: those of content, of which the simplest round trip is the first.
 class TransportConformance(Life, EngineDriven, Pieces, Driver, Faults, Streams, Order, Memory, Content):
-    """All tests of the kit. Give a `spec` fixture of class scope."""
+    """All tests of the kit. Give `use`, `make_rig`, or a `spec` fixture of class scope."""
 
 
 __all__ = ["DeviceRig", "HostRig", "RigSpec", "TransportConformance", "TransportRig", "nbytes_of"]

@@ -221,7 +221,14 @@ _NUMBERS = itertools.count(1)
 
 
 class TransportKit(Kit):
-    """Give a `spec` fixture. One server and one client serve all tests of a class."""
+    """Give `use`, and `make_rig` for memory of a device. One server and one client serve all tests of a class."""
+
+    use: ClassVar[str] = ""
+    """Name of the transport; its entry point is `transport.<use>`."""
+
+    make_rig: ClassVar[str] = ""
+    """Maker of the rig, "module:function" of an importable module, which is called with `directory`, a new folder. It
+    runs in each process that is the engine. Without it the kit's memory is host memory (`HostRig`)."""
 
     # Seconds for which a submit may keep the engine's thread while its copy is held, and for events that need no call.
     submit_budget_s = 0.05
@@ -229,9 +236,15 @@ class TransportKit(Kit):
 
     @pytest.fixture(scope="class")
     @classmethod
-    def spec(cls) -> Iterator[RigSpec]:
-        """The recipe for the rig; the fixture ends the processes under it."""
-        raise NotImplementedError("Define a fixture `spec` of class scope")
+    def spec(cls, tmp_path_factory: pytest.TempPathFactory) -> RigSpec:
+        """The recipe for the rig. A fixture that replaces this one, of class scope, may give the maker other arguments,
+        and start and end what the device needs."""
+        assert cls.use or cls.make_rig, "Set `use`, the transport's name, or `make_rig`, or define a fixture `spec`"
+        arguments = {
+            "directory": str(tmp_path_factory.mktemp("rig")),
+            **({} if cls.make_rig else {"transport": cls.use}),
+        }
+        return RigSpec(cls.make_rig or "kvf_dev.testing.transport:HostRig", arguments)
 
     @pytest.fixture(scope="class", name="rig")
     @classmethod

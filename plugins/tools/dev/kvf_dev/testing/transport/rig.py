@@ -182,7 +182,26 @@ class Stops:
         then()
 
 
-class DeviceRig(TransportRig):
+class StoppingRig(TransportRig):
+    """A rig whose copies look into `stops`: base of `DeviceRig` and `HostRig`."""
+
+    def __init__(self, transport: str, directory: str | Path, options: Mapping[str, object] | None = None) -> None:
+        self.transport = transport
+        self.engine_options = self.server_options = options or {}
+        self.directory = str(directory)
+        self.stops = Stops(directory)
+
+    def holding_copies(self) -> AbstractContextManager[None]:
+        return self.stops.holding()
+
+    def held(self) -> bool:
+        return self.stops.held()
+
+    def fail_copy(self) -> None:
+        self.stops.ask("fail")
+
+
+class DeviceRig(StoppingRig):
     """Give `empty`, the hooks `queue`, `reached`, `hold` and `new_stream`; `copies` and `stream_of` if the transport
     copies in the engine's process. `directory` belongs to the rigs of one test class alone."""
 
@@ -194,10 +213,7 @@ class DeviceRig(TransportRig):
     """Whether the engine's streams can wait for a transfer, by the transport's `stream_hook`."""
 
     def __init__(self, transport: str, directory: str | Path, options: Mapping[str, object] | None = None) -> None:
-        self.transport = transport
-        self.engine_options = self.server_options = options or {}
-        self.directory = str(directory)
-        self._stops = Stops(directory)
+        super().__init__(transport, directory, options)
         self._late: object | None = None
         self._queued: list[object] = []  # the events behind late writes
         self._kept: list[bytes] = []  # what those write
@@ -272,18 +288,13 @@ class DeviceRig(TransportRig):
         event = self.queue(tensor.data_ptr(), memoryview(found), stream, to_device=False)
         return lambda: bytes(found) if self.reached(event) else None
 
-    @contextmanager
-    def holding_copies(self) -> Iterator[None]:
+    def holding_copies(self) -> AbstractContextManager[None]:
         self._need_copies()
-        with self._stops.holding():
-            yield
-
-    def held(self) -> bool:
-        return self._stops.held()
+        return super().holding_copies()
 
     def fail_copy(self) -> None:
         self._need_copies()
-        self._stops.ask("fail")
+        super().fail_copy()
 
     def close(self) -> None:
         self._wait_for_late()
@@ -301,11 +312,11 @@ class DeviceRig(TransportRig):
 
         @wraps(right)
         def queued(*arguments: Any, **named: Any) -> Any:
-            if self._stops.takes("hold"):
+            if self.stops.takes("hold"):
                 release = self.hold(self.stream_of(*arguments, **named))
-                threading.Thread(target=self._stops.stand_still, args=(release,), daemon=True).start()
+                threading.Thread(target=self.stops.stand_still, args=(release,), daemon=True).start()
             answer = right(*arguments, **named)
-            if self._stops.takes("fail"):  # a part of the transfer is under way by now
+            if self.stops.takes("fail"):  # a part of the transfer is under way by now
                 raise DeviceError("a fault of the rig: the copy failed")
             return answer
 
@@ -322,15 +333,13 @@ class DeviceRig(TransportRig):
         wait_until(lambda: self.reached(event), "the engine's copies to end")
 
 
-class HostRig(TransportRig):
+class HostRig(StoppingRig):
     """Host memory at an address, and a transport that copies it in the engine's thread. No torch."""
 
     synchronous = True
 
     def __init__(self, transport: str, directory: str, options: Mapping[str, object] | None = None) -> None:
-        self.transport = transport
-        self.engine_options = self.server_options = options or {}
-        self._stops = Stops(directory)
+        super().__init__(transport, directory, options)
         self._queued: list[threading.Thread] = []
 
     def empty(self, shape: Sequence[int], dtype: str) -> TensorLike:
@@ -356,19 +365,10 @@ class HostRig(TransportRig):
     def event(self) -> object:
         return _Event(self, [])
 
-    def holding_copies(self) -> AbstractContextManager[None]:
-        return self._stops.holding()
-
-    def held(self) -> bool:
-        return self._stops.held()
-
-    def fail_copy(self) -> None:
-        self._stops.ask("fail")
-
     def stand_still(self) -> None:
-        if self._stops.takes("hold"):
-            self._stops.stand_still()
-        if self._stops.takes("fail"):
+        if self.stops.takes("hold"):
+            self.stops.stand_still()
+        if self.stops.takes("fail"):
             raise DeviceError("a fault of the rig: the copy failed")
 
     def close(self) -> None:
