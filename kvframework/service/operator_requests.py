@@ -162,9 +162,9 @@ class Drain:
         if self._thread is me:
             self._done.set()
             end = self.status()
-            what = "drained: %d objects are written, %d (%s) are left %s"
+            what = "; ".join(("drained: %d objects are written, %d (%s) are left", *("%s" for _ in end.tiers)))
             level = logging.WARNING if end.left else logging.INFO
-            log.log(level, what, end.written, end.left, ByteSize(end.left_bytes), "; ".join(end.tiers))
+            log.log(level, what, end.written, end.left, ByteSize(end.left_bytes), *end.tiers)
             time.sleep(_LAST_S)
             if self._thread is me:
                 self.stop()

@@ -121,9 +121,3 @@ def test_none_fires_while_all_is_well(tmp_path: Path) -> None:
 def test_a_short_outage_pages_no_one(tmp_path: Path) -> None:
     restart = Timeline("one restart", lambda minute: AWAY if minute == END else restarting(minute // 4), END, ())
     assert complaints([restart], tmp_path) == ""
-
-
-def test_an_alert_that_does_not_fire_is_found(tmp_path: Path) -> None:
-    assert "KvframeworkDown" in complaints(
-        [Timeline("none", lambda _minute: answered(), END, {"KvframeworkDown"})], tmp_path
-    )

@@ -93,15 +93,6 @@ def test_it_imports_what_a_third_party_may(module: str) -> None:
     assert foreign(folder(module)) == set()
 
 
-def test_an_import_that_would_not_move_is_found(tmp_path: Path) -> None:
-    """Also one within a function, which no start of a server shows."""
-    plugin = tmp_path / "kvf_bad"
-    plugin.mkdir()
-    lines = ("kvf_redis.resp", "kvframework.storage.l2.sealed_tier", "torch")
-    (plugin / "__init__.py").write_text("def create():\n" + "".join(f"    import {name}\n" for name in lines))
-    assert foreign(plugin) == set(lines)
-
-
 def test_all_load_from_distributions_of_their_own(tmp_path: Path) -> None:
     """Beside a kvframework whose copies are shadowed."""
     for module, entry_points in ENTRY_POINTS.items():
