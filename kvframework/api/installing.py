@@ -21,7 +21,7 @@ _PACKAGES = {
     "devices": ("cuda",),
     "engines": ("blend", "sglang", "transformers", "vllm"),
     "tiers": ("filesystem", "mooncake", "peers", "redis", "s3"),
-    "tools": ("demo", "dev", "observe", "plan", "route", "run"),
+    "tools": ("control", "demo", "dev", "observe", "plan", "route", "run"),
 }
 SOURCES = {
     "kvframework": "DIR-OF-CLONE",
@@ -36,7 +36,7 @@ SOURCES = {
 }
 
 # Those that require others of this project: a file of requirements/ has them all, by paths from the clone's root.
-_TOGETHER = {"kvframework-bench": "bench", "kvframework-demo": "demo", "kvframework-route": "route"}
+_TOGETHER = {f"kvframework-{name}": name for name in ("bench", "control", "demo", "route")}
 # What one requires beside the core, where its extras are a choice that no such file makes.
 _REQUIRED = {"kvframework-cuda": "kvframework-devices"}
 

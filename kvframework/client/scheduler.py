@@ -96,6 +96,7 @@ class SchedulerAdapter:
         *,
         wait_s: float = 0.0,
         speed: EngineSpeed | None = None,
+        ahead: bool = False,
     ) -> LookupResult:
         """Return how many tokens after `start` all ranks can load. `end` (default: all hashed tokens) is rounded down
         to a chunk. Raises `BadRange` unless `start` is a multiple of it.
@@ -104,7 +105,8 @@ class SchedulerAdapter:
         than L1: a result that is not pending is then final. The answer does not wait for loads. With the engine's
         `speed` a server with `[server] price` finds fewer tokens if the engine computes the rest sooner than a tier
         loads it. `ValueError` for an impossible speed. The lookup waits as long as the engine would compute the tokens,
-        within the bounds of `ClientDeadlines.of_lookup`; for a while after an unanswered lookup, only `lookup_s`."""
+        within the bounds of `ClientDeadlines.of_lookup`; for a while after an unanswered lookup, only `lookup_s`. A
+        lookup `ahead` of its request is not counted, and what it loads from L2 waits for the loads of all others."""
         start = checked_start(request.request_id, start, self.chunk_tokens)
         last = request.hashed_tokens if end is None else min(end, request.hashed_tokens)
         last -= last % self.chunk_tokens
@@ -122,7 +124,7 @@ class SchedulerAdapter:
         asked = LookupResult(0, asked_tokens=last - start, start=start, key=key)
         began, brief_s = time.monotonic(), client.deadlines.lookup_s + held_s
         wait = brief_s if began < self._brief_until else client.deadlines.of_lookup(prefill_s) + held_s
-        found = self._ask("LOOKUP", m.Lookup(key, held_s, speed, freed, grant), asked, wait)
+        found = self._ask("LOOKUP", m.Lookup(key, held_s, speed, freed, grant, ahead), asked, wait)
         if found is None:
             if wait > brief_s:
                 now = time.monotonic()

@@ -215,12 +215,13 @@ class Lookups:
             self.free(client, payload.free)
         check_key(key)
         now = self._clock()
-        self._hour.lookup(now, self._totals)
-        self._counters["lookups"] += 1
-        self._counters["asked_tokens"] += key.end - key.start
+        if not payload.ahead:
+            self._hour.lookup(now, self._totals)
+            self._counters["lookups"] += 1
+            self._counters["asked_tokens"] += key.end - key.start
         record = self._storage.records.get(key.namespace)
         rate = self._requests.tenants.rate(key.cache_salt)
-        asked = PendingLookup(client, key, now, payload.speed, payload.grant, groups, rate=rate)
+        asked = PendingLookup(client, key, now, payload.speed, payload.grant, groups, rate=rate, ahead=payload.ahead)
         if payload.speed is not None:
             self.pricing.asked(client, key.model_name, payload.speed)
         owner, request_id = client.session_id, key.request_id
@@ -232,6 +233,8 @@ class Lookups:
             else:
                 answer = self.tickets.look_up(owner, request_id, self._wanted(asked, record))
             held = self._hold(answer, owner, payload.wait_s, opens=True)
+        if payload.ahead:
+            return held or self._reply(answer, None)
         asked.l1_tokens = answer.hit_tokens
         self.recording.count += 1
         if self.recording.on:
@@ -342,6 +345,7 @@ class Lookups:
                 located=None if asked.speed is None and asked.rate is None else partial(self.pricing.located, asked),
                 prompt=prompt_part(key, grid, range(len(grid.flat))),
                 client=asked.client.session_id,
+                ahead=asked.ahead,
             )
             if asked.task is None:
                 self._loaded(asked)

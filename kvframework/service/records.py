@@ -215,6 +215,7 @@ class PendingLookup:
     rate: LoadRate | None = None
     most: int | None = None
     charged: bool = False
+    ahead: bool = False
     # Its number in the trace that somebody records.
     traced: int = 0
 

@@ -315,13 +315,15 @@ class Lookup(Message, frozen=True):
     waits up to `wait_s` seconds for the tiers' answers, but never for their loads. With a `speed`, the server cuts the
     hit where the engine computes the rest sooner than a tier loads it. The server first releases the tickets `free`,
     as FREE_LOOKUP_LOCKS does, and the leases of unused grants. For each instance in `grant` the answer holds a plan
-    of the load, as PREPARE_RETRIEVE makes it. Servers before 0.3 know only `key`."""
+    of the load, as PREPARE_RETRIEVE makes it. A question `ahead` of its request is not counted, and its loads let all
+    others go first. Servers before 0.3 know only `key`."""
 
     key: CacheKey
     wait_s: WaitSeconds = 0.0
     speed: EngineSpeed | None = None
     free: Tickets = ()
     grant: Annotated[tuple[InstanceId, ...], msgspec.Meta(max_length=MAX_GRANTS)] = ()
+    ahead: bool = False
 
 
 class KeyGroup(Message, frozen=True):

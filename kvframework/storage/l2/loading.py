@@ -65,7 +65,7 @@ class LoadTask(PrefetchTask):
     its first `MAX_CALLS` calls to tiers. `decided` turns True once the tiers have said what they have. `on_change` is
     called in a storage thread after that, when objects have arrived, and at the end; it must not block. `located` is
     called there, too, before the first `select`. `prompt` says where the objects are, for the eviction policy; `client`
-    is the session that looks them up, 0 for none."""
+    is the session that looks them up, 0 for none. One `ahead` of its request comes last."""
 
     keys: Sequence[PackedKey]
     sizes: Sequence[int]
@@ -74,6 +74,7 @@ class LoadTask(PrefetchTask):
     located: Located | None = None
     prompt: PromptPart = NO_PROMPT
     client: int = 0
+    ahead: bool = False
     decided: bool = field(default=False, init=False)
     done: bool = field(default=False, init=False)
     loaded: int = field(default=0, init=False)

@@ -39,6 +39,7 @@ class _Load:
     parts: deque[LoadSteps[None]] = field(default_factory=deque)
     under_way: int = 0
     error: Exception | None = None
+    ahead: bool = False
 
 
 class TierLoads:
@@ -55,6 +56,8 @@ class TierLoads:
         # Loads that ask what the tier has, or go on; and batches, which take longer.
         self._questions: deque[_Load] = deque()
         self._batches: deque[_Load] = deque()
+        # What is loaded ahead of its request lets all others go first, one batch at a time.
+        self._ahead: deque[_Load] = deque()
         self._fetching = 0
         self._batch_next = False
 
@@ -66,7 +69,7 @@ class TierLoads:
     def wait_s(self) -> float:
         """Return the seconds until there is work, as far as is known now."""
         with self.changed:
-            if self._questions or self._batch_may_begin:
+            if self._questions or self._batch_may_begin or (self._ahead and not self._fetching):
                 return 0.0
             soonest = min((load.waits_until for load in self.waiting), default=math.inf)
             return min(max(soonest - self._prefetcher.clock(), 0.0), self._probe_s)
@@ -83,7 +86,7 @@ class TierLoads:
 
     def add(self, load: _Load, *, first: bool = False) -> None:
         """Queue a load; with `first`, before those that have not begun. The caller holds the lock."""
-        queue = self._questions if load.whole is None else self._batches
+        queue = self._ahead if load.ahead else self._questions if load.whole is None else self._batches
         queue.insert(0 if first else len(queue), load)
         self.changed.notify()
 
@@ -105,7 +108,10 @@ class TierLoads:
             self._fetching += 1
             return self._batches.popleft()
         self._batch_next = True
-        return self._questions.popleft() if self._questions else None
+        if self._questions or self._fetching or not self._ahead:
+            return self._questions.popleft() if self._questions else None
+        self._fetching += self._ahead[0].whole is not None
+        return self._ahead.popleft()
 
     @property
     def _probe_s(self) -> float:
@@ -140,7 +146,7 @@ class Prefetcher:
 
     def submit(self, task: LoadTask, on_done: Callable[[], None]) -> bool:
         """Queue a load. Returns False if there are no tiers or too many tasks: the caller uses the hits of L1."""
-        return self._submit(_Load(task, self._loader.load(task, on_done)))
+        return self._submit(_Load(task, self._loader.load(task, on_done), ahead=task.ahead))
 
     def submit_record(self, namespace: bytes, on_done: Callable[[], None]) -> bool:
         """Queue a read of a namespace's record from the tiers, which is added to the records; False as in `submit`."""
@@ -243,7 +249,7 @@ class Prefetcher:
 
     def _begin_part(self, load: _Load, number: int) -> None:
         load.under_way += 1
-        self.queues[number].add(_Load(None, load.parts.popleft(), load))
+        self.queues[number].add(_Load(None, load.parts.popleft(), load, ahead=load.ahead))
 
     def _ended(self, load: _Load, number: int, bug: Exception | None = None) -> _Load | None:
         """Account for the end of a load or of a batch; return the whole load after its last batch, to be driven."""

@@ -132,19 +132,19 @@ class Tiers:
         located: Located | None = None,
         prompt: PromptPart = NO_PROMPT,
         client: int = NO_CLIENT,
+        ahead: bool = False,
     ) -> LoadTask | None:
         """Load the objects of `keys` that L1 lacks from L2, in the background, keeping their order.
 
         Object sizes follow from `layout_desc` by each key's layer group. `select` picks, once the tiers have reported
         what they hold, the indices worth having (default: all). An object that no tier returns after all ends the load:
         batches that follow are not begun. `on_done` runs once in a storage thread while the chosen objects that were
-        found are still pinned, even after a failure or a cancel; `on_change`, `located`, `prompt` and `client`: see
-        `LoadTask`. Returns None if there is no tier, too much is in flight, or the tiers are closed."""
+        found are still pinned, even after a failure or a cancel; `on_change`, `located`, `prompt`, `client`, `ahead`:
+        see `LoadTask`. Returns None if there is no tier, too much is in flight, or the tiers are closed."""
         by_group = {index.to_bytes(4, "little"): group.nbytes for index, group in enumerate(layout_desc.groups)}
         sizes = [by_group[key[36:40]] for key in keys]
-        task = LoadTask(
-            keys, sizes, select or (lambda available: range(len(available))), on_change, located, prompt, client
-        )
+        select = select or (lambda available: range(len(available)))
+        task = LoadTask(keys, sizes, select, on_change, located, prompt, client, ahead)
         return task if self._prefetcher.submit(task, on_done) else None
 
     def submit_record_task(self, namespace: bytes, on_done: Callable[[], None]) -> bool:

@@ -123,8 +123,10 @@ class Node:
         assert len(done) == 1
         return task
 
-    def load_in_background(self, keys: Sequence[PackedKey], on_done: Callable[[], None] = lambda: None) -> LoadTask:
-        task = self.manager.tiers.submit_prefetch_task(keys, DESC, on_done=on_done)
+    def load_in_background(
+        self, keys: Sequence[PackedKey], on_done: Callable[[], None] = lambda: None, *, ahead: bool = False
+    ) -> LoadTask:
+        task = self.manager.tiers.submit_prefetch_task(keys, DESC, on_done=on_done, ahead=ahead)
         assert task is not None
         return task
 

@@ -329,6 +329,22 @@ def test_the_threads_of_a_tier_get_as_much_each(objects: int, mib: float, thread
     assert [index for batch in batches for index in batch] == list(indices)
 
 
+def test_what_is_loaded_ahead_lets_all_others_go_first(make_node: MakeNode) -> None:
+    """Its batches take one thread at most, and none while another load waits."""
+    node = make_node(tiers=[filled(K[:160])], timeout_s=60.0, units=200, loads=2)
+    node.tier.stall("get")
+    ahead = node.load_in_background(K[:80], ahead=True)
+    wait_until(lambda: node.tier.stalled == 1, what="the first batch")
+    asked = node.load_in_background(K[80:160])
+    wait_until(lambda: node.tier.stalled == 2, what="a batch of the other load")
+    node.tier.resume()
+    wait_until(lambda: ahead.done and asked.done)
+    assert (ahead.loaded, asked.loaded) == (80, 80)
+    later = [K.index(key) for key in node.tier.asked("get")[32:]]
+    assert [index < 80 for index in later] == [False] * 64 + [True] * 64
+    node.assert_idle()
+
+
 def test_a_question_is_answered_while_all_batches_are_held(make_node: MakeNode) -> None:
     node = make_node(tiers=[filled(K[:80])], timeout_s=60.0, units=200, loads=2)
     node.tier.stall("get")

@@ -131,12 +131,13 @@ def _order(
 
 def _read(path: Path, option: str) -> bytes:
     try:
-        if path == Path("-"):
-            return sys.stdin.buffer.read(MAX_FILE)
-        with path.open("rb") as file:
-            return file.read(MAX_FILE)
+        with sys.stdin.buffer if path == Path("-") else path.open("rb") as file:
+            content = file.read(MAX_FILE + 1)
     except OSError as error:
         raise RequestError(f"{path} cannot be read: {error.strerror}", where=option) from None
+    if len(content) > MAX_FILE:
+        raise RequestError(f"{path} is too large", where=option, available=f"at most {MAX_FILE} bytes")
+    return content
 
 
 def _show(receipt: Forgotten, *, as_json: bool) -> None:

@@ -1,0 +1,138 @@
+"""The answers to HTTP requests, and the process that gives them: one event loop, and threads that wait for the server.
+
+An order's text reaches the log by its id, its tenant and its numbers; never a token, a salt or a conversation."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from http import HTTPStatus
+from typing import Any, TypeVar
+from urllib.parse import unquote
+
+import msgspec
+
+from kvf_control import orders
+from kvf_control.holder import Busy, Holder
+from kvf_control.settings import ControlConfig
+from kvf_observe.http.listener import Listener, listen_until_signal
+from kvf_observe.http.messages import CHALLENGE, JSON, PLAIN, Answer, Reply, Request, Rights, WantsBody, refused
+from kvf_observe.http.settings import is_loopback, read_token, tls_context
+from kvframework.api.endpoint import parse_listen
+from kvframework.errors import ConfigError, KVFrameworkError, RequestError
+
+log = logging.getLogger(__name__)
+
+WHERE = "kvframework control"
+# 2^18 token ids in JSON.
+MOST_BODY = 3 << 20
+# Orders that wait for the server at once; further ones are refused.
+MOST_WAITING, THREADS = 32, 8
+MOST_SAID = 300
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class App:
+    """`answer` is called in the event loop, which never waits for the server: `threads` do."""
+
+    def __init__(self, holder: Holder, rights: Rights, threads: ThreadPoolExecutor) -> None:
+        self._holder, self._rights, self._threads = holder, rights, threads
+        self._waiting = 0
+        self._openapi = msgspec.json.encode(orders.openapi())
+
+    def answer(self, request: Request) -> Answer:
+        path = request.target.partition("?")[0]
+        if not self._rights.is_here(request):
+            return refused(HTTPStatus.MISDIRECTED_REQUEST)
+        if path == "/livez":
+            return Reply(HTTPStatus.OK, PLAIN, b"ok\n")
+        if not self._rights.is_allowed(request):
+            return refused(HTTPStatus.UNAUTHORIZED, CHALLENGE)
+        routes = self._routes(path.strip("/").split("/"))
+        if not routes:
+            return refused(HTTPStatus.NOT_FOUND)
+        if request.method not in routes:
+            return refused(HTTPStatus.METHOD_NOT_ALLOWED, ("allow", ", ".join(routes)))
+        return routes[request.method]()
+
+    def _routes(self, parts: Sequence[str]) -> dict[str, Callable[[], Answer]]:
+        """Return what answers at a path, by method."""
+        holder = self._holder
+        match parts:
+            case ["openapi.json"]:
+                return {"GET": lambda: Reply(HTTPStatus.OK, JSON, self._openapi)}
+            case ["v1", "prefetch"]:
+                return {"POST": self._order(orders.Prefetch, holder.prefetch)}
+            case ["v1", "pin"]:
+                return {"POST": self._order(orders.Pin, holder.pin)}
+            case ["v1", "forget"]:
+                return {"POST": self._order(orders.Deletion, holder.forget)}
+            case ["v1", "conversations", name, "turn"]:
+                return {"POST": self._order(orders.Turn, partial(self._turn, unquote(name)))}
+            case ["v1", "conversations", name, "end"]:
+                return {"POST": self._order(orders.End, partial(self._end, unquote(name)))}
+            case ["v1", "directives"]:
+                return {"GET": lambda: self._asked(holder.directives)}
+            case ["v1", "directives", name]:
+                return {"DELETE": lambda: self._asked(partial(holder.cancel, name))}
+        return {}
+
+    def _turn(self, conversation: str, turn: orders.Turn) -> orders.Directive:
+        named = {name: value for name, value in msgspec.structs.asdict(turn).items() if name != "seconds"}
+        return self._holder.turn(_converted({**named, "conversation": conversation}, orders.Prefetch), turn.seconds)
+
+    def _end(self, conversation: str, end: orders.End) -> orders.Directive:
+        return self._holder.end_conversation(conversation, end.tenant)
+
+    def _order(self, kind: type[T], carry_out: Callable[[T], object]) -> Callable[[], Answer]:
+        def ordered(body: bytearray) -> Any:
+            return self._asked(lambda: carry_out(msgspec.json.decode(bytes(body) or b"{}", type=kind)))
+
+        return lambda: WantsBody(MOST_BODY, ordered)
+
+    async def _asked(self, call: Callable[[], object]) -> Reply:
+        if self._waiting >= MOST_WAITING:
+            return _failed(HTTPStatus.TOO_MANY_REQUESTS, f"{MOST_WAITING} orders wait for the server")
+        self._waiting += 1
+        try:
+            answer = await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            return _failed(HTTPStatus.BAD_REQUEST, str(error))
+        except Busy as error:
+            return _failed(HTTPStatus.TOO_MANY_REQUESTS, str(error))
+        except RequestError as error:
+            return _failed(HTTPStatus.BAD_REQUEST, str(error))
+        except KVFrameworkError as error:
+            return _failed(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
+        finally:
+            self._waiting -= 1
+        return Reply(HTTPStatus.OK, JSON, msgspec.json.encode(answer))
+
+
+def _converted(fields: dict[str, Any], kind: type[T]) -> T:
+    return msgspec.convert(fields, kind)
+
+
+def _failed(status: HTTPStatus, why: str) -> Reply:
+    more = (("retry-after", "1"),) if status != HTTPStatus.BAD_REQUEST else ()
+    return Reply(status, JSON, msgspec.json.encode(orders.Problem(why[:MOST_SAID])), more)
+
+
+def control(endpoint: str, config: ControlConfig) -> None:
+    """Take orders until SIGINT or SIGTERM, whether or not the server is there. In the main thread, after `check`.
+    Raises `ConfigError`, also of what has changed since."""
+    holder = Holder(endpoint)
+    try:
+        with ThreadPoolExecutor(THREADS, thread_name_prefix="kvf-control") as threads:
+            host, _ = parse_listen(config.listen)
+            app = App(holder, Rights(partial(read_token, config), loopback=is_loopback(host)), threads)
+            listener = Listener(app.answer, tls=tls_context(config))
+            asyncio.run(listen_until_signal(listener, config, WHERE, "orders"))
+    finally:
+        holder.close()
+
+
+__all__ = ["WHERE", "App", "ConfigError", "control"]
