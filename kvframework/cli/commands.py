@@ -52,10 +52,7 @@ SECTIONS = {
         "doctor": ("kvframework.doctor.checkup:app", "Check machine, installation and configuration, with advice."),
         "config": ("kvframework.cli.config:app", "Check and show the configuration."),
         "plugins": ("kvframework.cli.plugins:app", "List, describe and check plugins."),
-        "clear": (
-            "kvframework-observe",
-            "Delete KV that a running server caches: all, or that of one tenant or prompt.",
-        ),
+        "clear": ("kvframework-observe", "Delete KV that a running server caches, all or a tenant's or a prompt's."),
         "prefetch": ("kvframework-control", "Load the KV of a prompt from the tiers into L1, before its request."),
         "pin": ("kvframework-control", "Keep the KV of a prompt in L1 for a while."),
         "control": ("kvframework-control", "Take orders to prefetch, pin and delete KV over HTTP."),

@@ -357,7 +357,7 @@ class CacheService(CacheServices):
         cleared = self.storage.clear(l2=payload.l2, model=payload.model)
         if payload.l2:
             self.lookups.miss_facts.tiers_cleared(payload.model)
-        return m.Cleared(**cleared._asdict())
+        return cleared
 
 
 def _close_transport(name: str, transport: ServerTransport, contexts: Sequence[RegisteredContext]) -> None:

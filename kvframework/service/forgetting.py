@@ -13,7 +13,7 @@ from kvframework.api.keys import NAMESPACE_BYTES, SALT_BYTES, PackedKey, salt_di
 from kvframework.api.requests import ClientInfo, Handler
 from kvframework.api.toml import closest
 from kvframework.errors import BadRange, MessageTooLarge, NamespaceMismatch, RequestError, TierError
-from kvframework.service.keys import MAX_RAW_TOKENS
+from kvframework.service.keys import MAX_RAW_TOKENS, unpacked
 from kvframework.service.records import TenantNames
 from kvframework.storage.l1.eviction import SALT
 from kvframework.storage.manager import StorageManager
@@ -73,7 +73,7 @@ class Conversations:
         if not runs:
             hint = "name its tokens, salt or tenant instead"
             raise RequestError("no request since the server's start has named this conversation", hint=hint)
-        return {digest for run in runs for digest in _each(run)}
+        return {digest for run in runs for digest in unpacked(run)}
 
     def forget(self, conversation: str) -> None:
         with self._lock:
@@ -186,17 +186,13 @@ class Forgetting:
             raise MessageTooLarge(fact, available=f"at most {MAX_RAW_TOKENS}", hint="send digests")
         if len(order.tokens) % TOKEN_BYTES or len(order.digests) % DIGEST_BYTES:
             raise BadRange("the prompt has incomplete token ids or digests", where="tokens")
-        yield from _each(order.digests)
+        yield from unpacked(order.digests)
         records = self._storage.records
         found = [records.get(each) for of_model in records.models().values() for each in of_model]
         for tokens in {record.desc.chunk_tokens for record in found if record is not None}:
             whole = len(order.tokens) // TOKEN_BYTES // tokens * tokens * TOKEN_BYTES
             if whole:
-                yield from _each(self._hasher.chunk_digests(order.tokens[:whole], tokens))
-
-
-def _each(packed: bytes) -> list[bytes]:
-    return [packed[at : at + DIGEST_BYTES] for at in range(0, len(packed), DIGEST_BYTES)]
+                yield from unpacked(self._hasher.chunk_digests(order.tokens[:whole], tokens))
 
 
 def _shown(order: m.Forget) -> str:

@@ -14,7 +14,7 @@ from kvframework.api.hasher import DIGEST_BYTES
 from kvframework.api.keys import CacheKey, PackedKey
 from kvframework.api.layout import MemoryLayoutDesc
 from kvframework.errors import BadRange, MessageTooLarge, NamespaceMismatch
-from kvframework.service.keys import MAX_OBJECTS, KeyGrid, KeyResolver, RowOf, prefix_chunks
+from kvframework.service.keys import MAX_OBJECTS, KeyGrid, KeyResolver, RowOf, prefix_chunks, unpacked
 from kvframework.wire.messages import KeyGroup
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ class KeySet(KeyGrid):
         self, desc: MemoryLayoutDesc, prefixes: Sequence[bytes], groups: Sequence[KeyGroup], start: int, end: int
     ) -> None:
         self.groups = groups
-        self.rows = [_unpacked(group.digests) for group in groups]
+        self.rows = [unpacked(group.digests) for group in groups]
         main = next((row for row, group in enumerate(groups) if not group.window and self.rows[row]), 0)
         # What stands for the prompt in the counts: each unit of it has the digest of the chunk it is in.
         unit, tokens, first = desc.chunk_tokens, groups[main].tokens, groups[main].first
@@ -194,7 +194,3 @@ def key_set(resolver: KeyResolver, key: CacheKey, desc: MemoryLayoutDesc, groups
             resolver.on_conversation(key.conversation, group.digests)
     prefixes = resolver.prefixes(key.namespace, key.cache_salt, (0,), len(groups))
     return KeySet(desc, prefixes, groups, key.start, key.end)
-
-
-def _unpacked(packed: bytes) -> list[bytes]:
-    return [packed[at : at + DIGEST_BYTES] for at in range(0, len(packed), DIGEST_BYTES)]

@@ -320,6 +320,10 @@ def _used(rows: Sequence[Sequence[T | None]], windows: Sequence[int], chunks: in
     return [item for item in chain.from_iterable(zip(*parts, strict=True)) if item is not None]
 
 
+def unpacked(digests: bytes) -> list[bytes]:
+    return [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]
+
+
 def check_key(key: CacheKey) -> None:
     """Check a key as far as possible without its namespace; called once per request. Raises `NamespaceMismatch` for a
     malformed namespace or rank, `BadRange` for a range without tokens, `MessageTooLarge` beyond the bounds."""

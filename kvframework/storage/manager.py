@@ -6,7 +6,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -18,7 +17,7 @@ from kvframework.storage.l2.tiers import Tiers
 from kvframework.storage.l2.writer import AttachedTier
 from kvframework.storage.namespaces import HEADER_BYTES, is_record_key, seal
 from kvframework.storage.table import AT_ONCE, Table
-from kvframework.wire.messages import PlaceForgotten
+from kvframework.wire.messages import Cleared, PlaceForgotten
 
 log = logging.getLogger(__name__)
 
@@ -28,17 +27,6 @@ CLOSE_GRACE_S = 1.0
 # How often `forget` looks at L1 and the tiers, since a load may bring an object back; and how soon again at pins.
 FORGET_ROUNDS = 3
 FORGET_AGAIN_S = 0.05
-
-
-class ClearedObjects(NamedTuple):
-    """What `clear` dropped, and the objects that stay because they are in use; see `wire.messages.Cleared`."""
-
-    objects: int
-    in_use: int
-    nbytes: int
-    l2_objects: int
-    l2_bytes: int
-    unlisted: tuple[str, ...]
 
 
 class StorageManager:
@@ -60,7 +48,7 @@ class StorageManager:
             self.tiers.start()
             self.table.verification.start()
 
-    def clear(self, *, l2: bool = False, model: str = "") -> ClearedObjects:
+    def clear(self, *, l2: bool = False, model: str = "") -> Cleared:
         """Drop the objects, of one model or all, present at the call that are unused at their turn. Objects stored
         meanwhile stay, even under the name of a dropped one. Blocks, but not other callers: takes the lock for some
         hundred objects at a time. With `l2` deletes these, and all that a tier lists, in every tier; raises
@@ -79,7 +67,7 @@ class StorageManager:
         dropped, in_use = self.table.clear(wanted)
         values, value_bytes = self.tiers.clear(dropped, wanted) if l2 else (0, 0)
         unlisted = tuple(store.name for store in self.tiers.stores if l2 and not store.lists)
-        return ClearedObjects(len(dropped), in_use, sum(dropped.values()), values, value_bytes, unlisted)
+        return Cleared(len(dropped), in_use, sum(dropped.values()), values, value_bytes, unlisted)
 
     def forget(self, wanted: Callable[[PackedKey], bool], wait_s: float) -> tuple[list[PlaceForgotten], int, int]:
         """Delete the wanted objects in L1 and in every tier, and overwrite what L1 has free: (a receipt by place, bytes

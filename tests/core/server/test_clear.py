@@ -71,6 +71,7 @@ def test_what_is_stored_during_a_clear_stays(monkeypatch: pytest.MonkeyPatch) ->
             pauses.append(seconds)
 
         monkeypatch.setattr(table_module, "time", SimpleNamespace(sleep=store_again, monotonic=time.monotonic))
-        assert storage.clear()[:2] == (OTHERS, 0)
+        cleared = storage.clear()
+        assert (cleared.objects, cleared.in_use) == (OTHERS, 0)
         assert len(pauses) == 2
         assert storage.table.which_present([*keys, packed_key(OTHERS)]) == [True] + [False] * (OTHERS - 1) + [True]

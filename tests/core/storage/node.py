@@ -132,7 +132,7 @@ class Node:
 
     def forget(self) -> None:
         """Empties L1, once the writers hold no pin on it."""
-        wait_until(lambda: self.manager.clear()[1] == 0, what="an empty L1")
+        wait_until(lambda: self.manager.clear().in_use == 0, what="an empty L1")
 
     def wait_stalled(self) -> None:
         wait_until(lambda: self.tier.stalled, what="a stalled call")

@@ -92,5 +92,5 @@ def test_right_bytes_or_a_miss(make_node: MakeNode) -> None:
     assert counters["loaded"], "nothing was tested"
     assert node.l1("evictions"), "nothing was tested"
     assert node.l1("write_leases") == 0
-    assert node.manager.clear()[1] == 0
+    assert node.manager.clear().in_use == 0
     assert (node.l1("pins"), node.l1("used_bytes"), node.l1("fragmentation")) == (0, 0, 0.0)

@@ -36,8 +36,8 @@ def time_jumps(world: World) -> str | None:
 
 def clear(world: World) -> str | None:
     if not world.dice.chance(30):
-        dropped, in_use = world.manager.clear()[:2]
-        return f"clear: {dropped} dropped, {in_use} in use"
+        cleared = world.manager.clear()
+        return f"clear: {cleared.objects} dropped, {cleared.in_use} in use"
     for tier in world.tiers:
         tier.clearing = True
     try:
