@@ -61,9 +61,16 @@ def test_the_files_hold_what_the_chart_renders(case: str) -> None:
 
 
 @needs_helm
-def test_the_dashboards_are_those_of_grafana() -> None:
-    (shown,) = documents("", "ConfigMap", rendered("monitoring", "--set", "monitoring.dashboards=true"))
-    assert shown["data"] == {each.name: each.read_text() for each in (manifests.DEPLOY / "grafana").glob("*.json")}
+def test_the_commands_of_the_readme_give_the_objects() -> None:
+    root = manifests.DEPLOY.parent
+    section = (root / "README.md").read_text().partition("\n## Kubernetes\n")[2].split("```")[1]
+    section = section.replace("\\\n", "").replace("REGISTRY", "registry.example").replace("DIGEST", "0" * 64)
+    apply, install, test = section.splitlines()[1:]
+    assert (root / apply.removeprefix("kubectl apply -f ")).is_file()
+    given = install.removeprefix("helm install").split()
+    shown = documents("", text=ran(HELM, "template", "--skip-tests", *given, cwd=root).stdout)
+    assert [each["kind"] for each in shown] == [each["kind"] for each in documents("daemonset")]
+    assert test == "helm test kvframework -n kvframework"
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -65,10 +65,7 @@ def test_its_command_is_understood(unit: Path) -> None:
     assert [each for each in arguments if each.startswith("--") and each not in shown.stdout] == []
 
 
-def test_both_run_as_one_user_that_has_no_capability() -> None:
+def test_both_run_as_one_user_without_capability_and_not_again_after_status_2() -> None:
+    assert {setting(unit, "RestartPreventExitStatus") for unit in UNITS} == {"2"}
     assert {setting(unit, "User") for unit in UNITS} == {"kvframework"}
     assert {setting(unit, "CapabilityBoundingSet") for unit in UNITS} == {""}
-
-
-def test_status_2_is_not_tried_again() -> None:
-    assert {setting(unit, "RestartPreventExitStatus") for unit in UNITS} == {"2"}
