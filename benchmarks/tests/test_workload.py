@@ -37,5 +37,5 @@ def test_a_transport_with_a_choice_is_told() -> None:
 def test_a_transport_without_one_takes_the_arena() -> None:
     plugins = registry(NoOptions)
     assert transport_options(TransferPath.arena, plugins) == {}
-    with pytest.raises(BenchUnavailable, match="the wire path is not in this server"):
+    with pytest.raises(BenchUnavailable, match="this server has no wire path"):
         transport_options(TransferPath.wire, plugins)
