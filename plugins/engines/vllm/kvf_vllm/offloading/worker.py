@@ -70,6 +70,7 @@ class ServedArena:
             log.warning("this worker moves no KV, because it cannot map the server's memory: %s", error)
             return
         self._mapped = ticket.session, arena
+        arena.map_ahead()
         threading.Thread(target=self._watch, args=(weakref.ref(arena),), name="kvf-arena", daemon=True).start()
 
     def of(self, session: bytes) -> MappedArena | None:

@@ -33,8 +33,7 @@ class Changed(threading.Condition):
     def notify(self, n: int = 1) -> None:
         self.noted = True
 
-    def notify_all(self) -> None:
-        self.noted = True
+    notify_all = notify
 
     def wait(self, timeout: float | None = None) -> bool:
         return False
