@@ -90,7 +90,7 @@ class PrefillMeter:
     def begin_step(self, parts: Iterable[tuple[int, int]], now: float, *, counts: bool = True) -> None:
         """A step begins that computes these parts of prompts; unless it `counts` its time is not that of computing."""
         prefills = [part for part in parts if counts and part[1] - part[0] >= LEAST_TOKENS]
-        self._steps.append((now, *_work(prefills)))
+        self._steps.append((now, *_work(prefills)) if prefills else (now, 0, 0.0))
 
     def end_step(self, now: float) -> None:
         """The first step that is under way has ended."""

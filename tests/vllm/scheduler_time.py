@@ -3,8 +3,7 @@
 python -m tests.vllm.scheduler_time TRACE [CONNECTOR]
 
 vLLM's scheduler, the connector and the server are real; a step sleeps for as long as a small model would compute. The
-load is that of `kvframework bench serving` with one engine. Other load on the machine changes the figures by the state
-of the caches only: the last line has the time of a fixed piece of Python after each step, to compare runs by.
+load is that of `kvframework bench serving` with one engine. Compare two commits by runs at the same time.
 """
 
 from __future__ import annotations
@@ -47,13 +46,6 @@ def timed(connector: type, base: type, taken: dict[str, list[int]]) -> None:
         setattr(connector, name, functools.wraps(method)(call))
 
 
-def reference() -> int:
-    began = time.thread_time_ns()
-    found = {number: (number, str(number)) for number in range(60)}
-    [list(found.values())[-1][1] for _ in range(60)]
-    return time.thread_time_ns() - began
-
-
 def main(trace: Path, name: str) -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
@@ -93,7 +85,7 @@ def main(trace: Path, name: str) -> None:
         taken.clear()
         starts.clear()
         prompts = [token_ids(ask, seed=1, vocabulary=32000) for ask in asks]
-        began, asked, references = time.monotonic(), 0, []
+        began, asked = time.monotonic(), 0
         while asked < len(asks) or engine.core.scheduler.has_requests():
             while asked < len(asks) and asks[asked].at <= time.monotonic() - began:
                 engine.ask(asked + 1, prompts[asked], asks[asked].answer_tokens)
@@ -102,7 +94,6 @@ def main(trace: Path, name: str) -> None:
                 time.sleep(max(asks[asked].at - (time.monotonic() - began), 0.0))
                 continue
             engine.core.step()
-            references.append(reference())
         for method, each in sorted(taken.items(), key=lambda item: -sum(item[1])):
             each.sort()
             print(
@@ -111,8 +102,7 @@ def main(trace: Path, name: str) -> None:
             )
         hit = sum(starts.values()) / sum(map(len, prompts))
         total = sum(map(sum, taken.values())) / len(asks) / 1e6
-        piece = sum(references) / len(references) / 1e3
-        print(f"{name}: {total:.2f} ms a request, {hit:.1%} of the tokens not computed; reference {piece:.1f} us")
+        print(f"{name}: {total:.2f} ms a request, {hit:.1%} of the tokens not computed")
         engine.core.shutdown()
 
 

@@ -3,6 +3,7 @@ real."""
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,6 @@ PATIENCE_S = 60.0
 
 
 server = server_fixture(capacity="4MiB")
-
-
 client = client_fixture(engine=True)
 
 
@@ -140,3 +139,31 @@ def test_of_a_server_that_is_silent_a_step_waits_for_one_answer(
         one.settle()
         one.core.reset_prefix_cache()
         assert one.answer(2, prompt(100, seed=2)).end == 64
+
+
+def test_a_load_waits_for_no_store(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvf_vllm.offloading import worker
+
+    copy, halted, goes_on, went_on = worker.move, threading.Event(), threading.Event(), list[bool]()
+
+    def halting(runs: Any, arena: Any, *, storing: bool) -> None:
+        if storing:
+            halted.set()
+            went_on.append(goes_on.wait(PATIENCE_S))
+        copy(runs, arena, storing=storing)
+
+    with engine(Cache(full(4)), server.endpoint, {"kvframework.load": "async"}) as one:
+        one.answer(1, prompt(100, seed=1))
+        one.settle()
+        one.core.reset_prefix_cache()
+        monkeypatch.setattr(worker, "move", halting)
+        one.ask(2, prompt(100, seed=2))
+        while not halted.is_set():
+            one.core.step()
+        name = one.ask(1, prompt(100, seed=1))
+        while one.core.scheduler.has_unfinished_requests():
+            one.core.step()
+        goes_on.set()
+        one.settle()
+    assert one.executor.loaded[name].end == 64
+    assert all(went_on)

@@ -50,15 +50,10 @@ def test_a_kind_that_is_not_kept_is_refused(name: str) -> None:
     assert "without the connector" in str(refused.value)
 
 
-def test_groups_without_prefix_caching_do_not_stand_in_the_way() -> None:
-    from kvf_vllm.offloading.kinds import check_kinds
-
-    assert not check_kinds(groups_of("MLAAttentionSpec", "SlidingWindowMLASpec", "CircularBufferSpec"))
-
-
 def test_of_a_reference_window_only_prompts_are_stored() -> None:
     from kvf_vllm.offloading.kinds import check_kinds
 
+    assert not check_kinds(groups_of("MLAAttentionSpec", "SlidingWindowMLASpec", "CircularBufferSpec"))
     assert check_kinds(groups_of("RSWASpec"))
 
 

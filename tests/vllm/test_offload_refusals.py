@@ -19,8 +19,6 @@ from tests.vllm.model import cached
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
 
 BLOCKS = 64
-
-
 server = server_fixture(capacity="1MiB", scope="module")
 
 
@@ -93,14 +91,20 @@ def test_hashes_that_differ_in_each_process(server: ServerProcess, monkeypatch: 
 
 
 def test_an_arena_that_is_too_small(server: ServerProcess, caplog: pytest.LogCaptureFixture) -> None:
+    from kvf_vllm.offloading.checks import check_room
+
     refused(server, BadLayout, "l1.capacity", "1.0 MiB", extra={"blocks_per_chunk": 512})
     refused(server, BadLayout, "1.0 GiB", "blocks_per_chunk", extra={"blocks_per_chunk": 1 << 20})
     caplog.clear()
     made(server, max_model_len=512).shutdown()
     assert "l1.capacity" not in caplog.text
-    made(server, max_model_len=8192).shutdown()
+    connector = made(server, max_model_len=8192)
     assert "one request of 8192 tokens (max_model_len) needs" in caplog.text
     assert "l1.capacity" in caplog.text
+    # Of two groups one object fits, but not one of each.
+    with pytest.raises(BadLayout, match="one chunk of this model has"):
+        check_room(connector._client, 600 << 10, [(16, 0), (16, 64)], 16)
+    connector.shutdown()
 
 
 def test_engines_of_one_model_with_other_chunks_share_no_object(server: ServerProcess) -> None:

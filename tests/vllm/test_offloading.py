@@ -114,19 +114,6 @@ def test_the_canonical_layout_is_refused_where_vllm_has_none(tmp_path: Path) -> 
         bench.run(server, bench.ask())
 
 
-@pytest.mark.parametrize("size", ["window", "windows"])
-def test_windows_and_full_attention_are_loaded_as_far_as_a_hit_needs_them(size: str, tmp_path: Path) -> None:
-    bench = bench_of(cached(size), tmp_path, 1500)
-    cold = rows.cold(bench)
-    with rows.server_for() as server:
-        bench.run(server, bench.ask())
-        (loaded,) = bench.run(server, bench.ask())
-        (wrong,) = bench.run(server, bench.ask(), connector="WrongKv")
-    assert loaded.tokens == cold.tokens
-    assert loaded.cached >= 1024
-    assert wrong.tokens != cold.tokens
-
-
 def test_mla_on_a_cpu_is_neither_stored_nor_loaded(tmp_path: Path) -> None:
     bench = bench_of(cached("mla"), tmp_path)
     with rows.server_for() as server:

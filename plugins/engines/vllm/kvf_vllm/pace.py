@@ -50,14 +50,14 @@ class LoadPace(_Pace):
     def has_planned(self) -> bool:
         return bool(self._planned_s)
 
-    def begin_step(self, *, computes: bool) -> None:
-        self._begun.append(self._clock() if computes and not self._planned_s else None)
+    def begin_step(self, *, computes: bool, now: float | None = None) -> None:
+        self._begun.append(now or self._clock() if computes and not self._planned_s else None)
         self._planned_s = 0.0
 
-    def end_step(self) -> None:
+    def end_step(self, now: float | None = None) -> None:
         if not self._begun:
             return
-        began, now = self._begun.popleft(), self._clock()
+        began, now = self._begun.popleft(), now or self._clock()
         if began is not None:
             # One that began during another waited for that.
             self._steps.append(now - max(began, self._ended))

@@ -4,7 +4,7 @@ what comes sooner. Pure; takes a clock."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -76,15 +76,17 @@ class Prefill:
         """Whether any request has blocks."""
         return bool(self._running)
 
-    def begin_step(self, scheduled: Mapping[str, int], *, counts: bool = True) -> None:
+    def begin_step(self, scheduled: Mapping[str, int], *, counts: bool = True, now: float | None = None) -> None:
         """A step begins that computes so many tokens of each request; `counts`: its time is that of computing."""
+        computed: Sequence[tuple[int, int]] = ()
         # One token is no part of a prompt that says anything.
-        parts = [(each, n) for each, n in scheduled.items() if n > 1 and each in self._running]
-        computed = [(self._running[each][0].num_computed_tokens, n) for each, n in parts]
-        self._meter.begin_step([(begin, begin + n) for begin, n in computed], self._clock(), counts=counts)
+        if sum(scheduled.values()) > len(scheduled):
+            parts = [(self._running[each][0], n) for each, n in scheduled.items() if n > 1 and each in self._running]
+            computed = [(each.num_computed_tokens, each.num_computed_tokens + n) for each, n in parts]
+        self._meter.begin_step(computed, now or self._clock(), counts=counts)
 
-    def end_step(self) -> None:
-        self._meter.end_step(self._clock())
+    def end_step(self, now: float | None = None) -> None:
+        self._meter.end_step(now or self._clock())
 
     def speed(self) -> EngineSpeed | None:
         """Return what the engine still computes before the next prompt: the prompts that it has begun, and those that

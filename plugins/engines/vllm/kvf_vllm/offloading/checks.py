@@ -45,17 +45,17 @@ def check_hashes(cache_config: Any) -> None:
 
 
 def check_room(client: KVClient, object_bytes: int, groups: Sequence[tuple[int, int]], longest: int) -> None:
-    """Raise `BadLayout` where the arena of the server, if there is one, cannot hold a single object; warn where it
-    cannot hold one request of `longest` tokens. `groups` have the tokens of a chunk, and of the window or 0."""
+    """Raise `BadLayout` where the server's arena, if there is one, cannot hold an object of each group; only warn where
+    a request of `longest` tokens has no room: others may. `groups` have the tokens of a chunk, and of a window or 0."""
     arena = client.arena
     if arena is None:
         return
-    capacity = arena.view.nbytes
-    if object_bytes > capacity:
+    capacity, least = arena.view.nbytes, len(groups) * object_bytes
+    if least > capacity:
         raise BadLayout(
-            f"L1 has {ByteSize(capacity)}, but one object of this model has {ByteSize(object_bytes)}",
+            f"L1 has {ByteSize(capacity)}, but one chunk of this model has {ByteSize(least)}",
             where="l1.capacity",
-            available=f"an L1 of at least {ByteSize(object_bytes)}",
+            available=f"an L1 of at least {ByteSize(least)}",
             hint="raise l1.capacity in the server's TOML, or lower blocks_per_chunk",
         )
     objects = sum(-(-min(window or longest, longest) // tokens) + bool(window) for tokens, window in groups)

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm.distributed.kv_events import KVCacheEvent
@@ -281,21 +281,12 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
             self._manager.load_failed(request_id)
         super().update_connector_output(connector_output)
 
-    @harmless(lambda: (False, None))
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return cast("tuple[bool, dict[str, Any] | None]", super().request_finished(request, block_ids))
-
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, [])
-
-    @harmless(lambda: False)
-    def reset_cache(self) -> bool:
-        return bool(super().reset_cache())
+    request_finished = harmless(lambda: (False, None))(OffloadingConnector.request_finished)
+    request_finished_all_groups = harmless(lambda: (False, None))(OffloadingConnector.request_finished_all_groups)
+    reset_cache = harmless(lambda: False)(OffloadingConnector.reset_cache)
 
     @harmless(list)
-    def take_events(self) -> Iterable[KVCacheEvent]:
+    def take_events(self) -> Sequence[KVCacheEvent]:
         return [published(event) for event in self._manager.take_announcements()]
 
     def _register(self, names: Sequence[Served]) -> OpaqueInstance:
@@ -396,16 +387,11 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
 
         return GpuWorker(kv_caches, slot, self._arena)
 
-    @harmless()
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        super().start_load_kv(forward_context, **kwargs)
+    start_load_kv = harmless()(OffloadingConnector.start_load_kv)
+    build_connector_worker_meta = harmless()(OffloadingConnector.build_connector_worker_meta)
 
     def wait_for_save(self) -> None:
         """See `WorkerSide`: what this step has computed is stored with the next one."""
-
-    @harmless()
-    def build_connector_worker_meta(self) -> StepReport | None:
-        return cast("StepReport | None", super().build_connector_worker_meta())
 
     @harmless(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -421,8 +407,7 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
 
     @harmless()
     def get_kv_connector_stats(self) -> BothCounted | None:
-        side = self.connector_worker or self._manager
-        scheduler = self.connector_scheduler
+        side, scheduler = self.connector_worker or self._manager, self.connector_scheduler
         counts, theirs = side.tally.take(), scheduler.get_stats() if scheduler is not None else None
         return BothCounted.of(counts, theirs) if counts or theirs is not None else None
 

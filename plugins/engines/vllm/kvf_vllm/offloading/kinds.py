@@ -19,22 +19,20 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "FullAttentionSpec": Kind(True, "loaded from the first token on"),
-    "MLAAttentionSpec": Kind(True, "loaded from the first token on; not on a CPU"),
-    "SinkFullAttentionSpec": Kind(True, "loaded from the first token on; vLLM 0.32 starts no such model"),
-    "HiddenStateCacheSpec": Kind(True, "loaded from the first token on"),
-    "RSWASpec": Kind(True, "prompts only: decoded tokens attend to a window, prompt tokens to all tokens", True),
-    "SlidingWindowSpec": Kind(True, "the window before a hit's end is loaded"),
-    "SlidingWindowMLASpec": Kind(True, "the window before a hit's end is loaded, or computed by vLLM (bounded replay)"),
-    "ChunkedLocalAttentionSpec": Kind(True, "the attention chunk of a hit's end is loaded"),
-    "MambaSpec": Kind(
-        True, "the last state is loaded, also one within a block (`prefix_match_unit`); mamba_cache_mode must be align"
-    ),
-    "CircularBufferSpec": Kind(True, "not stored: vLLM keeps none of its content for a hit"),
-    "HiSparseHotSpec": Kind(False, "moved by vLLM's HiSparseConnector"),
-    "HiSparseResidentSpec": Kind(False, "moved by vLLM's HiSparseConnector"),
-    "CrossAttentionSpec": Kind(False, "not offloaded by vLLM"),
-    "EncoderOnlyAttentionSpec": Kind(False, "not offloaded by vLLM"),
+    "FullAttentionSpec": Kind(True, "all tokens of the hit"),
+    "MLAAttentionSpec": Kind(True, "all tokens of the hit; not on a CPU"),
+    "SinkFullAttentionSpec": Kind(True, "all tokens of the hit; vLLM 0.32 cannot start such a model"),
+    "HiddenStateCacheSpec": Kind(True, "all tokens of the hit"),
+    "RSWASpec": Kind(True, "prompt tokens; decoded tokens are not stored", True),
+    "SlidingWindowSpec": Kind(True, "the last window of the hit"),
+    "SlidingWindowMLASpec": Kind(True, "the last window of the hit, unless vLLM computes it (bounded replay)"),
+    "ChunkedLocalAttentionSpec": Kind(True, "the last attention chunk of the hit"),
+    "MambaSpec": Kind(True, "the last state, if `mamba_cache_mode` is `align`, also within a block; not on vLLM 0.33"),
+    "CircularBufferSpec": Kind(True, "nothing: vLLM does not need this cache for a hit"),
+    "HiSparseHotSpec": Kind(False, "HiSparseConnector moves it"),
+    "HiSparseResidentSpec": Kind(False, "HiSparseConnector moves it"),
+    "CrossAttentionSpec": Kind(False, "nothing: vLLM keeps it"),
+    "EncoderOnlyAttentionSpec": Kind(False, "nothing: vLLM keeps it"),
 }
 
 

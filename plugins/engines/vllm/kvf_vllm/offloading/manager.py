@@ -83,6 +83,11 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
         self._tracked: dict[str, Tracked] = {}
         # Requests that have their blocks, or are of another connector, and were in no step since.
         self._settling: set[str] = set()
+        # Times to be learned from: begins of steps that compute no prompt, and, negative, the ends of steps.
+        self._noted: list[float] = []
+        # The last step, and how many like it complete no chunk.
+        self._scheduled: Mapping[str, int] = {}
+        self._room = 0
         self._numbers = itertools.count(1)
         self.searches = Searches(self.engine)
         self.stores = Stores(self.engine, self._numbers)
@@ -91,7 +96,6 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
 
     # what vLLM's connector passes on, since vLLM's manager does not see requests
 
-    @harmless()
     def came(self, request: EngineRequest) -> None:
         self.prefill.came(request)
         self._track(request)
@@ -100,6 +104,7 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
     def ask(self, request: EngineRequest, computed: int) -> bool:
         """Look up what a request may load behind the tokens that vLLM has. Returns False if the answer is still to
         come."""
+        self._take_noted()
         self.prefill.asked_for(request.request_id)
         tracked = self._tracked.get(request.request_id) or self._track(request)
         tracked.computed, tracked.own_end, tracked.miss = computed, computed, ""
@@ -154,9 +159,18 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
     def begin_step(self, scheduled: Mapping[str, int]) -> bool:
         """A step is about to be planned that computes so many tokens of each request. Returns whether it completes a
         chunk of any."""
-        self.prefill.begin_step(scheduled, counts=not self.pace.has_planned)
-        self.pace.begin_step(computes=bool(scheduled))
-        for request_id in self._settling & scheduled.keys():
+        # Nearly all steps compute one token of each of the same requests.
+        if sum(scheduled.values()) == len(scheduled) > 0 and not self.pace.has_planned:
+            self._noted.append(time.monotonic())
+            self._room -= 1
+            if self._room > 0 and not self._settling and scheduled.keys() == self._scheduled.keys():
+                return False
+        else:
+            self._take_noted()
+            self.prefill.begin_step(scheduled, counts=not self.pace.has_planned)
+            self.pace.begin_step(computes=bool(scheduled))
+        self._scheduled, self._room = scheduled, sys.maxsize
+        for request_id in self._settling & scheduled.keys() if self._settling else ():
             tracked = self._tracked.get(request_id)
             if tracked is not None:
                 tracked.is_foreign = tracked.request.num_computed_tokens > tracked.own_end
@@ -168,15 +182,26 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
             if (tracked := all_tracked.get(request_id)) is not None:
                 request = tracked.request
                 # Tokens that are only drafted do not count yet.
-                chunks = min(request.num_computed_tokens + tokens, request.num_tokens) // unit
+                chunks, rest = divmod(min(request.num_computed_tokens + tokens, request.num_tokens), unit)
                 completes |= chunks != tracked.chunks
-                tracked.chunks = chunks
+                tracked.chunks, self._room = chunks, min(self._room, unit - rest)
         return completes
+
+    def _take_noted(self) -> None:
+        noted, self._noted = self._noted, []
+        for at in noted:
+            if at > 0:
+                self.prefill.begin_step({}, now=at)
+                self.pace.begin_step(computes=True, now=at)
+            else:
+                self.prefill.end_step(-at)
+                self.pace.end_step(-at)
 
     def take_announcements(self) -> list[BlocksStored | BlocksRemoved]:
         """Return the events since the last call. vLLM asks once for each step, when it takes in what that computed."""
-        self.prefill.end_step()
-        self.pace.end_step()
+        self._noted.append(-time.monotonic())
+        if len(self._noted) > 64:
+            self._take_noted()
         return self.stores.announcements()
 
     @harmless()
@@ -318,7 +343,7 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
             return nothing
         unnamed = self.engine.adapters.lacks(tracked)
         if tracked.is_foreign or unnamed == NOT_LOADED:
-            tracked.chunks = -1
+            tracked.chunks, self._room = -1, 0
             return None  # vLLM asks again with the next step
         if unnamed:
             return nothing

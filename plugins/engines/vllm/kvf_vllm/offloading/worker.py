@@ -1,6 +1,6 @@
 """The worker's half: copies between vLLM's blocks and the arena, and what becomes of jobs that fail.
 
-On a CPU a thread copies. A load is good only if the arena was served, and the pins held, until its copy had ended; a
+On a CPU threads copy. A load is good only if the arena was served, and the pins held, until its copy had ended; a
 store that is not whole is not published.
 """
 
@@ -13,8 +13,8 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
@@ -96,17 +96,15 @@ class _Job:
 
 
 class CpuWorker(OffloadingWorker):  # type: ignore[misc]
-    """Copies in a separate thread, in the order of the jobs. See `OffloadingWorker`."""
+    """Copies in two threads: a load waits for no store. See `OffloadingWorker`."""
 
     def __init__(self, slot: Slot, arena: ServedArena) -> None:
         self._slot = slot
         self._arena = arena
-        self._queue: SimpleQueue[_Job | None] = SimpleQueue()
+        self._threads = ThreadPoolExecutor(1, "kvf-load"), ThreadPoolExecutor(1, "kvf-store")
         self._ended: deque[TransferResult] = deque()
         self._open: set[int] = set()
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="kvf-offload", daemon=True)
-        self._thread.start()
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: ArenaPlaces) -> bool:
         return self._submit(_Job(job_id, src_spec, dst_spec, storing=True))
@@ -127,19 +125,15 @@ class CpuWorker(OffloadingWorker):  # type: ignore[misc]
             self._changed.wait_for(lambda: self._open.isdisjoint(job_ids))
 
     def shutdown(self) -> None:
-        """End the thread after the jobs that it has."""
-        self._queue.put(None)
-        self._thread.join()
+        """End the threads after the jobs that they have."""
+        for thread in self._threads:
+            thread.shutdown()
 
     def _submit(self, job: _Job) -> bool:
         with self._changed:
             self._open.add(job.job_id)
-        self._queue.put(job)
+        self._threads[job.storing].submit(self._do, job)
         return True
-
-    def _run(self) -> None:
-        while (job := self._queue.get()) is not None:
-            self._do(job)
 
     def _do(self, job: _Job) -> None:
         began, copied = time.monotonic(), None
@@ -220,7 +214,8 @@ class WorkerSide(OffloadingConnectorWorker):  # type: ignore[misc]
         """vLLM begins to update its weights. Waits for the copies under way: what they load is of no use."""
         self._weights.change()
         self._spoiled |= self._load_jobs.keys()
-        self.quiet()
+        if self.worker is not None:
+            self.worker.wait(set(self._jobs))
 
     def weights_changed(self, name: Callable[[], KvIdentity]) -> None:
         """The update has ended; `name`, called in a thread, gives the name that other engines know its weights by, or
@@ -237,11 +232,6 @@ class WorkerSide(OffloadingConnectorWorker):  # type: ignore[misc]
 
         self._weights.changed(naming)
         threading.Thread(target=run, name="kvf-weights", daemon=True).start()
-
-    def quiet(self) -> None:
-        """Wait until no copy touches the engine's memory."""
-        if self.worker is not None:
-            self.worker.wait(set(self._jobs))
 
     def handle_preemptions(self, metadata: StepPlan) -> None:
         self._begin(metadata)
