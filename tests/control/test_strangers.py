@@ -12,6 +12,7 @@ import pytest
 from tests.control.control_process import OBJECT, ControlProcess, Engine, prompt
 from tests.core.cli.command import run
 from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
 
 # 4 MiB.
 L1_CHUNKS = (4 << 20) // OBJECT
@@ -170,3 +171,24 @@ def test_bad_files(server: ServerProcess, tmp_path: Path, content: bytes, words:
     for command in (("prefetch",), ("pin", "--seconds", "60"), ("clear", "--yes", "--prefix")):
         done = run(command[0], *command[1:], str(file), "--endpoint", server.endpoint)
         assert (done.returncode, words in done.stderr) == (2, True), done.stderr
+
+
+def test_a_server_that_hangs_holds_nothing_up_for_long(tmp_path: Path) -> None:
+    """Orders fail by a time limit, the process answers what needs no server, and afterwards all goes on."""
+    with (
+        ServerProcess(capacity="4MiB") as server,
+        Engine(server) as engine,
+        ControlProcess(server, tmp_path) as control,
+    ):
+        engine.save(prompt(1, 4))
+        pinned = control.order("/v1/pin", tokens=prompt(1, 4), seconds=3600)["id"]
+        server.sigstop()
+        try:
+            status, answer = control.ask("POST", "/v1/forget", {"tokens": prompt(2, 1), "wait_s": 0})
+            assert (status, answer["error"][:1]) == (503, "[")
+            assert control.ask("GET", "/livez") == (200, "ok\n")
+            assert control.directive(pinned)["state"] in ("held", "waiting")
+        finally:
+            server.sigcont()
+        wait_until(lambda: control.ask("POST", "/v1/prefetch", {"tokens": prompt(1, 4)})[0] == 200, what="an order")
+        wait_until(lambda: control.directive(pinned)["state"] == "held", what="the pin")
