@@ -112,7 +112,9 @@ class PluginRegistry:
         try:
             options: Options = convert(raw, provider.options, where=where, core_keys=core_keys)
         except errors.ConfigFieldError as error:
-            error.hint = error.hint or f"`kvframework plugins info {provider.kind}.{provider.name}` lists its options"
+            listed = f"`kvframework plugins info {provider.kind}.{provider.name}` lists its options"
+            if not error.hint.startswith("did you mean"):
+                error.hint = "; ".join(filter(None, (error.hint, listed)))
             raise
         return options
 
@@ -150,7 +152,7 @@ class PluginRegistry:
         offers = [offer for offer in named if offer.kind == kind]
         ours = [offer for offer in offers if _same_major(offer)]
         if len(ours) > 1:
-            raise _conflict(ours)
+            raise conflict(ours)
         if ours:
             return ours[0]
         for offer in offers:
@@ -219,14 +221,15 @@ class PluginRegistry:
             raise errors.PluginWrongKind(f"{offer}: unknown kind of plugin {offer.kind!r}")
         rivals = [each for each in self._offers if each.title == offer.title and _same_major(each)]
         if len(rivals) > 1:
-            raise _conflict(rivals)
+            raise conflict(rivals)
 
 
 def _same_major(offer: EntryPointInfo) -> bool:
     return offer.api_major == API_VERSION[0]
 
 
-def _conflict(offers: list[EntryPointInfo]) -> errors.PluginConflict:
+def conflict(offers: list[EntryPointInfo]) -> errors.PluginConflict:
+    """Return the error for several distributions that offer one plugin."""
     return errors.PluginConflict(
         f"{len(offers)} distributions offer {offers[0].title}: {', '.join(offer.origin for offer in offers)}",
         hint="uninstall all but one of them",

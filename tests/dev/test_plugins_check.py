@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.core.cli.command import run
+from tests.core.cli.command import run, run_process
 from tests.core.registry.fake_distributions import install
 from tests.dev.inspection.planted import PLANTED, SOUND
 from tests.dev.inspection.test_planted import NEEDS_PATH, PROPER
@@ -37,6 +37,30 @@ def test_an_error_is_status_1(site: Path) -> None:
     assert "  hint: did you mean kvf_codecs?\n" in done.stdout
     document = json.loads(run("plugins", "check", "hooks", "--json", site=site).stdout)
     assert document["problems"][0].keys() == {"id", "severity", "where", "fact", "expected", "hint"}
+
+
+@pytest.mark.parametrize(
+    ("asks", "names", "told"),
+    [
+        (">=9", ["acme"], ["of acme 1.0 needs kvframework >=9", "install a release of the plugin for this"]),
+        (">=0.1", ["acme", "bolt"], ["distributions offer tier.deep: acme 1.0, bolt 1.0", "uninstall all but one"]),
+        (">=0.1", ["acme"], ["depth: expected an integer, found a string", "info tier.deep` lists its options"]),
+    ],
+)
+def test_four_commands_say_the_same(site: Path, tmp_path: Path, asks: str, names: list[str], told: list[str]) -> None:
+    for name in names:
+        install(
+            site, name, {"tier.deep": f"of_{name}"}, {f"of_{name}": NEEDS_PATH}, metadata=PROPER.replace(">=0.1", asks)
+        )
+    file = tmp_path / "kvf.toml"
+    file.write_text('l1.capacity = "16MiB"\n[[l2]]\nuse = "deep"\npath = "/x"\ndepth = "many"\n')
+    in_file = [f"config check {file}", f"serve --config {file}", f"doctor --config {file}"]
+    for command in (*in_file, "plugins check tier.deep --set path=/x --set depth=many"):
+        done = run_process(*command.split(), site=site)
+        said = " ".join((done.stdout + done.stderr).split())
+        assert done.returncode in (1, 2), said
+        assert all(each in said for each in told), said
+        assert command not in in_file or str(file) in said, said
 
 
 @pytest.mark.parametrize(

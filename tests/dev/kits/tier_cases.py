@@ -547,7 +547,6 @@ BUGS: dict[str, Any] = {
     "CountsMissesOfDelete": bug(Counting, delete_one=lambda right, s, key: (out := right(key), setattr(s, "sum", s.sum - 10) if out is MISSING else None)[0]),
     "CountsEntriesNotBytes": bug(usage=lambda right, s: TierUsage(len(s.store.values), s.capacity)),
     "CountsInFloats": bug(usage=lambda right, s: TierUsage(float(s.used()), s.capacity)),  # type: ignore[arg-type]
-    "AnswersUsageAsATuple": bug(usage=lambda right, s: (s.used(), s.capacity)),
     # scans
     "ScansUnderALock": bug(state=lambda: threading.Lock(), scan=lambda right, s: under(s.more, s, right()), put=locked),
     "ScansUnderItsThreadsLock": bug(state=lambda: threading.RLock(), scan=lambda right, s: under(s.more, s, right()), delete=locked),
@@ -555,7 +554,6 @@ BUGS: dict[str, Any] = {
     "PagesByOffset": bug(scan=lambda right, s: (s.check(time.monotonic() + 1), right(), paged(s, 100))[2]),
     "PagesOverlap": bug(scan=lambda right, s: (right(), paged(s, 100, 1))[1]),
     "ListsAHundred": bug(scan=lambda right, s: islice(right(), 100)),
-    "ListsHex": bug(scan=lambda right, s: (TierEntry(e.key.hex(), e.nbytes, e.used_at) for e in right())),  # type: ignore[arg-type]
     "ListsTuples": bug(scan=lambda right, s: ((e.key, e.nbytes, e.used_at) for e in right())),
     "ListsAList": bug(scan=lambda right, s: list(right())),
     "ListsMilliseconds": bug(scan=lambda right, s: (TierEntry(e.key, e.nbytes, e.used_at * 1000) for e in right())),

@@ -17,9 +17,9 @@ from kvframework.api.listener import ListenerContext, ServerTerms
 from kvframework.api.memory import MemoryContext
 from kvframework.api.requests import CacheServices, Handler
 from kvframework.api.tier import TableContext
-from kvframework.api.toml import convert
 from kvframework.errors import KVFrameworkError, NotRegistered
 from kvframework.registry.plugin_check import AnyProvider
+from kvframework.registry.registry import PluginRegistry
 from kvframework.registry.tables import declared_attributes
 
 WHERE = "plugins check"
@@ -65,15 +65,15 @@ def created(provider: AnyProvider, title: str, given: Mapping[str, object]) -> I
         return
     step = "check"
     try:
-        options = convert(given, provider.options, where="--set")
+        options = PluginRegistry(()).options(provider, given, where="--set")
         if provider.check is not None:
             provider.check(options, TableContext(where=WHERE))
         step = "create"
         made = typing.cast("Any", provider).create(options, *_context(provider.kind))
     except KVFrameworkError as error:
-        fact = f"{error.fact} [{error.code}]"
+        fact = f"{error.where}: {error.fact}" if error.where else error.fact
         if given:
-            yield problem("options-refused", title, f"none is made with --set: {fact}", error.available, error.hint)
+            yield problem("options-refused", title, f"{fact} [{error.code}]", error.available, error.hint)
         else:
             yield f"{title}: no plugin object was created here: {fact}; the conformance kit checks the rest"
     except Exception as error:  # noqa: BLE001  whatever a plugin raises

@@ -12,13 +12,12 @@ from pathlib import Path
 
 import msgspec
 
-import kvframework
 from kvf_dev.inspection.problems import MOST_S, Line, Problem, Target, cost_problems, name_fault, problem
 from kvframework.api.plugin import API_VERSION, ENTRY_POINT_GROUP
-from kvframework.errors import ConfigFieldError, PluginNotFound
+from kvframework.errors import ConfigFieldError, PluginNotFound, PluginWrongApi
 from kvframework.registry.discovery import KINDS, EntryPointInfo, discover
-from kvframework.registry.plugin_check import release_wanted
-from kvframework.registry.registry import PluginRegistry
+from kvframework.registry.plugin_check import check_release
+from kvframework.registry.registry import PluginRegistry, conflict
 from kvframework.supervise.child import run_isolated
 
 DEADLINE_S = 20.0
@@ -124,13 +123,9 @@ def metadata_problems(target: Target) -> Iterator[Problem]:
     if not target.offers:
         fact = "no installed distribution has an entry point for the plugin"
         yield problem("not-installed", target.module, fact, f'[project.entry-points."{ENTRY_POINT_GROUP}"]')
-    for rival in target.rivals:
-        yield problem(
-            "name-conflict",
-            rival.title,
-            f"{rival.origin} offers a plugin of the same name",
-            "a name that no other distribution offers",
-        )
+    for title in dict.fromkeys(rival.title for rival in target.rivals):
+        told = conflict([offer for offer in discover() if offer.title == title])
+        yield problem("name-conflict", title, told.fact, "a name that no other distribution offers", told.hint)
     ours = {each.title for each in target.offers if each.api_major == API_VERSION[0]}
     for offer in target.offers:
         if offer.title not in ours:
@@ -143,11 +138,11 @@ def metadata_problems(target: Target) -> Iterator[Problem]:
         elif fault := name_fault(offer.kind, offer.name):
             hint = f"call it {offer.kind}.{fault.nearest}" if fault.nearest else ""
             yield problem("plugin-name", offer.title, fault.fact, fault.available, hint)
-    for name in dict.fromkeys(offer.distribution for offer in target.offers):
-        yield from _distribution_problems(name)
+    for name, offer in {offer.distribution: offer for offer in target.offers}.items():
+        yield from _distribution_problems(name, str(offer))
 
 
-def _distribution_problems(name: str) -> Iterator[Problem]:
+def _distribution_problems(name: str, title: str) -> Iterator[Problem]:
     try:
         found = metadata.distribution(name)
     except metadata.PackageNotFoundError:
@@ -155,9 +150,10 @@ def _distribution_problems(name: str) -> Iterator[Problem]:
     if not found.metadata["Requires-Python"]:
         fact = "the distribution's metadata has no Requires-Python"
         yield problem("no-requires-python", name, fact, 'requires-python = ">=3.10"')
-    if wanted := release_wanted(name):
-        expected = f"a range with kvframework {kvframework.__version__}"
-        yield problem("api-version", name, f"the distribution requires kvframework {wanted}", expected)
+    try:
+        check_release(name, title)
+    except PluginWrongApi as error:
+        yield problem("api-version", name, error.fact, error.available, error.hint)
     needed = {re.split(r"[^A-Za-z0-9._-]", each.strip(), maxsplit=1)[0].lower() for each in found.requires or ()}
     if "kvframework" not in {*needed, name.lower()}:
         fact = "the distribution's metadata does not depend on kvframework"
