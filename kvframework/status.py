@@ -1,8 +1,8 @@
 """The status document, as REPORT_STATUS returns it and `kvframework status --json` prints it: its fields as types, and
 its counters as declarations; and the records of finished requests. docs/status.md explains fields.
 
-`msgspec.json.decode(document, type=Status)` reads a document. All fields have defaults, and unknown ones are passed
-over, so that a server of another release can be read. A new counter is a line of this module, beside the one that
+`msgspec.json.decode(document, type=Status)` reads a document. All fields have defaults, and unknown ones are
+ignored, so documents of other releases can be read. A new counter is a line of this module, beside the one that
 counts: the log's reports, `kvframework status`, metrics, the dashboard and docs/reference/status.md follow."""
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Problem(Part, frozen=True):
-    """A present problem: the field it is about, and the fact."""
+    """A current problem: the field of the document that it concerns, and the fact."""
 
     where: str = ""
     fact: str = ""
@@ -163,7 +163,7 @@ class Lookups(Part, frozen=True):
 
 
 class Engine(Part, frozen=True):
-    """What a connected engine last said of its speed."""
+    """The speed that a connected engine last reported, in tokens per second."""
 
     client: str = ""
     pid: int = 0
@@ -246,7 +246,7 @@ class Transport(Part, frozen=True):
 
 
 class Recovered(Part, frozen=True):
-    """What L1 took over at the start, in objects, bytes and seconds, or why it began empty."""
+    """The content that L1 took over at the start, in objects, bytes and seconds, or the reason why L1 began empty."""
 
     objects: int = 0
     bytes: int = 0
@@ -266,7 +266,7 @@ class Evicted(Part, frozen=True):
 
 
 class Ghosts(Part, frozen=True):
-    """Objects that left L1 and are remembered: held, at most, and their bytes."""
+    """The remembered keys of evicted objects: their number, its limit, and their bytes."""
 
     held: int = 0
     most: int = 0
@@ -423,7 +423,7 @@ class Losses(Part, frozen=True):
 
 
 class Prefetch(Part, frozen=True):
-    """Loads from L2 under way."""
+    """The current loads from L2."""
 
     in_flight: int = 0
     refused: Annotated[int, Counter("loads", "were refused: too many at once", True, "prefetch_refused_total")] = 0
@@ -473,7 +473,7 @@ class EventsCounters(Part, frozen=True):
 
 
 class Events(Part, frozen=True):
-    """What is announced to routers; empty without `[events]`."""
+    """The events published for routers; empty without `[events]`."""
 
     endpoint: str = ""
     replay: str = ""
@@ -486,7 +486,7 @@ class Events(Part, frozen=True):
 
 
 class MessagingCounters(Part, frozen=True):
-    """Beside these are the answers with an error by its code, as `errors.CODE`."""
+    """Requests and answers since the start. Further keys, `errors.CODE`, count answers by error code."""
 
     requests: Annotated[int, Counter("requests", "were received", False, "messages_total")] = 0
     responses: Annotated[int, Counter("answers", "were sent", False, "messages_total")] = 0
@@ -623,7 +623,7 @@ def trouble(document: Mapping[str, Any]) -> Iterator[tuple[str, Counter, int]]:
 
 
 def own_counters(status: object) -> dict[str, OwnCounter]:
-    """Return the counters that a plugin declares in what it says of itself, by name. What is none is passed over."""
+    """Return the counters that a plugin declares in its status, by name. Invalid ones are ignored."""
     declared = status.get("counters") if isinstance(status, Mapping) else None
     try:
         return msgspec.convert(declared or {}, dict[str, OwnCounter])
@@ -654,7 +654,7 @@ def places(kind: type[Part] = Status, at: str = "") -> Iterator[tuple[str, Count
 
 
 def zeros(kind: type[Part]) -> dict[str, int]:
-    """Return the counters of a part by name, each at its beginning."""
+    """Return the counters of a part by name, all 0."""
     return {name: 0 for name, (_, counter) in _fields(kind).items() if counter is not None}
 
 

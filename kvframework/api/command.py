@@ -1,4 +1,4 @@
-"""What the commands share and what needs no rich: exit statuses, options, and the form of help texts.
+"""The parts that all commands share and that do not need rich: exit statuses, options, and the form of help texts.
 
 A command's module holds its options alone and imports its work when it runs, so that help and completion are quick.
 """

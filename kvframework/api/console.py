@@ -1,4 +1,4 @@
-"""What commands print: errors, documents, sentences, tables, and numbers, times and amounts as people read them."""
+"""The output of commands: errors, documents, sentences, tables, and numbers, times and amounts as people read them."""
 
 from __future__ import annotations
 

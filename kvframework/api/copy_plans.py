@@ -69,7 +69,7 @@ class CopyBatch:
         )
 
     def split(self, limit: int) -> Iterator[CopyBatch]:
-        """Yield batches of at most `limit` bytes each, but of at least one place of one lane."""
+        """Yield batches of at most `limit` bytes each; a batch has at least one place of one lane."""
         cell = self.nbytes // (len(self.lane_addresses) * len(self.place_addresses))
         cells = max(limit // cell, 1)
         places = min(cells, len(self.place_addresses))

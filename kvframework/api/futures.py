@@ -217,7 +217,7 @@ class DeviceFuture(Generic[T]):
 
 
 def _call_all(calls: Sequence[Callable[[], object]]) -> None:
-    """Make every call, then raise the first error: a stream may wait for one of the later calls."""
+    """Call all, then raise the first error: a stream may wait for one of the later calls."""
     failed: BaseException | None = None
     for call in calls:
         try:

@@ -157,12 +157,12 @@ class Records(ABC):
     @property
     @abstractmethod
     def waiting(self) -> int:
-        """How many records this listener has not taken yet. From any thread."""
+        """The number of records that this listener has not taken yet. Thread-safe."""
 
     @property
     @abstractmethod
     def lost(self) -> int:
-        """How many records this listener has missed so far, those before the next batch included. From any thread."""
+        """The number of records that this listener has missed, those before the next batch included. Thread-safe."""
 
     @abstractmethod
     def take(self) -> Batch:
@@ -213,7 +213,7 @@ class Sockets(ABC):
 
 
 class ListenerContext(ABC):
-    """What the server offers to a listener. `where` is the place of its table. Thread-safe, but for `sockets`."""
+    """The server's offers to a listener. `where` names the listener's table. Thread-safe except for `sockets`."""
 
     where: str
     server: ServerTerms

@@ -1,4 +1,4 @@
-"""What plugins of every kind share: the mark of a hook, the base of the descriptors, options, and small types."""
+"""The parts that plugins of every kind share: the mark of a hook, the base of descriptors, options, and small types."""
 
 from __future__ import annotations
 

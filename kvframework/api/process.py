@@ -1,12 +1,13 @@
-"""What a process needs besides its work: a log, child processes, and the delay before the next attempt of anything.
+"""The parts that every process needs: a log, child processes, and the delay before the next attempt of anything.
 
 A line that repeats: `log.addFilter(LogLimit())` for a whole logger, or `LogLimit.once()`, whose `passes(kind)` is asked
 before a line. `one_line` and `visible` take line ends and control characters out of a foreign text. `configure_logging`
 sends all logs and printed text of a process to standard error and never waits for its reader; `LogForm` is what a
 server passes to a process that it starts, and `chosen_log` that of this process.
 
-`SupervisedChild` runs code that can freeze or crash a process in one of its own; `NamedCall` tells it a function and
-its options; `kvframework.api.helper_tier.HelperTier` does all that for a tier. `Backoff`: whatever is tried again.
+`SupervisedChild` runs code that can freeze or crash its process in a separate one; `NamedCall` tells it a function and
+its options; `kvframework.api.helper_tier.HelperTier` does all that for a tier. `Backoff` spaces out
+repeated attempts.
 """
 
 from __future__ import annotations

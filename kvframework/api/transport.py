@@ -227,7 +227,7 @@ P = TypeVar("P")
 
 
 class _Plan(Generic[R]):
-    """What both plans have: each is open until the first `commit` or `abort`, and `with plan:` aborts at its end."""
+    """The base of both plans. A plan is open until the first `commit` or `abort`; `with plan:` aborts at its end."""
 
     def __init__(
         self,

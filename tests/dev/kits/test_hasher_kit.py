@@ -207,7 +207,7 @@ BUGS: dict[str, tuple[type[KeyHasher], str, str]] = {
     "chunks side by side": (call(lambda right, t, c, p, e: b"".join(right(bytes(memoryview(t).cast("B"))[at * c * 4 : (at + 1) * c * 4], c, p, {0: (e or {}).get(at, b"")}) for at in range(memoryview(t).nbytes // (c * 4)))), f"{CHANGED}[large-16]", "must change the digest of chunk 1"),
     "the rest too": (call(lambda right, t, c, p, e: right(bytes(t) + bytes(-memoryview(t).nbytes % (c * 4)), c, p, e)), f"{WHOLE}[3]", "1 tokens in chunks of 3 gave"),
     "no last chunk": (call(lambda right, t, c, p, e: right(t, c, p, e)[:-DIGEST_BYTES]), f"{WHOLE}[256]", "256 tokens in chunks of 256 gave 0 bytes"),
-    "the rest in the last chunk": (call(lambda right, t, c, p, e: right(t, c, p, {0: bytes(t)[len(bytes(t)) // (c * 4) * c * 4 :]})), f"{BEHIND}[256]", "after the last whole chunk of 256 tokens must not count"),
+    "the rest in the last chunk": (call(lambda right, t, c, p, e: right(t, c, p, {0: bytes(t)[len(bytes(t)) // (c * 4) * c * 4 :]})), f"{BEHIND}[256]", "after the last whole chunk must not count"),
     "at most 128 chunks": (call(lambda right, t, c, p, e: right(bytes(t)[: 128 * c * 4], c, p, e)), f"{GOES_ON}[16]", "from byte 4096 of"),
     # digests
     "8 bytes": (one(lambda right, p, e, c: right(p, e, c)[:8].ljust(32, b"\0")), f"{BITS}[256]", "64 of the 256 bits"),

@@ -119,7 +119,7 @@ test_a_closed_tier_fails_every_call: AnswersWhenClosed (the tier is closed) Rais
 test_values_outlive_the_tier: CountsFromZeroAtEachStart ForgetsTimesOfUse ForgetsWhenClosed (MISSING)
 test_each_sees_what_the_other_does: ClaimsSharing (MISSING) ClaimsSharingWithoutProof (define `reopen)
 test_two_at_work_on_the_same_keys_see_whole_values: MixesValuesOfTwo (bytes of several values)
-test_what_is_replaced_and_deleted_leaves_nothing_behind: LeaksWhatAShorterValueReplaces (no room for) LeaksAPieceOfTheDeletedUncounted (no room for)
+test_what_is_replaced_and_deleted_leaves_nothing_behind: LeaksWhatAShorterValueReplaces (No room for) LeaksAPieceOfTheDeletedUncounted (No room for)
 """,
     "async_cases.py": """
 test_without_an_event_it_comes_after_the_threads_current_stream: IgnoresTheCurrentStream (before the work that was queued)
@@ -140,7 +140,7 @@ test_closing_ends_the_calls_that_wait_for_a_stalled_wire[get_into]: LeavesItsCal
 test_failures_use_nothing_up: LeavesBrokenConnections (broken connections)
 """,
     "engine_driven_cases.py": """
-test_ranges_are_written_before_they_are_published: CommitsFirst (published before)
+test_ranges_are_written_before_they_are_published: CommitsFirst (had published them)
 test_a_copy_in_the_engine_that_fails_is_one_miss[store]: PublishesWhatFailed (A store whose copy failed was answered as a success) KeepsItsRanges (to release its ranges and pins)
 test_a_copy_in_the_engine_that_fails_is_one_miss[load]: AnswersAHit (A load whose copy failed was answered as a success)
 test_an_answer_that_comes_late[store-is used]: ThrowsLateAnswersAway (before the server's late answer)

@@ -79,7 +79,7 @@ def stacks(threads: Collection[threading.Thread]) -> str:
 
 @dataclass
 class Ran:
-    """What became of the tests of a class: `skipped` counts by reason, `failed` by test."""
+    """The outcomes of a class's tests: `skipped` counts by reason, `failed` by test."""
 
     seconds: float = 0.0
     passed: int = 0

@@ -198,11 +198,11 @@ def _is_no_matter(what: str, views: BlockViews, declared: KVLayout) -> bool:
 
 def _wrong(caches: Mapping[str, LayerTensors]) -> Iterator[tuple[str, Mapping[str, LayerTensors]]]:
     first, *_, last = list(caches) * 2
-    yield "no layers at all", {}
+    yield "there are no layers", {}
     yield "the last layer is missing", {name: held for name, held in caches.items() if name != last}
     yield "the first layer is missing", {name: held for name, held in caches.items() if name != first}
     yield "a layer has another name", {(name if name != last else "other"): held for name, held in caches.items()}
-    yield "one more layer", {**caches, "one.more.layer": caches[last]}
+    yield "there is one more layer", {**caches, "one.more.layer": caches[last]}
     if isinstance(held := caches[last], (tuple, list)) and len(held) > 1:
         yield "the last layer has keys and no values", {**caches, last: held[:1]}
     changes: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -397,7 +397,7 @@ class LayoutConformance(NamedKit):
     ) -> None:
         for what, caches in _wrong(subject.kv_caches):
             must_refuse(
-                f"`block_views` with {what}",
+                f"`block_views`, where {what},",
                 partial(layout.block_views, declared, caches),
                 BadLayout,
                 unless=partial(_is_no_matter, what, declared=declared),

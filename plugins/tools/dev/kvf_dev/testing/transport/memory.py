@@ -157,7 +157,7 @@ _LARGE = [GroupCase(("block", "token", "head", "dim"), planes=1, heads=2, dim=25
 
 
 class Memory(TransportKit):
-    """Where tensors and objects lie."""
+    """The places of tensors and objects in memory."""
 
     def test_fragments_of_neighbouring_allocations_are_apart(self) -> None:
         """The last block of one layer and the first of the next, which follow each other on the device and in the
