@@ -6,8 +6,7 @@ sends all logs and printed text of a process to standard error and never waits f
 server passes to a process that it starts, and `chosen_log` that of this process.
 
 `SupervisedChild` runs code that can freeze or crash its process in a separate one; `NamedCall` tells it a function and
-its options; `kvframework.api.helper_tier.HelperTier` does all that for a tier. `Backoff` spaces out
-repeated attempts.
+its options; `kvframework.api.helper_tier.HelperTier` does so for a tier. `Backoff` delays retries.
 """
 
 from __future__ import annotations
