@@ -98,6 +98,25 @@ def test_pins_and_loads_are_bounded_by_parts_of_l1(control: ControlProcess) -> N
         assert control.ask("DELETE", f"/v1/directives/{name}")[0] == 200
 
 
+def test_its_metrics_count_orders_and_what_was_refused(control: ControlProcess) -> None:
+    def metrics() -> dict[str, float]:
+        status, text = control.ask("GET", "/metrics")
+        assert status == 200
+        rows = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        return {name.removeprefix("kvframework_control_"): float(value) for name, value in rows}
+
+    before = metrics()
+    name = control.order("/v1/pin", tokens=prompt(1, 4), seconds=60)["id"]
+    assert control.ask("POST", "/v1/prefetch", {"tokens": prompt(1, L1_CHUNKS)})[0] == 429
+    after = metrics()
+    assert after["pins"] - before["pins"] == 1
+    assert after["pinned_bytes"] - before["pinned_bytes"] == 4 * OBJECT
+    assert after["refused_orders_total"] - before["refused_orders_total"] == 1
+    assert after['orders_total{do="pin"}'] - before.get('orders_total{do="pin"}', 0) == 1
+    assert control.ask("DELETE", f"/v1/directives/{name}")[0] == 200
+    assert metrics()["pins"] == before["pins"]
+
+
 def test_a_storm_of_pins_meets_a_bound(control: ControlProcess) -> None:
     """Of one chunk each, so that their number counts."""
     statuses = []

@@ -18,6 +18,7 @@ import msgspec
 from kvf_control import orders
 from kvf_control.holder import Busy, Holder
 from kvf_control.settings import ControlConfig
+from kvf_observe.http.exposition import TEXT, Metric, Reader, Type, exposition
 from kvf_observe.http.listener import Listener, listen_until_signal
 from kvf_observe.http.messages import CHALLENGE, JSON, PLAIN, Answer, Reply, Request, Rights, WantsBody, refused
 from kvf_observe.http.settings import is_loopback, read_token, tls_context
@@ -35,12 +36,36 @@ MOST_SAID = 300
 T = TypeVar("T", bound=msgspec.Struct)
 
 
+def _metric(name: str, kind: Type, help_: str, read: Reader, labels: tuple[str, ...] = ()) -> Metric:
+    return Metric(f"control_{name}", kind, help_, "", read, labels)
+
+
+def _whole(field: str) -> Reader:
+    return lambda document: iter([((), document[field])])
+
+
+METRICS = (
+    _metric(
+        "orders_total",
+        "counter",
+        "orders carried out",
+        lambda document: (((do,), count) for do, count in document["orders"].items()),
+        ("do",),
+    ),
+    _metric("refused_orders_total", "counter", "orders beyond a bound", _whole("refused")),
+    _metric("pins", "gauge", "pins that are held", _whole("pins")),
+    _metric("pinned_bytes", "gauge", "bytes of the KV that pins name", _whole("pinned_bytes")),
+    _metric("loading", "gauge", "orders that load from tiers", _whole("loading")),
+    _metric("conversations", "gauge", "conversations that are remembered", _whole("conversations")),
+)
+
+
 class App:
     """`answer` is called in the event loop, which never waits for the server: `threads` do."""
 
     def __init__(self, holder: Holder, rights: Rights, threads: ThreadPoolExecutor) -> None:
         self._holder, self._rights, self._threads = holder, rights, threads
-        self._waiting = 0
+        self._waiting = self._refused = 0
         self._openapi = msgspec.json.encode(orders.openapi())
 
     def answer(self, request: Request) -> Answer:
@@ -62,6 +87,8 @@ class App:
         """Return what answers at a path, by method."""
         holder = self._holder
         match parts:
+            case ["metrics"]:
+                return {"GET": self._metrics}
             case ["openapi.json"]:
                 return {"GET": lambda: Reply(HTTPStatus.OK, JSON, self._openapi)}
             case ["v1", "prefetch"]:
@@ -79,6 +106,11 @@ class App:
             case ["v1", "directives", name]:
                 return {"DELETE": lambda: self._asked(partial(holder.cancel, name))}
         return {}
+
+    async def _metrics(self) -> Reply:
+        found = await asyncio.get_running_loop().run_in_executor(self._threads, self._holder.document)
+        rows = ((metric, found | {"refused": self._refused}) for metric in METRICS)
+        return Reply(HTTPStatus.OK, TEXT, exposition(rows, open_metrics=False))
 
     def _turn(self, conversation: str, turn: orders.Turn) -> orders.Directive:
         named = {name: value for name, value in msgspec.structs.asdict(turn).items() if name != "seconds"}
@@ -102,6 +134,7 @@ class App:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             return _failed(HTTPStatus.BAD_REQUEST, str(error))
         except Busy as error:
+            self._refused += 1
             return _failed(HTTPStatus.TOO_MANY_REQUESTS, str(error))
         except RequestError as error:
             return _failed(HTTPStatus.BAD_REQUEST, str(error))

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from bisect import bisect_left
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -122,6 +122,7 @@ class Holder:
         # By tenant and conversation, the one that was named last at the end.
         self._conversations: OrderedDict[tuple[str, str], list[Run]] = OrderedDict()
         self._numbers = itertools.count(1)
+        self._orders: Counter[str] = Counter()
         self._status: tuple[float, Mapping[str, Any]] = (-STATUS_S, {})
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="kvf-control", daemon=True)
@@ -189,6 +190,7 @@ class Holder:
                     ending.append(run.again(Retain("done", start=start)))
             order = Prefetch(conversation=conversation, tenant=tenant)
             held = Held(self._name(), "end", order, ending)
+            self._orders["end"] += 1
             for run in held.runs:
                 run.ask()
             return self._end(held, "done")
@@ -205,6 +207,7 @@ class Holder:
             for held in list(self._held.values()):
                 if _may_mean(order, held):
                     self._end(held, "ended")
+            self._orders["forget"] += 1
             source = StatusSource(self._source.endpoint, ANSWER_S, name="control")
         try:
             return source.forget(order.forget(), timeout=order.wait_s + 240.0)
@@ -214,6 +217,18 @@ class Holder:
     def directives(self) -> list[Directive]:
         with self._lock:
             return [*self._past, *(held.told() for held in self._held.values())]
+
+    def document(self) -> dict[str, Any]:
+        """Return the numbers of orders since the start and under way, for metrics."""
+        with self._lock:
+            pins = [held for held in self._held.values() if held.do == "pin"]
+            return {
+                "orders": dict(self._orders),
+                "pins": len(pins),
+                "pinned_bytes": sum(held.nbytes for held in pins),
+                "loading": sum(held.state == "loading" for held in self._held.values()),
+                "conversations": len(self._conversations),
+            }
 
     def wait(self, name: str, timeout: float) -> Directive | None:
         """Wait until an order is no longer loading; return what is known of it, None if that is forgotten."""
@@ -230,6 +245,7 @@ class Holder:
         return f"{int(time.time()):x}-{next(self._numbers)}"
 
     def _begin(self, held: Held) -> Directive:
+        self._orders[held.do] += 1
         for run in held.runs:
             run.ask()
         self._held[held.id] = held
