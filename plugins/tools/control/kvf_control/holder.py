@@ -157,7 +157,7 @@ class Holder:
             before = [held for held in pins if [run.digests for run in held.runs] == digests]
             others = [held for held in pins if held not in before]
             if len(others) >= MOST_PINS:
-                raise Busy(f"{MOST_PINS} pins are held", hint="end one, or let one end")
+                raise Busy(f"{MOST_PINS} pins are held", hint="end one of them, or wait until one ends")
             tenants = [run for held in others if held.order.tenant == order.tenant for run in held.runs]
             self._bound([*runs, *tenants], PINNED_OF_TENANT, "pinned for a tenant")
             self._bound([*runs, *(run for held in others for run in held.runs)], PINNED, "pinned")

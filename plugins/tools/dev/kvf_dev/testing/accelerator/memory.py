@@ -104,7 +104,7 @@ class DeviceMemory:
         region = self.region(address, "export")
         self.check(region.device)
         if region.mapping is not None:
-            raise AcceleratorError("export: this memory belongs to another process")
+            raise AcceleratorError("export: the memory belongs to another process")
         (handle,) = self._ledger.one("select token from allocations where id = ?", region.allocation)
         return region.device, handle, region.nbytes, address - region.address
 
@@ -115,12 +115,12 @@ class DeviceMemory:
             "select id, device, process, start, nbytes, freed from allocations where token = ?", handle
         )
         if row is None:
-            raise AcceleratorError("open: there is no such allocation")
+            raise AcceleratorError("open: the handle names no allocation")
         number, owner_device, process, start, size, freed = row
         if process == self.process:
             raise self._misuse("wrong_process", "open: a process cannot open its own handle")
         if owner_device != device:
-            raise AcceleratorError(f"open: memory of {owner_device} on {device}")
+            raise AcceleratorError(f"open: the memory is on {owner_device}, not on {device}")
         if freed or not self._ledger.lives(process):
             raise AcceleratorError("open: the memory was freed, or its process has ended")
         if nbytes > size:
@@ -142,7 +142,7 @@ class DeviceMemory:
         with self._lock:
             at = bisect.bisect_right(self._regions, address, key=lambda region: region.address) - 1
             if at < 0 or address >= self._regions[at].address + self._regions[at].nbytes:
-                raise self._misuse("out_of_bounds", f"{what}: there is no memory at {address:#x}")
+                raise self._misuse("out_of_bounds", f"{what}: no allocation contains {address:#x}")
             region = self._regions[at]
         self._check_here(region, what)
         return region
@@ -152,7 +152,7 @@ class DeviceMemory:
         for region in fragments.regions:
             self._check_here(region, what)
             if self._ledger.one("select 1 from allocations where id = ? and freed", region.allocation):
-                raise self._misuse("use_after_free", f"{what}: its owner has freed this memory")
+                raise self._misuse("use_after_free", f"{what}: the owner has freed this memory")
 
     def fragments(self, addresses: Sequence[int], length: int, device: str, what: str) -> Fragments:
         regions: dict[int, Region] = {}
@@ -163,9 +163,9 @@ class DeviceMemory:
                 region = self.region(address, what)
                 regions[region.address] = region
                 if region.device != device:
-                    raise self._misuse("wrong_device", f"{what}: memory of {region.device} on a stream of {device}")
+                    raise self._misuse("wrong_device", f"{what}: memory on {region.device}, a stream on {device}")
             if address + length > region.address + region.nbytes:
-                raise self._misuse("out_of_bounds", f"{what}: {length} bytes run over the end of an allocation")
+                raise self._misuse("out_of_bounds", f"{what}: {length} bytes go past the end of the allocation")
             places.append(address - region.address + region.start)
         return Fragments(places, length, list(regions.values()))
 
@@ -179,7 +179,7 @@ class DeviceMemory:
             region = self.region(address, how)
             if (region.mapping is not None) is not (how == "closed") or region.address != address:
                 made = "opened" if how == "closed" else "allocated"
-                raise AcceleratorError(f"{how}: this is no beginning of memory that was {made}")
+                raise AcceleratorError(f"{how}: the address is not the start of memory that was {made}")
             region.ended = how
             return region
 

@@ -74,7 +74,7 @@ class Stream:
         done = threading.Event()
         self.add(done.set)
         if not done.wait(timeout):
-            raise AcceleratorError(f"stream {self.number} did not come to an end within {timeout} s")
+            raise AcceleratorError(f"stream {self.number} did not finish within {timeout} s")
         error, self.error = self.error, ""
         if error:
             raise AcceleratorError(error)
@@ -138,7 +138,7 @@ class Accelerator(DeviceMemory):
     def export_event(self, event: Event) -> bytes:
         row = self._ledger.one("select token from events where id = ? and shared", event.row)
         if row is None or event.opening is not None:
-            raise AcceleratorError("export: this is no interprocess event of this process")
+            raise AcceleratorError("export: the event is not an interprocess event of this process")
         return bytes(row[0])
 
     def open_event(self, device: str, handle: bytes) -> Event:
@@ -146,12 +146,12 @@ class Accelerator(DeviceMemory):
         self.check(device)
         row = self._ledger.one("select id, device, process from events where token = ? and not destroyed", handle)
         if row is None:
-            raise AcceleratorError("open: there is no such event")
+            raise AcceleratorError("open: the handle names no event")
         number, owner_device, process = row
         if process == self.process:
             raise self._misuse("wrong_process", "open: a process cannot open its own event")
         if owner_device != device:
-            raise self._misuse("wrong_device", f"open: an event of {owner_device} on {device}")
+            raise self._misuse("wrong_device", f"open: the event is on {owner_device}, not on {device}")
         opening = self._ledger.insert("insert into openings(event, process) values(?, ?)", number, self.process)
         return Event(device, number, opening)
 
@@ -192,7 +192,7 @@ class Accelerator(DeviceMemory):
         def wait() -> None:
             while self._records(event)[1] < recorded:
                 if not self._ledger.lives(owner):
-                    raise AcceleratorError("the process of an event ended before it was reached")
+                    raise AcceleratorError("the event's process ended before the event was reached")
                 time.sleep(_POLL_S)
 
         stream.add(wait)
@@ -280,7 +280,7 @@ class Accelerator(DeviceMemory):
             try:
                 self.check(stream.device)
                 if other := self._ledger.conflict(queued):
-                    raise self._misuse("unordered", f"{what} runs before {other} is done, which was queued earlier")
+                    raise self._misuse("unordered", f"{what} runs before {other}, queued earlier, has ended")
                 self.check_live(fragments, what)
                 work(self._memory[stream.device])
             finally:
@@ -305,9 +305,9 @@ class Accelerator(DeviceMemory):
             "select recorded, reached, error, process from events where id = ? and not destroyed", event.row
         )
         if row is None:
-            raise self._misuse("use_after_free", "an event is used that its process has destroyed")
+            raise self._misuse("use_after_free", "the event was destroyed by its process")
         if not row[0]:
-            raise self._misuse("never_recorded", "an event is waited for that was never recorded")
+            raise self._misuse("never_recorded", "the event was never recorded, so nothing can wait for it")
         return row
 
     def _check_usable(self, event: Event, device: str, what: str) -> None:
@@ -315,7 +315,7 @@ class Accelerator(DeviceMemory):
         if event.closed:
             raise self._misuse("use_after_close", f"{what}: the event was closed here")
         if event.device != device:
-            raise self._misuse("wrong_device", f"{what}: an event of {event.device} on {device}")
+            raise self._misuse("wrong_device", f"{what}: the event is on {event.device}, not on {device}")
 
 
 if TYPE_CHECKING:
