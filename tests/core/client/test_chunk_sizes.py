@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from kvframework.api.keys import compute_namespace
 from kvframework.api.layout import CHUNK_BYTES, KVLayout, LayerGroup, canonical_desc, with_chunk
 from kvframework.client import KVClient
+from kvframework.errors import BadLayout
 from kvframework.service.keys import MAX_OBJECTS
 from kvframework.wire import messages as m
 from kvframework.wire.protocol import non_gpu_namespace
@@ -84,10 +85,20 @@ def test_an_engine_stores_and_loads_chunks_of_its_model(wide: int, chunk: int) -
             assert [each["chunk_tokens"] for each in looking.status()["instances"]] == [chunk]
 
 
-def test_the_configured_chunk_is_that_of_every_model() -> None:
-    with ServerProcess("server.chunk_size=192") as server, KVClient(server.endpoint) as client:
-        assert (client.hello.chunk_size, client.hello.least_chunk) == (192, 0)
-        assert PagedEngine(client, wide=WIDE).chunk == 192
+@pytest.mark.parametrize(("forced", "chunk"), [(192, 192), (4 * BLOCK + 1, 5 * BLOCK), (1, BLOCK)])
+def test_the_configured_chunk_is_that_of_every_model_in_whole_blocks(forced: int, chunk: int) -> None:
+    with ServerProcess(f"server.chunk_size={forced}") as server, KVClient(server.endpoint) as client:
+        assert (client.hello.chunk_size, client.hello.least_chunk) == (forced, 0)
+        engine = PagedEngine(client, wide=WIDE, blocks=2 * chunk // BLOCK)
+        assert engine.store(engine.request(list(range(2 * chunk))), list(range(2 * chunk // BLOCK)))
+        assert engine.hit(engine.request(list(range(2 * chunk - 1)))) == chunk
+        assert [each["chunk_tokens"] for each in server.status()["instances"]] == [chunk]
+
+
+def test_a_configured_chunk_whose_object_is_too_large_is_named() -> None:
+    layout = KVLayout("paged", (LayerGroup(64, 48, 8, 128, "bfloat16", planes=2),))
+    with pytest.raises(BadLayout, match=r"(?s)one object of this layout.* lower chunk_size"):
+        canonical_desc(layout, 65536)
 
 
 @pytest.mark.parametrize("settings", [(), ("server.chunk_size=256",), ("server.chunk_size=256", "server.chunk_size=0")])
