@@ -74,17 +74,28 @@ def timed(title: str, step: str) -> Iterator[None]:
     timer = threading.Timer(BOUND_S, _this.overdue, [broken(f"has not returned within {BOUND_S:g} s")])
     timer.daemon = True
     timer.start()
-    os._exit = _refusing  # for good: an overdue call in another thread goes on, and must not take it back
+    os._exit = _refusing  # both for good: an overdue call in another thread goes on, and must not take them back
     before, _this.refusal = _this.refusal, (pid, broken)
+    if not isinstance(sys.stdout, _Stdout):
+        sys.stdout = _Stdout(sys.stdout)  # type: ignore[assignment]
     try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
+        yield
     finally:
         _this.refusal = before
         timer.cancel()
         if os.getpid() != pid:  # else two processes would go on from here
             os.write(2, f"error: {title}: {step} returned in a process that it has forked, which ends\n".encode())
             os._exit(1)
+
+
+class _Stdout:
+    """Standard output; for a plugin's call in this thread, standard error."""
+
+    def __init__(self, stdout: object) -> None:
+        self._stdout = stdout
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stdout if _this.refusal is None else sys.stderr, name)
 
 
 def _refusing(status: int) -> NoReturn:

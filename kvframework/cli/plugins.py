@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -37,8 +34,7 @@ app = typer.Typer(cls=PluginsGroup, help="List, describe and check plugins.", no
 @app.command("list", epilog=examples("kvframework plugins list", "kvframework plugins list --json"))
 def list_plugins(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array.")] = False) -> None:
     """List every installed plugin, with the reason if it cannot be used here."""
-    with _quiet_imports():
-        infos = PluginRegistry().list(probe=True)
+    infos = PluginRegistry().list(probe=True)
     rows = [{column: str(getattr(info, column)) for column in _COLUMNS} for info in infos]
     rows = [row | {"name": f"{row['kind']}.{row['name']}" if row["kind"] else row["name"]} for row in rows]
     if as_json:
@@ -74,8 +70,7 @@ def info(
         fact = f"{plugin!r} is not of the form KIND.NAME"
         hint = f"did you mean {' or '.join(meant)}?" if meant else "`kvframework plugins list` shows the names"
         raise PluginNotFound(fact, available=f"the kinds {', '.join(KINDS)}", hint=hint)
-    with _quiet_imports():
-        view = _view(*registry.describe(kind, name))
+    view = _view(*registry.describe(kind, name))
     if as_json:
         print_document(view)
     else:
@@ -136,10 +131,3 @@ def _default(option: OptionInfo) -> str:
         return toml_value(option.default)
     except TypeError:
         return "not set" if option.default is None else str(option.default)
-
-
-@contextlib.contextmanager
-def _quiet_imports() -> Iterator[None]:
-    """Redirect output of plugins that are imported within the block, which must not end up in the JSON."""
-    with contextlib.redirect_stdout(sys.stderr):
-        yield
