@@ -77,7 +77,7 @@ def timed(title: str, step: str) -> Iterator[None]:
     os._exit = _refusing  # both for good: an overdue call in another thread goes on, and must not take them back
     before, _this.refusal = _this.refusal, (pid, broken)
     if not isinstance(sys.stdout, _Stdout):
-        sys.stdout = _Stdout(sys.stdout)  # type: ignore[assignment]
+        sys.stdout = _Stdout(sys.stdout)
     try:
         yield
     finally:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from kvf_demo.child import Child, uninterrupted
+from kvf_demo.processes import Child, uninterrupted
 from kvframework_bench.errors import BenchFailed
 
 _STOP_S = 5.0

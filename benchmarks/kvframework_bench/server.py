@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from kvf_demo.child import uninterrupted
+from kvf_demo.processes import uninterrupted
 from kvframework.client import KVClient
 from kvframework.wire import messages as m
 from kvframework.wire.frames import join

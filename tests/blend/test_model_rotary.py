@@ -154,7 +154,7 @@ FAMILIES: dict[str, Callable[[Any], tuple[Any, Rotary]]] = {
 def imports() -> None:
     global probe, rotary_of, rotate_keys
     from kvf_blend.engine.model_rotary import probe, rotary_of
-    from kvf_blend.engine.rotation import rotate_keys
+    from kvf_blend.engine.placing import rotate_keys
 
 
 TOKENS = 11

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.transformers
 def imports() -> None:
     global rotary_of, rotate_keys
     from kvf_blend.engine.model_rotary import rotary_of
-    from kvf_blend.engine.rotation import rotate_keys
+    from kvf_blend.engine.placing import rotate_keys
 
 
 WHOLE = Rotary("half", 10000.0, head_dim=8, rotary_dim=8)

@@ -85,7 +85,7 @@ def stored(code: Code, angles: Any, raw: torch.Tensor, position: int, rotary_dim
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
     global pairs, rotate_keys
-    from kvf_blend.engine.rotation import pairs, rotate_keys
+    from kvf_blend.engine.placing import pairs, rotate_keys
 
 
 SHORT_DTYPES = st.sampled_from(["float16", "bfloat16"]).map(lambda name: getattr(torch, name))

@@ -15,10 +15,9 @@ import pytest
 from rich.console import Console
 
 from kvf_demo import models
-from kvf_demo.child import uninterrupted
 from kvf_demo.command import SHIPPED_TEXT, _question
 from kvf_demo.models import TRAINED, ChosenModel, chosen_model
-from kvf_demo.processes import DemoFailed, EngineProcess
+from kvf_demo.processes import DemoFailed, EngineProcess, uninterrupted
 from kvf_demo.result import DemoResult, EngineRun
 from kvf_demo.view import DemoView
 from kvframework.api.installing import install_command

@@ -27,7 +27,7 @@ from kvframework.service import listeners
 from tests.core.server.in_process import serving
 from tests.events.node import BLOCK, Engine, packed, prompt, settings
 from tests.events.test_announcer import TOKENS, Node
-from tests.events.test_ledger import read
+from tests.events.test_history import read
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient
 

@@ -12,10 +12,9 @@ from types import TracebackType
 from typing import Any
 
 from kvf_observe.app import App
-from kvf_observe.history import LOADING, History
 from kvf_observe.http.listener import Listener
 from kvf_observe.http.messages import Rights
-from kvf_observe.poller import Observed
+from kvf_observe.poller import LOADING, History, Observed
 from tests.observe.documents import document
 
 GIB = 2**30

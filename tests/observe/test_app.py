@@ -11,10 +11,9 @@ import pytest
 
 from kvf_observe import page
 from kvf_observe.app import App
-from kvf_observe.history import History
 from kvf_observe.http.exposition import OPEN_METRICS, TEXT
 from kvf_observe.http.messages import HEADERS, Reply, Request, Rights
-from kvf_observe.poller import Observed
+from kvf_observe.poller import History, Observed
 from tests.observe.documents import answered, document, unanswered
 
 PATHS = ("/", "/metrics", "/livez", "/readyz", "/status", "/history.json")

@@ -1,11 +1,17 @@
-"""Liveness is the serving loop's; readiness is the table of problems, and a tier that is down decides nothing."""
+"""Liveness is the serving loop's; readiness is the table of problems, and a tier that is down decides nothing. Each row
+of the failure tables has its answers of /livez and /readyz. Rows whose fault is produced at a real server are in
+`test_faults.py`, too."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 
 from kvf_observe.health import CHECKS, FRESH_S, livez, readyz
+from tests.observe import answers
 from tests.observe.documents import NOW, answered, document, unanswered
+from tests.observe.failures import ROWS
 
 TIER_DOWN = document(l2__1__state="open", l2__1__circuits__read="open", l2__1__last_error="refused")
 
@@ -63,3 +69,28 @@ def test_a_problem_of_a_newer_server_is_a_warning() -> None:
     newer["problems"] = [{"where": "warp", "fact": "the core\nis cold"}]
     assert readyz(answered(newer), NOW).ok
     assert "[~]warp warning: the core is cold" in readyz(answered(newer), NOW, verbose=True).text
+
+
+PROMISED = answers.promised()
+
+
+def test_every_row_of_the_tables_has_answers() -> None:
+    part = answers.PAGE[answers.PAGE.index("## Every failure") : answers.PAGE.index("## The hit rate")]
+    tables = re.split(r"\n(?!\|)", part)
+    rows = [line for table in tables if answers.COLUMN in table for line in table.splitlines() if "|" in line]
+    bodies = [line for line in rows if answers.COLUMN not in line and not line.startswith("|---")]
+    assert len(bodies) > 35
+    assert [line for line in bodies if not line.startswith('| <a id="')] == []
+    assert set(PROMISED) == set(ROWS)
+    assert [row for row, promised in PROMISED.items() if not promised] == []
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_row_is_answered_as_promised(row: str) -> None:
+    assert [answers.of(observed, NOW) for observed in ROWS[row]] == PROMISED[row]
+
+
+def test_no_tier_ends_a_server() -> None:
+    tiers = {row: promised for row, promised in PROMISED.items() if row.startswith("tier-")}
+    assert len(tiers) > 6
+    assert {(each.livez, each.readyz) for promised in tiers.values() for each in promised} == {(200, 200)}

@@ -6,8 +6,7 @@ import json
 from typing import Any
 from unittest import mock
 
-from kvf_observe.history import FIELDS, MINUTES, SECONDS, History
-from kvf_observe.poller import Poller
+from kvf_observe.poller import FIELDS, MINUTES, SECONDS, History, Poller
 from tests.observe.documents import answered, document, unanswered
 from tests.support.waiting import wait_until
 

@@ -17,8 +17,7 @@ import pytest
 
 from kvf_observe.http import listener as module
 from kvf_observe.http.listener import MOST_CONNECTIONS, Listener
-from kvf_observe.http.messages import PLAIN, Reply, Request, WantsBody, refused
-from kvf_observe.http.settings import tls_context
+from kvf_observe.http.messages import PLAIN, Reply, Request, WantsBody, refused, tls_context
 from kvframework.api.endpoint import ObserveConfig
 from tests.support.certificates import Certificate, make_certificate
 from tests.support.observe_process import Got, get

@@ -11,9 +11,9 @@ import pytest
 
 from kvf_observe.app import exposition
 from kvf_observe.health import CHECKS, check_of
-from kvf_observe.history import LOADING
 from kvf_observe.http.exposition import PREFIX
 from kvf_observe.metrics import METRICS, TABLE
+from kvf_observe.poller import LOADING
 from kvframework.status import COUNTERS, REASONS
 from kvframework.status import places as fields
 from tests.docs.prose import anchors

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from kvf_observe.top.command import View
-from kvf_observe.top.minute import APART_S, SPAN_S, Minute, Window
 from kvf_observe.top.picture import Shown, picture
-from kvf_observe.top.views import OTHER, VIEWS
+from kvf_observe.top.views import APART_S, OTHER, SPAN_S, VIEWS, Minute, Window
 from kvframework.api.console import PlainConsole
 from tests.observe.documents import document
 

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvf_route.app import MOST_BODY
-from kvf_route.score_request import MOST_TOKENS
+from kvf_route.app import MOST_BODY, MOST_TOKENS
 from tests.route.route_process import SLOW_S, RouteProcess
 from tests.support.waiting import wait_until
 

@@ -13,8 +13,7 @@ from kvf_hashers import Sha256
 from kvf_route import prefix_hashes, scoring
 from kvf_route.contents import Place
 from kvf_route.events import TIERS
-from kvf_route.index import Index
-from kvf_route.table import Flags, Keys
+from kvf_route.index import Flags, Index, Keys
 from kvframework.client.hashing import RequestHashes
 
 SIZE = 4

@@ -19,7 +19,7 @@ def imports() -> None:
 
     from kvf_transformers import TransformersKV
     from kvf_transformers.cache_form import learn_form
-    from kvf_transformers.snapshots import Snapshots
+    from kvf_transformers.shapes import Snapshots
 
 
 # One token after the hit: a state that is missing shows before it is forgotten.

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-from kvf_demo.child import uninterrupted
+from kvf_demo.processes import uninterrupted
 from kvframework_bench.machine import cores
 from kvframework_bench.pausable import SWITCH_S, PausableChild
 from kvframework_bench.process import LineChannel

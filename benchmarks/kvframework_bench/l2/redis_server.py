@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from kvf_demo.child import uninterrupted
+from kvf_demo.processes import uninterrupted
 from kvframework_bench.errors import BenchUnavailable
 from kvframework_bench.l2.redis_binary import INSTALL_HINT, redis_binary, redis_command
 from kvframework_bench.process import BenchChild

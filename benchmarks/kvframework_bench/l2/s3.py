@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-from kvf_demo.child import uninterrupted
+from kvf_demo.processes import uninterrupted
 from kvframework.api.plugin import ByteSize
 from kvframework.api.tier import Outcome, Tier
 from kvframework.registry.registry import PluginRegistry

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvf_demo.child import uninterrupted
+from kvf_demo.processes import uninterrupted
 from kvframework.api.process import end_with_parent
 from kvframework.client import KVClient
 from kvframework.wire import messages as m

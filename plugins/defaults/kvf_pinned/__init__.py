@@ -7,8 +7,7 @@ from functools import partial
 
 from kvf_pinned.huge_pages import choose_pages, pages_of_kept, read_pool, wait_for_pool
 from kvf_pinned.memory import MemfdArena, check_pages, check_room
-from kvf_pinned.nodes import choose
-from kvf_pinned.options import PinnedOptions
+from kvf_pinned.nodes import PinnedOptions, choose
 from kvframework.api.memory import ArenaError, Memory, MemoryContext, MemoryProvider, TableContext, hookimpl
 from kvframework.api.plugin import Finding
 

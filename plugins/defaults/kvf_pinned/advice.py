@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvf_pinned.huge_pages import TURN_ON, Pages, Pool, choose_pages, read_pool
-from kvf_pinned.nodes import accelerators, choose, hint, place
-from kvf_pinned.options import Numa, PinnedOptions, text_in
+from kvf_pinned.nodes import Numa, PinnedOptions, accelerators, choose, hint, place, text_in
 from kvframework.api.memory import available_memory
 from kvframework.api.plugin import ByteSize, Finding
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from kvf_pinned.options import HugePages, number_in, text_in
+from kvf_pinned.nodes import HugePages, number_in, text_in
 from kvframework.api.memory import cgroup_folders, huge_page_bytes
 from kvframework.api.plugin import ByteSize
 

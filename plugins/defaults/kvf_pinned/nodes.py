@@ -1,4 +1,5 @@
-"""The NUMA nodes of the arena: their choice, by sysfs, and the system call that sets them."""
+"""The NUMA nodes of the arena: their choice, by sysfs, and the system call that sets them. The options of the `pinned`
+memory, as they stand in the `[l1]` table; and how files of /proc and /sys are read."""
 
 from __future__ import annotations
 
@@ -10,9 +11,11 @@ import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
-from kvf_pinned.options import Numa, number_in, text_in
+from msgspec import Meta
+
+from kvframework.api.plugin import ByteSize, Options
 
 # The number of mbind in the system call table, for 64-bit processes.
 _NUMBERS = {"x86_64": 237, "aarch64": 235, "riscv64": 235, "ppc64le": 259, "s390x": 268}
@@ -137,3 +140,53 @@ def _computes(device: Path) -> bool:
 
 def _names(nodes: Sequence[int]) -> str:
     return f"NUMA node{'s' if len(nodes) > 1 else ''} {', '.join(map(str, nodes))}"
+
+
+LEAST = ByteSize(1 << 20)
+
+# The kernel's node masks have this many bits.
+Numa = Literal["auto", "off"] | list[Annotated[int, Meta(ge=0, le=1023)]]
+
+HugePages = Literal["auto", "on", "off", "transparent"]
+
+
+class PinnedOptions(Options, frozen=True):
+    """Options of the `pinned` memory; each field has a description."""
+
+    capacity: Annotated[ByteSize, Meta(description="size of the arena, at least 1 MiB")] = ByteSize(1 << 30)
+    numa: Annotated[
+        Numa,
+        Meta(
+            description='NUMA nodes of the arena: "auto", the nodes of the accelerators; "off", chosen by the kernel; '
+            "or a list of node numbers"
+        ),
+    ] = "auto"
+    huge_pages: Annotated[
+        HugePages,
+        Meta(
+            description='huge pages: "auto", reserved pages if enough are free, else transparent pages '
+            'if the kernel allows them for shared memory; "transparent", never reserved pages; '
+            '"on", refuse to start without huge pages; "off", normal pages'
+        ),
+    ] = "auto"
+
+    def __post_init__(self) -> None:
+        if self.capacity < LEAST:
+            raise ValueError(f"capacity is {self.capacity!s}, expected at least {LEAST}")
+        if not self.numa:
+            raise ValueError('numa is "auto", "off" or a list of at least one node, found []')
+
+
+def text_in(file: Path) -> str:
+    """What the file says, "" if it cannot be read."""
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
+
+
+def number_in(file: Path) -> int | None:
+    try:
+        return int(text_in(file), 0)
+    except ValueError:
+        return None

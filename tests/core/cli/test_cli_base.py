@@ -1,14 +1,21 @@
-"""The `kvframework` command as a process: listing plugins, checking a configuration, errors and exit statuses."""
+"""The `kvframework` command as a process: listing plugins, checking a configuration, errors and exit statuses, its
+release, and what help and completion import."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
-from tests.core.cli.command import install_config_plugins, run
+from kvf_dev.new import KINDS
+from kvframework import __version__
+from kvframework.registry.discovery import KINDS as REGISTERED
+from tests.core.cli.command import environment, install_config_plugins, run
 from tests.core.registry.fake_distributions import HOOKS, codec_module, install
+from tests.support.processes import ran
 
 CONFIG = """
 transport = []
@@ -84,3 +91,89 @@ def test_a_right_configuration_is_ok(site: Path, toml: Path) -> None:
     ]
     by_environment = run("config", "check", site=site, config=str(toml))
     assert by_environment.stdout == done.stdout
+
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_the_command_says_its_release() -> None:
+    done = run("--version")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"kvframework {__version__}\n"
+
+
+def test_the_benchmarks_have_the_release_of_the_core() -> None:
+    bench = pytest.importorskip("kvframework_bench")
+    assert bench.__version__ == __version__
+
+
+@pytest.mark.skipif(not (ROOT / "pyproject.toml").exists(), reason="no checkout")
+def test_ranges_of_the_examples_begin_where_pip_takes_a_development_version() -> None:
+    """pip refuses 0.3.0.dev0 for >=0.3."""
+    begin = f">={'.'.join(__version__.split('.')[:2])}.0.dev0"
+    files = sorted((ROOT / "examples").glob("*/pyproject.toml"))
+    assert len(files) >= 7
+    for file in files:
+        needed = map(Requirement, tomllib.loads(file.read_text())["project"]["dependencies"])
+        (core,) = (each for each in needed if each.name == "kvframework")
+        assert str(core.specifier) == begin, file
+        assert core.specifier.contains(__version__, prereleases=True), file
+
+
+HEAVY = {"rich", "pydantic", "msgspec", "zmq", "pluggy", "torch", "numpy", "redis", "transformers", "hypothesis"}
+OF_A_COMMAND = {"rich", "msgspec", "zmq", "pluggy"}
+SHOW = """
+import sys
+from kvframework.cli.main import main
+try:
+    main()
+except SystemExit as ended:
+    assert not ended.code, ended.code
+loaded = {name.split('.')[0] for name in sys.modules}
+own = {name for name in sys.modules if name.startswith(('kvframework.', 'kvframework_bench'))}
+print(*sorted(loaded & set(sys.argv.pop(0).split())), *sorted(own), file=sys.stderr)
+"""
+
+
+def imported(*arguments: str, site: Path | None = None, **variables: str) -> set[str]:
+    code = f"import sys; sys.argv = [{' '.join(sorted(HEAVY))!r}, *sys.argv[1:]]\n{SHOW}"
+    done = ran(sys.executable, "-c", code, *arguments, env=environment(site, **variables))
+    return set(done.stderr.split())
+
+
+def test_help_imports_no_command() -> None:
+    found = imported("--help")
+    assert not found & HEAVY
+    light = {"api", "api.command", "api.installing", "cli", "errors", "bounded_calls", "text"}
+    light |= {"cli.main", "cli.commands", "cli.serving"}
+    assert {name for name in found if name.startswith("kvframework")} <= {f"kvframework.{name}" for name in light}
+
+
+@pytest.mark.parametrize(
+    "command", ["hold", "status", "top", "config show", "keys new", "plugins check", "new", "doctor", "demo"]
+)
+def test_help_of_a_command_imports_no_work_of_plugins(command: str) -> None:
+    found = imported(*command.split(), "--help")
+    assert not found & (HEAVY - OF_A_COMMAND)
+    assert not {name for name in found if name.startswith("kvframework_bench")}
+
+
+def test_commands_are_completed_without_anything_heavy() -> None:
+    words = {"_KVFRAMEWORK_COMPLETE": "complete_bash", "COMP_WORDS": "kvframework st", "COMP_CWORD": "1"}
+    assert not imported(**words) & HEAVY
+
+
+def test_help_imports_no_command_of_another_distribution(site: Path) -> None:
+    install(
+        site, "acme", {"greet": "acme_greet:app"}, {"acme_greet": "raise SystemExit(9)"}, group="kvframework.commands"
+    )
+    assert "kvframework.cli.commands" in imported("--help", site=site)
+
+
+def test_the_kinds_that_help_names_are_those_of_the_registry() -> None:
+    assert tuple(REGISTERED) == KINDS

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.core.cli.command import environment, run
-from tests.core.cli.test_config_apply import FileServer
+from tests.core.cli.test_config_show import FileServer
 from tests.core.registry.fake_distributions import install
 from tests.support.processes import ran
 from tests.support.waiting import wait_until

@@ -124,7 +124,7 @@ def test_a_second_signal_ends_at_once_and_leaves_nothing_either(redis: RedisServ
 STUCK = """
     import pathlib, threading, time
     from kvf_pinned.memory import MemfdArena
-    from kvf_pinned.options import PinnedOptions
+    from kvf_pinned.nodes import PinnedOptions
     from kvframework.api.eviction import EvictionProvider
     from kvframework.api.memory import MemoryProvider
     from kvframework.api.requests import Handler, Message, RequestSpec, RequestsProvider, hookimpl

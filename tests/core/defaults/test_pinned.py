@@ -18,7 +18,7 @@ import pytest
 from kvf_dev.testing import MemoryConformance
 from kvf_pinned import memory
 from kvf_pinned.memory import MemfdArena
-from kvf_pinned.options import PinnedOptions
+from kvf_pinned.nodes import PinnedOptions
 from kvframework.api.memory import Memory, available_memory
 from kvframework.api.plugin import ByteSize
 from kvframework.errors import ArenaError

@@ -19,8 +19,7 @@ import pytest
 from kvf_pinned import kvf_memories, nodes
 from kvf_pinned.advice import diagnose, numa_findings
 from kvf_pinned.memory import MemfdArena
-from kvf_pinned.nodes import ANYWHERE, Choice, accelerators, choose, memory_nodes, place
-from kvf_pinned.options import Numa, PinnedOptions
+from kvf_pinned.nodes import ANYWHERE, Choice, Numa, PinnedOptions, accelerators, choose, memory_nodes, place
 from kvframework.api.memory import MemoryContext
 from kvframework.api.plugin import ByteSize, Finding
 from tests.core.defaults.sysfs import CONSOLE, CONSUMER_GPU, GPU, NETWORK, OTHER_ACCELERATOR, sysfs

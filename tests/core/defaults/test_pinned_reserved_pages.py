@@ -21,8 +21,7 @@ from kvf_dev.testing import MemoryConformance
 from kvf_pinned import huge_pages, kvf_memories
 from kvf_pinned.huge_pages import Pages, read_pool
 from kvf_pinned.memory import MemfdArena
-from kvf_pinned.nodes import Choice, place
-from kvf_pinned.options import HugePages, PinnedOptions
+from kvf_pinned.nodes import Choice, HugePages, PinnedOptions, place
 from kvframework.api.memory import Memory, MemoryContext, huge_page_bytes
 from kvframework.api.plugin import ByteSize
 from kvframework.client.arena_mapping import MappedArena

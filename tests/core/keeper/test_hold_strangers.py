@@ -1,12 +1,15 @@
-"""What reaches the sockets of `kvframework hold` from others than its server."""
+"""What reaches the sockets of `kvframework hold` from others than its server. `kvframework hold` as the first process
+of a container, and what it imports."""
 
 from __future__ import annotations
 
 import array
 import contextlib
 import os
+import shutil
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -14,7 +17,7 @@ import pytest
 
 from kvframework.keeper.sd_notify import remove_note, store_note
 from tests.core.keeper.held import TIMEOUT, Held
-from tests.support.processes import descriptors, ran
+from tests.support.processes import children, descriptors, ran
 from tests.support.waiting import wait_until
 
 STORE = store_note("kvf-arena")
@@ -140,3 +143,40 @@ def test_a_caller_that_has_ended_is_no_harm(held: Held) -> None:
         if pid != held.ask("status")["server"]["pid"]:
             os.kill(pid, signal.SIGKILL)
     wait_until(lambda: held.ask("drop", restart=True)["done"], TIMEOUT, "the next request")
+
+
+UNSHARE = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+
+
+@pytest.fixture(scope="module")
+def namespaces() -> None:
+    if not shutil.which("unshare") or subprocess.run([*UNSHARE, "true"], check=False, timeout=60).returncode:
+        pytest.skip("needs to make a pid namespace: root and unshare")
+
+
+def test_it_imports_the_standard_library_and_itself() -> None:
+    program = "import kvframework.keeper.supervisor, sys; print(*sorted(name for name in sys.modules))"
+    run = ran(sys.executable, "-c", program, timeout=TIMEOUT)
+    others = {name.partition(".")[0] for name in run.stdout.split()} - set(sys.stdlib_module_names)
+    bare = ran(sys.executable, "-c", "import sys; print(*sys.modules)", timeout=TIMEOUT)
+    assert others - {name.partition(".")[0] for name in bare.stdout.split()} == {"kvframework"}
+    own = {name for name in run.stdout.split() if name.startswith("kvframework.") and "keeper" not in name}
+    assert own == {"kvframework.supervise", "kvframework.supervise.state"}
+
+
+@pytest.mark.usefixtures("namespaces")
+class TestFirstProcess:
+    def test_signals_reach_it_and_its_server(self) -> None:
+        with Held(within=UNSHARE) as held:
+            held.ready(1)
+            (first,) = children(held.process.pid)
+            os.kill(first, signal.SIGHUP)
+            wait_until(lambda: held.reports()[-1]["event"] == "SIGHUP", TIMEOUT, "SIGHUP")
+            os.kill(first, signal.SIGTERM)
+            assert held.process.wait(TIMEOUT) == 0
+
+    def test_it_reaps_orphans(self) -> None:
+        with Held(within=UNSHARE, fails="leaves an orphan") as held:
+            held.ready(1)
+            (first,) = children(held.process.pid)
+            wait_until(lambda: len(children(first)) == 1, TIMEOUT, "the end of the orphan")

@@ -193,7 +193,7 @@ IN_FORCE: dict[str, tuple[Callable[[Node], object], object]] = {
 
 
 def test_keys_that_change_now_are_in_force_at_once_and_back(node: Node) -> None:
-    # Those of the log are proven at a process of its own, in tests/core/cli/test_config_apply.py.
+    # Those of the log are proven at a process of its own, in tests/core/cli/test_config_show.py.
     assert {*IN_FORCE, "log.level", "log.format"} == {key for key, when in COLUMN.items() if when == "now"}
     before = {key: look(node) for key, (look, _) in IN_FORCE.items()}
     for key, (look, value) in IN_FORCE.items():

@@ -57,7 +57,7 @@ KEPT_ELSEWHERE = {
         "blend/test_l2.py::test_one_task_with_the_registered_layout"
     ),
     "no pickle": "test_forbidden.py::test_no_file_turns_data_into_code",
-    "CUDA IPC moves KV": "cuda/test_transport.py::test_engines_on_two_gpus_share_what_one_server_keeps",
+    "CUDA IPC moves KV": "cuda/test_simulated.py::test_engines_on_two_gpus_share_what_one_server_keeps",
     "CPU gather moves KV": "core/defaults/test_cpu_gather.py::test_what_is_stored_is_canonical_and_comes_back",
     "L1 is pinned": "core/defaults/test_pinned.py::test_ready_grows_to_the_end_and_is_resident_by_then",
     "Redis is an L2": "core/survival/test_redis_under_eight_clients.py::test_no_fault_of_redis_harms_eight_clients",

@@ -14,8 +14,8 @@ from typing import Any
 from cuda.bindings import nvrtc
 
 from kvf_cuda_ipc import INSTALL
+from kvf_cuda_ipc.batched import prove
 from kvf_cuda_ipc.driver import Driver, Function, RawStream
-from kvf_cuda_ipc.trial import prove
 from kvframework.api.copy_plans import CopyBatch, Step
 from kvframework.errors import DeviceError
 

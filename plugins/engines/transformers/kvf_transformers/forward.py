@@ -1,15 +1,21 @@
 """The computation of one request: the user's tokens, forward passes, greedy decoding. Runs in the engine process and
-thread; blocks for the computation."""
+thread; blocks for the computation. Whether a forward pass computes the KV that its tokens alone name: each at the
+position that it has in the text, and seeing every token before it. Pure, engine side. Names of KV cover the model and
+the tokens. A mask with zeros, other positions, embeddings in place of tokens, images and the like change KV without
+changing either, so a pass that is given anything unknown is not a plain one."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from transformers.masking_utils import create_masks_for_generate
 
+from kvf_transformers.shapes import has_pair
 from kvframework.errors import RequestError
+from transformers import cache_utils
 
 
 class Forward:
@@ -63,3 +69,83 @@ def token_list(input_ids: torch.Tensor | Sequence[int]) -> list[int]:
     if not tokens:
         raise RequestError("input_ids has no tokens", where="input_ids")
     return tokens
+
+
+CACHES = ("past_key_values", "cache_params")
+_POSITIONS = ("position_ids", "cache_position")
+# Arguments that change no KV, whatever they are, and those that are looked at here.
+_KNOWN = frozenset(
+    {
+        *CACHES,
+        *_POSITIONS,
+        "attention_mask",
+        "input_ids",
+        "labels",
+        "logits_to_keep",
+        "num_items_in_batch",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "use_cache",
+    }
+)
+
+
+def cache_of(values: Iterable[object]) -> Any:
+    """Return the first cache among arguments or results, None if there is none."""
+    return next((each for each in values if isinstance(each, cache_utils.Cache)), None)
+
+
+def tokens_in(cache: Any) -> int:
+    return int(cache.get_seq_length()) if cache is not None and len(cache) else 0
+
+
+def rows_in(cache: Any) -> int:
+    """Return the requests whose tokens a cache holds, 0 before there are any."""
+    return next((int(layer.keys.shape[0]) for layer in cache.layers if has_pair(layer) and layer.is_initialized), 0)
+
+
+def departure(given: Mapping[str, Any], model: Any, cache: Any, first: int) -> str:
+    """Return what makes a pass over the tokens from the `first` on no plain one, "" for nothing. `given` are the
+    arguments of the pass, `cache` is as before it."""
+    ids = given.get("input_ids")
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+        return "the call has inputs_embeds, no input_ids" if ids is None else "input_ids must be [rows, tokens]"
+    others = sorted(name for name, value in given.items() if value is not None and name not in _KNOWN)
+    if others:
+        return f"the call has further arguments: {', '.join(others)}"
+    rows, tokens = ids.shape
+    positions = torch.arange(first, first + tokens, device=ids.device)
+    for name in _POSITIONS:
+        at = given.get(name)
+        if at is not None and not (at.shape[-1] == tokens and bool((at.to(ids.device) == positions).all())):
+            return f"{name} are not {first} to {first + tokens - 1}"
+    mask = given.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        if mask.shape[1] < first + tokens:
+            return f"the attention_mask has {mask.shape[1]} columns for {first + tokens} tokens"
+        return "" if bool(mask[:, : first + tokens].all()) else "the attention_mask has zeros"
+    if mask is None or any(_same(mask, each) for each in _plain_masks(model, cache, rows, first, ids)):
+        return ""
+    return "the attention_mask is not the causal mask of plain tokens"
+
+
+def _plain_masks(model: Any, cache: Any, rows: int, first: int, ids: torch.Tensor) -> Iterator[Any]:
+    """Yield the masks that `generate` makes before a pass over plain tokens, for caches with room for more."""
+    make = getattr(model, "create_masks_for_generate", create_masks_for_generate)
+    for known in (torch.ones(rows, first + ids.shape[1], dtype=torch.long, device=ids.device), None):
+        yield make(
+            config=model.config,
+            inputs_embeds=torch.empty((*ids.shape, 0), dtype=model.dtype, device=ids.device),
+            attention_mask=known,
+            past_key_values=cache,
+        )
+
+
+def _same(given: Any, plain: Any) -> bool:
+    if isinstance(given, Mapping) and isinstance(plain, Mapping):
+        return given.keys() == plain.keys() and all(_same(each, plain[name]) for name, each in given.items())
+    if isinstance(given, torch.Tensor) and isinstance(plain, torch.Tensor):
+        return given.dtype == plain.dtype and given.shape == plain.shape and torch.equal(given, plain)
+    return given is None and plain is None

@@ -14,14 +14,12 @@ from typing import Any, TypeVar
 import torch
 
 from kvf_transformers.cache_form import check_empty, empty_cache, fill, read_states
-from kvf_transformers.forward import Forward, token_list
+from kvf_transformers.forward import Forward, token_list, tokens_in
 from kvf_transformers.forward_guard import ForwardGuard
 from kvf_transformers.named_model import ModelNow, NamedModel
-from kvf_transformers.plain_pass import tokens_in
 from kvf_transformers.results import Generated, Restored, Saved, warn
 from kvf_transformers.session import CacheSession, Moved
-from kvf_transformers.shapes import checked_cache, layers_of
-from kvf_transformers.snapshots import Snapshots
+from kvf_transformers.shapes import Snapshots, checked_cache, layers_of
 from kvframework.api.keys import retain_of
 from kvframework.api.requests import RequestSpec
 from kvframework.client import EngineSpeed, PrefillMeter

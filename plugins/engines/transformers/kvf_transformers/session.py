@@ -20,8 +20,7 @@ import torch
 
 from kvf_transformers.cache_form import CacheForm
 from kvf_transformers.named_model import ModelNow
-from kvf_transformers.shapes import LayerPair
-from kvf_transformers.snapshots import States
+from kvf_transformers.shapes import LayerPair, States
 from kvframework.api.futures import Future
 from kvframework.api.keys import Retain
 from kvframework.api.layout import NO_BLOCK, EngineView, KVLayout, LayerTensors

@@ -1,11 +1,11 @@
 """Digests of weights in memory: XXH3-128 over all their bytes, on any device, computed again when a weight has changed.
-Engine side.
-
-A change shows in torch's own record of a tensor: its storage, address, shape and version, which in-place operations
-count up; of an offloaded weight in its file's. Steps of optimizers, whose fused kernels count no version up, are
-counted in `optimizer_steps.py`, PEFT's merges in `adapters.py`; active adapters that are not merged are read before
-every request. Other writes that bypass the version, through `tensor.data` or foreign code, are not seen.
-"""
+Engine side. A change shows in torch's own record of a tensor: its storage, address, shape and version, which in-place
+operations count up; of an offloaded weight in its file's. Steps of optimizers, whose fused kernels count no version up,
+are counted here, PEFT's merges in `adapters.py`; active adapters that are not merged are read before
+every request. Other writes that bypass the version, through `tensor.data` or foreign code, are not seen. The steps of
+optimizers, by the memory they write to: fused kernels and those of other libraries write to a parameter without
+counting up its version. Engine side. Every `torch.optim.Optimizer` of the process counts, from the first `watch` on.
+The optimizers themselves, and autograd's knowledge of their parameters, stay as they are."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import xxhash
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from kvf_transformers.module_state import Offloaded, Section, Weight
-from kvf_transformers.optimizer_steps import STEPS
 from kvframework.errors import RequestError
 
 log = logging.getLogger(__name__)
@@ -253,3 +253,69 @@ def _chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
     flat = tensor.reshape(-1).view(torch.uint8)
     for start in range(0, flat.numel(), _CHUNK_BYTES):
         yield flat[start : start + _CHUNK_BYTES].cpu().numpy().data
+
+
+_MANY = 1 << 16
+
+
+class OptimizerSteps:
+    """Thread-safe without a lock, which a forked child might find taken. Holds no memory of parameters."""
+
+    def __init__(self) -> None:
+        # By storage; the weak reference keeps its address from being reused.
+        self._steps: dict[int, tuple[StorageWeakRef, int]] = {}
+        # Steps of optimizers whose parameters' memory is not known: they may have written to any.
+        self._elsewhere = 0
+        self._purge_at = _MANY
+        self._watched = False
+
+    def watch(self) -> None:
+        """Count from now on. Idempotent."""
+        if not self._watched:
+            self._watched = True
+            # Before, too: a step that fails has written to some of its weights.
+            register_optimizer_step_pre_hook(self._stepped)
+            register_optimizer_step_post_hook(self._stepped)
+
+    @property
+    def begun(self) -> bool:
+        return bool(self._steps or self._elsewhere)
+
+    def of(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """Return a value that changes when a step of an optimizer of this plain tensor's memory begins or ends."""
+        _, steps = self._steps.get(tensor.untyped_storage()._cdata, (None, 0))
+        return steps, self._elsewhere
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        try:
+            for storage in [
+                storage
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+                for storage in _storages(parameter)
+            ]:
+                self._count(storage)
+        except Exception:  # noqa: BLE001 - a training step is not ended by what only names its weights
+            self._elsewhere += 1
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        place = storage._cdata
+        known = self._steps.get(place)
+        reference = known[0] if known else StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._steps[place] = (reference, known[1] + 1 if known else 1)
+        if len(self._steps) > self._purge_at:
+            for each, (kept, _) in list(self._steps.items()):
+                if kept.expired():  # type: ignore[no-untyped-call]
+                    self._steps.pop(each, None)
+            self._purge_at = _MANY + 2 * len(self._steps)
+
+
+def _storages(tensor: Any) -> Iterator[torch.UntypedStorage]:
+    if hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _storages(getattr(tensor, name))
+    else:
+        yield tensor.untyped_storage()
+
+
+STEPS = OptimizerSteps()

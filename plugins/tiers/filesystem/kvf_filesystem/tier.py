@@ -13,10 +13,9 @@ from typing import TypeVar
 
 from kvf_filesystem import FilesystemOptions
 from kvf_filesystem.form import FOLDERS
-from kvf_filesystem.ledger import Counting, Ledger, Limit, Lister
+from kvf_filesystem.ledger import Counting, Ledger, Limit, Lister, SharedRoot
 from kvf_filesystem.reading import load, look
 from kvf_filesystem.root import Root, open_again_at, open_root
-from kvf_filesystem.shared_root import SharedRoot
 from kvf_filesystem.writing import Writer, touch
 from kvframework.api.tier import Outcome, PackedKey, Tier, TierEntry, TierUsage
 from kvframework.errors import TierError

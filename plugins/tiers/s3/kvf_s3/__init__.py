@@ -202,7 +202,7 @@ def _store(options: S3Options) -> str:
 
 
 def _diagnose(options: S3Options, context: TableContext, deadline: float) -> list[Finding]:
-    from kvf_s3.advice import diagnose
+    from kvf_s3.sweep import diagnose
 
     return diagnose(options, context, deadline)
 

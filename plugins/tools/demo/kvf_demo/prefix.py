@@ -8,9 +8,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from kvf_demo.child import uninterrupted
 from kvf_demo.models import chosen_model
-from kvf_demo.processes import DemoFailed, EngineProcess
+from kvf_demo.processes import DemoFailed, EngineProcess, uninterrupted
 from kvf_demo.result import DemoResult, EngineRun
 from kvf_demo.stage import DemoOptions, DemoStage, check
 from kvf_demo.view import DemoView, moved

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvf_demo.child import uninterrupted
-from kvf_demo.processes import DemoFailed, HeldServerProcess, ServerProcess
+from kvf_demo.processes import DemoFailed, HeldServerProcess, ServerProcess, uninterrupted
 from kvf_demo.result import Recovered
 from kvf_demo.view import DemoView
 from kvframework.api.installing import install_command

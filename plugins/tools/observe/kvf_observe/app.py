@@ -10,12 +10,11 @@ from urllib.parse import parse_qs
 import msgspec
 
 from kvf_observe import health, page
-from kvf_observe.history import History
 from kvf_observe.http import exposition as http_exposition
 from kvf_observe.http.exposition import OPEN_METRICS, TEXT, wants_open_metrics
 from kvf_observe.http.messages import CHALLENGE, JSON, PLAIN, Reply, Request, Rights, refused
 from kvf_observe.metrics import METRICS, NOTHING_TRACED, OWN, own_document
-from kvf_observe.poller import Observed
+from kvf_observe.poller import History, Observed
 
 # Without a token, a caller may ask a probe only whether it passes.
 PROBES = ("/livez", "/readyz")

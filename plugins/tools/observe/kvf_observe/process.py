@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvf_observe.app import App
-from kvf_observe.history import History
 from kvf_observe.http.listener import Listener, listen_until_signal
-from kvf_observe.http.messages import Rights
-from kvf_observe.http.settings import is_loopback, read_token, tls_context
+from kvf_observe.http.messages import Rights, is_loopback, read_token, tls_context
 from kvf_observe.metrics import NOTHING_TRACED
-from kvf_observe.poller import ANSWER_S, Poller
+from kvf_observe.poller import ANSWER_S, History, Poller
 from kvf_observe.settings import refusals
 from kvframework.api.endpoint import ObserveConfig, collector_url, parse_endpoint, parse_listen
 from kvframework.api.process import LogForm, configure_logging, end_logging, end_with_parent

@@ -89,52 +89,43 @@ def tiers(document: Document) -> Iterator[tuple[str, Mapping[str, Any]]]:
     return zip(tier_names(document), document.get("l2", ()), strict=True)
 
 
+def of_tiers(read: Callable[[Any], Iterable[tuple[Labels, Value]]]) -> Reader:
+    """What `read` finds in the status of each tier, whose label is the first."""
+    return lambda document: (
+        ((name, *labels), value) for name, status in tiers(document) for labels, value in read(status)
+    )
+
+
 def tier(path: str) -> Reader:
     """One number of each tier; a tier without it has no series."""
-
-    def read(document: Document) -> Iterator[tuple[Labels, Value]]:
-        for name, status in tiers(document):
-            value = found(status, path)
-            if isinstance(value, int | float):
-                yield (name,), value
-
-    return read
+    return of_tiers(lambda status: [((), found(status, path))] if _is_number(found(status, path)) else [])
 
 
 def tier_each(paths: Mapping[str, str]) -> Reader:
     """Numbers of each tier, by a second label."""
-
-    def read(document: Document) -> Iterator[tuple[Labels, Value]]:
-        for name, status in tiers(document):
-            yield from (((name, label), found(status, path) or 0) for label, path in paths.items())
-
-    return read
+    return of_tiers(each(paths))
 
 
 def tier_counts(path: str) -> Reader:
     """What a map of each tier has, by its keys; a tier without it has no series."""
-
-    def read(document: Document) -> Iterator[tuple[Labels, Value]]:
-        for name, status in tiers(document):
-            for label, value in _map(status, path).items():
-                if isinstance(value, int | float | Mapping):
-                    yield (name, label), value
-
-    return read
+    return of_tiers(lambda status: (row for row in counts(path)(status) if isinstance(row[1], int | float | Mapping)))
 
 
 def tier_rows(path: str, name: str, value: Callable[[Mapping[str, Any]], Value]) -> Reader:
     """A number of each row of a list of each tier, by the row's name. Plugins make these rows: what is none is passed
     over."""
 
-    def read(document: Document) -> Iterator[tuple[Labels, Value]]:
-        for of_tier, status in tiers(document):
-            rows = found(status, path)
-            for row in rows if isinstance(rows, list) else ():
-                if isinstance(row, Mapping) and name in row and isinstance(number := value(row), int | float):
-                    yield (of_tier, str(row[name])), number
+    def read(status: Document) -> Iterator[tuple[Labels, Value]]:
+        rows = found(status, path)
+        for row in rows if isinstance(rows, list) else ():
+            if isinstance(row, Mapping) and name in row and _is_number(number := value(row)):
+                yield (str(row[name]),), number
 
-    return read
+    return of_tiers(read)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)
 
 
 def _map(node: Any, path: str) -> dict[str, Any]:
@@ -171,23 +162,19 @@ def capacities(document: Document) -> Iterator[tuple[Labels, Value]]:
         yield (str(point["capacity_bytes"]),), point["hit_rate"]
 
 
-def tier_up(document: Document) -> Iterator[tuple[Labels, Value]]:
-    """1 for a tier whose circuits are both closed."""
-    for name, status in tiers(document):
-        yield (name,), int(status["state"] == "closed")
+# 1 for a tier whose circuits are both closed.
+tier_up = of_tiers(lambda status: [((), int(status["state"] == "closed"))])
 
 
-def tier_problems(document: Document) -> Iterator[tuple[Labels, Value]]:
-    """1 for each problem that a tier reports, with its words, of which there are few; 0 for a tier without any."""
-    for name, status in tiers(document):
-        facts = dict.fromkeys(status.get("problems", ()), 1) or {"": 0}
-        yield from (((name, fact), value) for fact, value in facts.items())
+def _problems(status: Document) -> Iterator[tuple[Labels, Value]]:
+    facts = dict.fromkeys(status.get("problems", ()), 1) or {"": 0}
+    return (((fact,), value) for fact, value in facts.items())
 
 
-def circuits(document: Document) -> Iterator[tuple[Labels, Value]]:
-    """1 for a circuit that stops calls."""
-    for name, status in tiers(document):
-        yield from (((name, which), int(state != "closed")) for which, state in status["circuits"].items())
+# 1 for each problem that a tier reports, with its words, of which there are few; 0 for a tier without any.
+tier_problems = of_tiers(_problems)
+# 1 for a circuit that stops calls.
+circuits = of_tiers(lambda status: (((which,), int(state != "closed")) for which, state in status["circuits"].items()))
 
 
 def error_answers(document: Document) -> Iterator[tuple[Labels, Value]]:
@@ -215,16 +202,17 @@ def devices(field: str) -> Reader:
     return read
 
 
-def tier_own(document: Document) -> Iterator[tuple[Labels, Value]]:
-    """The counters that the tiers' plugins declare themselves."""
-    for name, status in tiers(document):
-        yield from (((name, what), each.value) for what, each in own_counters(status.get("details")).items())
+def _own(status: object) -> Iterator[tuple[Labels, Value]]:
+    return (((what,), each.value) for what, each in own_counters(status).items())
+
+
+# The counters that the plugins of tiers and of transports declare themselves.
+tier_own = of_tiers(lambda status: _own(status.get("details")))
 
 
 def transport_own(document: Document) -> Iterator[tuple[Labels, Value]]:
-    """The counters that the transports' plugins declare themselves."""
     for name, status in (document.get("transports") or {}).items():
-        yield from (((name, what), each.value) for what, each in own_counters(status).items())
+        yield from (((name, *labels), value) for labels, value in _own(status))
 
 
 def started(document: Document) -> Iterator[tuple[Labels, Value]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from kvf_observe.http import settings
+from kvf_observe.http import messages
 from kvframework.api.endpoint import ObserveConfig, collector_url
 from kvframework.api.installing import install_command
 from kvframework.errors import KVFrameworkError, PluginUnavailable
@@ -20,7 +20,7 @@ def refusals(config: ObserveConfig, where: str, *, running: bool = False) -> Ite
         _check_traces(config, where)
     except KVFrameworkError as error:
         yield error
-    yield from settings.refusals(config, where, running=running)
+    yield from messages.refusals(config, where, running=running)
 
 
 def _check_traces(config: ObserveConfig, where: str) -> None:

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvf_route import events, prefix_hashes
-from kvf_route.index import Index
-from kvf_route.table import Keys
+from kvf_route.index import Index, Keys
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import xxhash
 
-from kvf_route.table import Keys
+from kvf_route.index import Keys
 
 _SEED = secrets.randbits(64)
 _SALT = b"salt\0"

@@ -19,8 +19,7 @@ import xxhash
 from kvf_route import prefix_hashes
 from kvf_route.contents import Place
 from kvf_route.events import TIERS
-from kvf_route.index import Index
-from kvf_route.table import Flags, Keys
+from kvf_route.index import Flags, Index, Keys
 from kvframework.api.hasher import DIGEST_BYTES
 
 # Tokens by tier.

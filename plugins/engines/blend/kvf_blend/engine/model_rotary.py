@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kvf_blend.engine.rotation import pairs, rotate_keys
+from kvf_blend.engine.placing import pairs, rotate_keys
 from kvf_blend.errors import BadRotary
 from kvf_blend.rotary import PLANES, SCALINGS, STYLES, Rotary, check
 from transformers import DynamicCache

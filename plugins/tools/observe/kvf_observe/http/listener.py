@@ -19,8 +19,7 @@ from http import HTTPStatus
 
 import h11
 
-from kvf_observe.http.messages import HEADERS, PLAIN, Answer, Reply, Request, WantsBody, refused
-from kvf_observe.http.settings import Listening, is_loopback
+from kvf_observe.http.messages import HEADERS, PLAIN, Answer, Listening, Reply, Request, WantsBody, is_loopback, refused
 from kvframework.api.endpoint import parse_listen
 from kvframework.api.process import one_line
 from kvframework.errors import EndpointError

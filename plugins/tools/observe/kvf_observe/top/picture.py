@@ -14,8 +14,7 @@ from rich.text import Text
 from kvf_observe.health import check_of
 from kvf_observe.poller import Document
 from kvf_observe.readings import l1_bytes, tokens_by_place
-from kvf_observe.top.minute import Window, reach
-from kvf_observe.top.views import TIERS, VIEWS, View, percent, share, size
+from kvf_observe.top.views import TIERS, VIEWS, View, Window, percent, reach, share, size
 from kvframework.api.console import counted, short_count, short_duration
 from kvframework.api.process import one_line
 

@@ -12,8 +12,8 @@ from itertools import islice, takewhile
 from rich.live import Live
 
 from kvf_observe.poller import Poller
-from kvf_observe.top.minute import Minute, Window
 from kvf_observe.top.picture import Shown, picture
+from kvf_observe.top.views import Minute, Window
 from kvframework.api.console import PlainConsole, print_view, stdout
 from kvframework.client import StatusSource
 
