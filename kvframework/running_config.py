@@ -13,8 +13,7 @@ import msgspec
 from kvframework.api.requests import ClientInfo, Handler
 from kvframework.api.toml import toml_value
 from kvframework.bounded_calls import call_bounded
-from kvframework.config.layers import Layers
-from kvframework.config.load import assemble
+from kvframework.config.load import Layers, assemble
 from kvframework.config.schema import CodecsConfig, Config, PluginTable, TenantConfig
 from kvframework.errors import KVFrameworkError, RequestError
 from kvframework.masking import secrets_of, shown, shown_options

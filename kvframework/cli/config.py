@@ -19,8 +19,7 @@ from kvframework.client import KVClient
 from kvframework.client.session import ENDPOINT_VARIABLE
 from kvframework.client.status_source import quiet_connection
 from kvframework.config.endpoint import default_endpoint
-from kvframework.config.layers import FIELD_DEFAULT, Layers, apply_override, read_layers
-from kvframework.config.load import ARRAYS, assemble, load_config
+from kvframework.config.load import ARRAYS, FIELD_DEFAULT, Layers, apply_override, assemble, load_config, read_layers
 from kvframework.config.schema import Config, PluginTable
 from kvframework.errors import UnknownRequest, VersionMismatch
 from kvframework.masking import HIDDEN

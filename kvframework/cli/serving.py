@@ -134,7 +134,7 @@ def with_capacity(options: ServeOptions, keeper: Keeper | None, running: Running
     L1 to go on with, else a share of the memory that is available. Raises `ArenaError` where that is too little."""
     from kvframework.api.memory import available_memory
     from kvframework.api.plugin import ByteSize
-    from kvframework.config.layers import CONFIG_VARIABLE
+    from kvframework.config.load import CONFIG_VARIABLE
     from kvframework.storage.recovery import ARENA
 
     named = {each.partition("=")[0].strip() for each in options.overrides}

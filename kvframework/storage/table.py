@@ -23,8 +23,7 @@ from kvframework.config.schema import L1Keys
 from kvframework.record_ring import NO_RECORDS, RecordRing
 from kvframework.status import L1Counters, zeros
 from kvframework.storage.l1 import journal as journals
-from kvframework.storage.l1.allocator import ALIGNMENT, rounded
-from kvframework.storage.l1.entries import StoredObject
+from kvframework.storage.l1.entries import ALIGNMENT, StoredObject, rounded
 from kvframework.storage.l1.eviction import SALT, Tenant
 from kvframework.storage.l1.eviction_statistics import Cause, EvictionStatistics, Ghost
 from kvframework.storage.l1.journal import Identity, Journal

@@ -15,10 +15,17 @@ from hypothesis import strategies as st
 from kvf_blend.errors import BadSegments
 from kvf_blend.messages import MAX_SEGMENTS, Segment
 from kvf_blend.server import matcher
-from kvf_blend.server.choice import Choice, Question
-from kvf_blend.server.digests import final_digests, prompt_digests, segment_digests, unpack
 from kvf_blend.server.matcher import KnownSegments, Space
-from kvf_blend.server.segments import marked, split
+from kvf_blend.server.segments import (
+    Choice,
+    Question,
+    final_digests,
+    marked,
+    prompt_digests,
+    segment_digests,
+    split,
+    unpack,
+)
 from kvf_hashers.sha256 import Sha256
 from kvframework.api.keys import DIGEST_BYTES
 from tests.blend.blend_client import packed, pairs

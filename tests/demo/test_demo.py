@@ -84,7 +84,7 @@ def test_a_missing_extra_names_the_command_that_installs_it(temporary):
 
 def test_the_cli_process_imports_no_torch():
     script = (
-        "import sys, kvframework.cli.main, kvf_demo.prefix\n"
+        "import sys, kvframework.cli.main, kvf_demo.stage\n"
         "print(sorted({name.split('.')[0] for name in sys.modules} & {'torch', 'transformers', 'kvf_transformers'}))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True)
@@ -213,8 +213,7 @@ def test_a_prompt_in_pieces_is_computed_as_in_one() -> None:
     pytest.importorskip("transformers")
     from kvf_transformers.demo_engine import _prefill
     from kvf_transformers.demo_model import random_llama
-    from kvf_transformers.forward import Forward
-    from kvf_transformers.results import Restored
+    from kvf_transformers.forward import Forward, Restored
 
     _, model, _ = random_llama("tiny")
     events: list[tuple[str, int]] = []

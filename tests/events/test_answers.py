@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import settings as effort
 from hypothesis import strategies as st
 
-from kvf_events import answers as module
-from kvf_events.answers import END, STALLED_S, Answers
-from kvf_events.history import Numbered
+from kvf_events import history as module
+from kvf_events.history import END, STALLED_S, Answers, Numbered
 
 LIVE = 500
 ROOM = 8

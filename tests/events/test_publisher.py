@@ -16,9 +16,8 @@ import pytest
 
 from kvf_events import ledger as ledgers
 from kvf_events import publisher as publishers
-from kvf_events.answers import END
 from kvf_events.block_index import Medium
-from kvf_events.history import Encoder, History, Numbered
+from kvf_events.history import END, Encoder, History, Numbered
 from kvf_events.ledger import Ledger
 from kvf_events.publisher import Publisher
 from kvframework import record_ring

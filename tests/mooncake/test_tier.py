@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from kvf_mooncake import MooncakeOptions, kvf_tiers, place
 from kvf_mooncake import client as helper
 from kvf_mooncake.client import MooncakeHelperTier, diagnose, make_tier
-from kvf_mooncake.tier import MooncakeTier
-from kvf_mooncake.writes import SEAL_BYTES, broken_seal, seal
+from kvf_mooncake.tier import SEAL_BYTES, MooncakeTier, broken_seal, seal
 from kvframework.api.plugin import TableContext
 from kvframework.api.tier import Outcome
 from kvframework.errors import TierError

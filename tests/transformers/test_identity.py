@@ -15,8 +15,7 @@ pytestmark = pytest.mark.torch
 def imports() -> None:
     global LoraLayer, ModelIdentity, NamedModel, _chunks, add_adapters, disable_adapters, length_limit
     global set_adapter
-    from kvf_transformers.identity import ModelIdentity
-    from kvf_transformers.named_model import NamedModel, length_limit
+    from kvf_transformers.identity import ModelIdentity, NamedModel, length_limit
     from kvf_transformers.weight_digests import _chunks
     from tests.transformers.lora_layers import LoraLayer, add_adapters, disable_adapters, set_adapter
 

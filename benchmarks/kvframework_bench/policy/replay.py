@@ -7,8 +7,7 @@ from collections.abc import Iterable
 
 from kvframework.api.eviction import EvictionPolicy
 from kvframework.api.keys import DIGEST_BYTES, PACKED_KEY_BYTES
-from kvframework.storage.l1.allocator import ALIGNMENT
-from kvframework.storage.l1.entries import StoredObject
+from kvframework.storage.l1.entries import ALIGNMENT, StoredObject
 from kvframework.storage.l1.leases import PromptPart
 from kvframework.storage.l1.objects import ObjectTable
 from kvframework_bench.policy.requests import Request

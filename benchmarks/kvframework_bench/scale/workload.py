@@ -10,7 +10,7 @@ import hashlib
 import msgspec
 
 from kvframework.api.keys import DIGEST_BYTES, CacheKey
-from kvframework.storage.l1.allocator import ALIGNMENT
+from kvframework.storage.l1.entries import ALIGNMENT
 from kvframework.wire import messages as m
 
 # Chunks of one request: as many as 8k tokens have in a server's default chunks.

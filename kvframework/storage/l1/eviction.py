@@ -25,8 +25,7 @@ import msgspec
 
 from kvframework.api.eviction import EvictionPolicy, RequestFacts, Why
 from kvframework.api.keys import NAMESPACE_BYTES, SALT_BYTES, PackedKey, Retain
-from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator, rounded
-from kvframework.storage.l1.entries import ObjectRows, StoredObject
+from kvframework.storage.l1.entries import ALIGNMENT, ObjectRows, RangeAllocator, StoredObject, rounded
 from kvframework.storage.l1.eviction_statistics import LAST_EVICTION, Cause
 from kvframework.storage.l1.journal import Journal
 

@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from kvframework.api.counter import Histogram
 from kvframework.api.keys import NAMESPACE_BYTES, PackedKey
-from kvframework.storage.l1.allocator import rounded
-from kvframework.storage.l1.entries import StoredObject
+from kvframework.storage.l1.entries import StoredObject, rounded
 
 
 class Cause(IntEnum):

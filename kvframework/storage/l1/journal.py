@@ -29,8 +29,7 @@ import msgspec
 import xxhash
 
 from kvframework.api.keys import NAMESPACE_BYTES, SALT_BYTES, PackedKey
-from kvframework.storage.l1.allocator import ALIGNMENT, rounded
-from kvframework.storage.l1.entries import StoredObject
+from kvframework.storage.l1.entries import ALIGNMENT, StoredObject, rounded
 from kvframework.storage.namespaces import MAX_NAMESPACES, RECORD_BYTES
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,7 @@ from typing import NamedTuple, TypeVar
 from kvframework.api.eviction import PackedKey, Use
 from kvframework.api.keys import Retain
 from kvframework.errors import LeaseUnknown, RequestError
-from kvframework.storage.l1.allocator import rounded
-from kvframework.storage.l1.entries import NO_ACCOUNT, Account, StoredObject
+from kvframework.storage.l1.entries import NO_ACCOUNT, Account, StoredObject, rounded
 
 INTERNAL_OWNER = 0
 MAX_LEASES_PER_OWNER = 4096

@@ -22,8 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from kvframework.api.eviction import EvictionPolicy, PackedKey, RequestFacts, Use
-from kvframework.storage.l1.allocator import rounded
-from kvframework.storage.l1.entries import NO_CLIENT, Account, Accounts, StoredObject
+from kvframework.storage.l1.entries import NO_CLIENT, Account, Accounts, StoredObject, rounded
 from kvframework.storage.l1.eviction import SALT, Places, Tenant, Tenants, runs_of, with_hint
 from kvframework.storage.l1.eviction_statistics import LAST_EVICTION, Cause, FindRow
 from kvframework.storage.l1.journal import Found, FoundReservation, Journal

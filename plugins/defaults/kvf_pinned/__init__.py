@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 from functools import partial
 
-from kvf_pinned.huge_pages import choose_pages, pages_of_kept, read_pool, wait_for_pool
 from kvf_pinned.memory import MemfdArena, check_pages, check_room
-from kvf_pinned.nodes import PinnedOptions, choose
+from kvf_pinned.nodes import PinnedOptions, choose, choose_pages, pages_of_kept, read_pool, wait_for_pool
 from kvframework.api.memory import ArenaError, Memory, MemoryContext, MemoryProvider, TableContext, hookimpl
 from kvframework.api.plugin import Finding
 

@@ -6,8 +6,20 @@ import mmap
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvf_pinned.huge_pages import TURN_ON, Pages, Pool, choose_pages, read_pool
-from kvf_pinned.nodes import Numa, PinnedOptions, accelerators, choose, hint, place, text_in
+from kvf_pinned.nodes import (
+    TURN_ON,
+    Numa,
+    Pages,
+    PinnedOptions,
+    Pool,
+    accelerators,
+    choose,
+    choose_pages,
+    hint,
+    place,
+    read_pool,
+    text_in,
+)
 from kvframework.api.memory import available_memory
 from kvframework.api.plugin import ByteSize, Finding
 

@@ -15,8 +15,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from kvf_pinned.huge_pages import SMALL, TURN_ON, Pages, choose_pages
-from kvf_pinned.nodes import ANYWHERE, Choice, HugePages, hint, place
+from kvf_pinned.nodes import ANYWHERE, SMALL, TURN_ON, Choice, HugePages, Pages, choose_pages, hint, place
 from kvframework.api.memory import Memory, SharedMapping, available_memory, map_shared
 from kvframework.api.plugin import ByteSize
 from kvframework.errors import ArenaError

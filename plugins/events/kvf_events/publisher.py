@@ -14,9 +14,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvf_events.announcer import Announcer
-from kvf_events.answers import MESSAGE_BYTES, Answers
 from kvf_events.block_index import Medium, News, Removed, Stored
-from kvf_events.history import History, Numbered
+from kvf_events.history import ANSWER_BYTES, Answers, History, Numbered
 from kvf_events.ledger import RESERVE, Found, Ledger
 from kvf_events.sockets import EventSockets
 from kvframework.api.listener import Records
@@ -206,7 +205,7 @@ def pause() -> None:
 def _in_turns(messages: Iterable[Numbered]) -> Iterator[Numbered]:
     nbytes = 0
     for message in messages:
-        nbytes += MESSAGE_BYTES + len(message.payload)
+        nbytes += ANSWER_BYTES + len(message.payload)
         if nbytes >= _PAUSE_BYTES:
             nbytes = 0
             pause()

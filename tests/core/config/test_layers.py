@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from kvframework.api.plugin import ByteSize
 from kvframework.api.toml import parse_toml, toml_value
-from kvframework.config.layers import Layers, apply_override, parse_value, read_layers
-from kvframework.config.load import load_config
+from kvframework.config.load import Layers, apply_override, load_config, parse_value, read_layers
 from kvframework.config.schema import Config
 from kvframework.errors import ConfigFieldError
 from kvframework.registry.registry import PluginRegistry

@@ -19,8 +19,7 @@ from kvf_eviction import Lru, TwoQueues
 from kvf_eviction.hinted import LONGEST_S, MOST_DUE, SHARE, TICK_S, Hinted
 from kvframework.api.eviction import EvictionPolicy, Hint, RequestFacts
 from kvframework.api.keys import MAX_DURATION_S, PACKED_KEY_BYTES, PackedKey, Retain
-from kvframework.storage.l1.allocator import ALIGNMENT
-from kvframework.storage.l1.entries import StoredObject
+from kvframework.storage.l1.entries import ALIGNMENT, StoredObject
 from kvframework.storage.l1.eviction_statistics import Cause
 from kvframework.storage.l1.leases import PromptPart
 from kvframework.storage.l1.objects import ObjectTable

@@ -11,9 +11,8 @@ import pytest
 
 from kvf_pinned import kvf_memories
 from kvf_pinned.advice import diagnose
-from kvf_pinned.huge_pages import SMALL, TURN_ON, Pages, choose_pages, read_pool
 from kvf_pinned.memory import MemfdArena, check_pages
-from kvf_pinned.nodes import HugePages, PinnedOptions
+from kvf_pinned.nodes import SMALL, TURN_ON, HugePages, Pages, PinnedOptions, choose_pages, read_pool
 from kvframework.api.memory import MemoryContext, huge_page_bytes, map_shared
 from kvframework.api.plugin import ByteSize, Finding
 from kvframework.errors import ArenaError

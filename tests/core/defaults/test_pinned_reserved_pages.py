@@ -18,10 +18,9 @@ import pytest
 
 import kvf_pinned
 from kvf_dev.testing import MemoryConformance
-from kvf_pinned import huge_pages, kvf_memories
-from kvf_pinned.huge_pages import Pages, read_pool
+from kvf_pinned import kvf_memories, nodes
 from kvf_pinned.memory import MemfdArena
-from kvf_pinned.nodes import Choice, HugePages, PinnedOptions, place
+from kvf_pinned.nodes import Choice, HugePages, Pages, PinnedOptions, place, read_pool
 from kvframework.api.memory import Memory, MemoryContext, huge_page_bytes
 from kvframework.api.plugin import ByteSize
 from kvframework.client.arena_mapping import MappedArena
@@ -40,7 +39,7 @@ PAGE = huge_page_bytes()
 @pytest.fixture(autouse=True)
 def pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """Enough pages for these tests, whose arenas are small."""
-    monkeypatch.setattr(huge_pages, "_LEAST_PAGES", 1)
+    monkeypatch.setattr(nodes, "_LEAST_PAGES", 1)
     if not read_pool().holds(NEEDED * PAGE):
         pytest.skip(f"{read_pool()}, and {NEEDED} are needed: sysctl vm.nr_hugepages={NEEDED}")
 

@@ -18,7 +18,7 @@ from kvf_eviction import Lru, TwoQueues
 from kvf_eviction.two_queues import BINS, WAYS, AgainstLru, GhostMarks, Reuse, age_bin
 from kvframework.api.eviction import EvictionPolicy, RequestFacts
 from kvframework.api.keys import PACKED_KEY_BYTES
-from kvframework.storage.l1.allocator import ALIGNMENT
+from kvframework.storage.l1.entries import ALIGNMENT
 from kvframework.storage.l1.objects import ObjectTable
 
 PREFIX = bytes(PACKED_KEY_BYTES - 32)

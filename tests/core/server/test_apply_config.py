@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from kvframework.api.keys import tenant_digest
-from kvframework.config.layers import read_layers
+from kvframework.config.load import read_layers
 from kvframework.errors import ConfigFieldError, EndpointError, KVFrameworkError, PluginNotFound, RequestError
 from kvframework.messaging.curve import write_curve_pair
 from kvframework.server import Server

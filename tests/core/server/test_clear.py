@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvframework.storage import table as table_module
-from kvframework.storage.l1.allocator import ALIGNMENT
+from kvframework.storage.l1.entries import ALIGNMENT
 from kvframework.wire import messages as m
 from tests.core.server.in_process import serving
 from tests.core.storage.memory import packed_key

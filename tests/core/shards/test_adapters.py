@@ -192,7 +192,7 @@ class Transformers:
 
     def __init__(self, server: ServerProcess) -> None:
         from kvf_transformers.cache_form import CacheForm
-        from kvf_transformers.named_model import ModelNow
+        from kvf_transformers.identity import ModelNow
         from kvf_transformers.session import CacheSession
 
         template = torch.empty(1, HEADS, 0, DIM)

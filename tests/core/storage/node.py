@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.api.requests import PackedKey, Select
 from kvframework.config.schema import WritePolicyName
-from kvframework.storage.l1.allocator import ALIGNMENT
+from kvframework.storage.l1.entries import ALIGNMENT
 from kvframework.storage.l1.eviction import Tenant
 from kvframework.storage.l2.loading import LoadTask
 from kvframework.storage.l2.sealed_tier import L2Store

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator, rounded
+from kvframework.storage.l1.entries import ALIGNMENT, RangeAllocator, rounded
 
 UNIT = ALIGNMENT
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from kvf_eviction import Lru
 from kvframework.api.keys import PACKED_KEY_BYTES
-from kvframework.storage.l1.allocator import ALIGNMENT
-from kvframework.storage.l1.entries import StoredObject
+from kvframework.storage.l1.entries import ALIGNMENT, StoredObject
 from kvframework.storage.l1.eviction_statistics import CapacityCurve, Cause, EvictionStatistics, FindRow
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecord

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvf_eviction import Lru
 from kvframework.api.eviction import PackedKey, RequestFacts
 from kvframework.api.keys import SALT_BYTES, ObjectKey, Retain
-from kvframework.storage.l1.allocator import ALIGNMENT
+from kvframework.storage.l1.entries import ALIGNMENT
 from kvframework.storage.l1.eviction import Tenant, runs_of
 from kvframework.storage.l1.leases import PromptPart
 from kvframework.storage.manager import StorageManager

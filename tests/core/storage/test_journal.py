@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvframework.storage.l1 import journal as journal_module
-from kvframework.storage.l1.allocator import ALIGNMENT, rounded
+from kvframework.storage.l1.entries import ALIGNMENT, rounded
 from kvframework.storage.l1.eviction import Tenant
 from kvframework.storage.l1.journal import Cold, FoundSlots, Identity, Journal
 from kvframework.storage.l1.leases import INTERNAL_OWNER

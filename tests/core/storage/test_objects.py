@@ -8,7 +8,7 @@ import pytest
 
 from kvframework.api.keys import PackedKey
 from kvframework.errors import LeaseUnknown, RequestError
-from kvframework.storage.l1.allocator import ALIGNMENT
+from kvframework.storage.l1.entries import ALIGNMENT
 from kvframework.storage.l1.leases import INTERNAL_OWNER, MAX_LEASES_PER_OWNER, WriteLease
 from tests.core.storage.memory import ClockedTable, OrderedLru, packed_key
 

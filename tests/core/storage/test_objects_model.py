@@ -13,8 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvframework.api.keys import PackedKey
 from kvframework.errors import LeaseUnknown
-from kvframework.storage.l1.allocator import ALIGNMENT, rounded
-from kvframework.storage.l1.entries import StoredObject
+from kvframework.storage.l1.entries import ALIGNMENT, StoredObject, rounded
 from kvframework.storage.l1.eviction_statistics import Cause
 from kvframework.storage.l1.leases import INTERNAL_OWNER, NO_DEADLINE
 from kvframework.storage.l1.objects import ObjectTable

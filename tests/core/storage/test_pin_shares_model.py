@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvframework.api.keys import PackedKey
 from kvframework.errors import LeaseUnknown
-from kvframework.storage.l1.allocator import ALIGNMENT, rounded
+from kvframework.storage.l1.entries import ALIGNMENT, rounded
 from kvframework.storage.l1.leases import INTERNAL_OWNER, NEEDED_S, PinLease, WriteLease
 from kvframework.storage.l1.objects import ObjectTable
 from tests.core.storage.memory import ClockedTable, OrderedLru, packed_key

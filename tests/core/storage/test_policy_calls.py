@@ -11,7 +11,7 @@ import pytest
 
 from kvframework.api.eviction import EvictionPolicy, PackedKey, RequestFacts, Why
 from kvframework.api.keys import SALT_BYTES
-from kvframework.storage.l1.allocator import ALIGNMENT
+from kvframework.storage.l1.entries import ALIGNMENT
 from kvframework.storage.l1.eviction import Tenant
 from kvframework.storage.l1.eviction_statistics import Cause
 from kvframework.storage.l1.leases import PromptPart

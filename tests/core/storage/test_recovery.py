@@ -15,7 +15,7 @@ from kvframework.config.tenants import MAX_TENANTS
 from kvframework.errors import ArenaError
 from kvframework.storage import recovery as kept_module
 from kvframework.storage.l1 import journal as journals
-from kvframework.storage.l1.allocator import ALIGNMENT
+from kvframework.storage.l1.entries import ALIGNMENT
 from kvframework.storage.l1.journal import Identity
 from kvframework.storage.recovery import ARENA, JOURNAL, Recovery, free_recoverable, recover
 from tests.core.storage.memory import packed_key

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvframework.api.keys import PackedKey
-from kvframework.storage.l1.allocator import ALIGNMENT, rounded
+from kvframework.storage.l1.entries import ALIGNMENT, rounded
 from kvframework.storage.l1.eviction import MAX_SALTS, Tenant, Tenants
 from kvframework.storage.l1.eviction_statistics import Cause
 from kvframework.storage.l1.leases import Reservation

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvframework.errors import LeaseUnknown
 from kvframework.storage import tickets as tickets
-from kvframework.storage.l1.allocator import ALIGNMENT
+from kvframework.storage.l1.entries import ALIGNMENT
 from kvframework.storage.tickets import Answer, LookupTickets, Wanted
 from tests.core.storage.memory import ClockedTable, OrderedLru, packed_key
 

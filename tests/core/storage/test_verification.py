@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvframework.storage.l1.allocator import ALIGNMENT
+from kvframework.storage.l1.entries import ALIGNMENT
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import UNKNOWN_LAYOUT, object_checksum
 from kvframework.storage.table import Table, Verification

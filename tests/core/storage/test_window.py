@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvframework.api.keys import PackedKey
-from kvframework.storage.l1.allocator import ALIGNMENT, rounded
-from kvframework.storage.l1.entries import ObjectRows
+from kvframework.storage.l1.entries import ALIGNMENT, ObjectRows, rounded
 from kvframework.storage.l1.objects import ObjectTable
 from tests.core.storage.memory import OrderedLru, packed_key
 

@@ -10,7 +10,7 @@ from kvf_eviction.lru import Lru
 from kvf_plan.planning.lru_curve import lru_curve
 from kvf_plan.planning.prompts import Prompts, prompts_of
 from kvframework.api.keys import DIGEST_BYTES, PACKED_KEY_BYTES
-from kvframework.storage.l1.allocator import ALIGNMENT
+from kvframework.storage.l1.entries import ALIGNMENT
 from kvframework.storage.l1.leases import PromptPart
 from kvframework.storage.l1.objects import ObjectTable
 from tests.plan.planning.traces import MadeTrace, conversations, traces

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvframework.storage.l1.allocator import rounded
+from kvframework.storage.l1.entries import rounded
 from kvframework.storage.l1.leases import INTERNAL_OWNER
 from kvframework.storage.l2.tier_calls import HOLD_S
 from tests.plan.simulation.model import must, total

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvframework.api.keys import PackedKey
-from kvframework.storage.l1.allocator import ALIGNMENT, rounded
+from kvframework.storage.l1.entries import ALIGNMENT, rounded
 
 Item = tuple[PackedKey, int, int]
 

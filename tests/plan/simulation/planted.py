@@ -10,8 +10,7 @@ from unittest import mock
 from kvframework.api.tier import Outcome, PackedKey
 from kvframework.service.lookups import Lookups, LookupWaits
 from kvframework.storage import namespaces
-from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator
-from kvframework.storage.l1.entries import ObjectRows, StoredObject
+from kvframework.storage.l1.entries import ALIGNMENT, ObjectRows, RangeAllocator, StoredObject
 from kvframework.storage.l1.eviction import Tenants
 from kvframework.storage.l1.leases import LeaseBook, PinLease, WriteLease
 from kvframework.storage.l1.objects import ObjectTable

@@ -19,7 +19,7 @@ from kvframework.service.keys import KeyResolver
 from kvframework.service.lookups import Lookups
 from kvframework.service.records import RequestLog
 from kvframework.storage import manager
-from kvframework.storage.l1.allocator import ALIGNMENT
+from kvframework.storage.l1.entries import ALIGNMENT
 from kvframework.storage.l1.leases import INTERNAL_OWNER
 from kvframework.storage.l2.sealed_tier import L2Store, Watermarks
 from kvframework.storage.l2.writer import AttachedTier, TierWriter

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
+from kvf_transformers.forward import Generated, Restored, Saved
 from kvf_transformers.kv import TransformersKV
-from kvf_transformers.results import Generated, Restored, Saved
 
 __all__ = ["Generated", "Restored", "Saved", "TransformersKV"]

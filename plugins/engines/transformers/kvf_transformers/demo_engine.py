@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from kvf_transformers.demo_model import SIZES, end_tokens, local_model, prompt_tokens, random_llama
+from kvf_transformers.forward import Restored
 from kvf_transformers.kv import TransformersKV
-from kvf_transformers.results import Restored
 from kvframework.errors import KVFrameworkError
 
 Emit = Callable[..., None]

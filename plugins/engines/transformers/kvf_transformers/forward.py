@@ -2,19 +2,22 @@
 thread; blocks for the computation. Whether a forward pass computes the KV that its tokens alone name: each at the
 position that it has in the text, and seeing every token before it. Pure, engine side. Names of KV cover the model and
 the tokens. A mask with zeros, other positions, embeddings in place of tokens, images and the like change KV without
-changing either, so a pass that is given anything unknown is not a plain one."""
+changing either, so a pass that is given anything unknown is not a plain one. The results of the calls of
+`TransformersKV`, and the log entry of a failure that costs time only."""
 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers.masking_utils import create_masks_for_generate
 
 from kvf_transformers.shapes import has_pair
-from kvframework.errors import RequestError
+from kvframework.errors import KVFrameworkError, RequestError
 from transformers import cache_utils
 
 
@@ -149,3 +152,44 @@ def _same(given: Any, plain: Any) -> bool:
     if isinstance(given, torch.Tensor) and isinstance(plain, torch.Tensor):
         return given.dtype == plain.dtype and given.shape == plain.shape and torch.equal(given, plain)
     return given is None and plain is None
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A cache that holds the prompt's first `hit_tokens` tokens. Copying `nbytes` took `copy_seconds` of `seconds`; the
+    rest went to hashing, the lookup, waiting for L2, and building the cache."""
+
+    cache: Any
+    hit_tokens: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    copy_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The result of a save: the server holds the first `tokens` tokens. Copying the `nbytes` that it lacked took
+    `copy_seconds` of `seconds`."""
+
+    tokens: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    copy_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Greedy tokens; `ttft_s` is the time to the first of them, the restore included."""
+
+    tokens: list[int]
+    restored: Restored
+    saved: Saved
+    ttft_s: float
+
+
+def warn(log: logging.Logger, what: str, error: Exception) -> None:
+    """Write one entry to `log`; with a traceback only for an unexpected error."""
+    if isinstance(error, KVFrameworkError):
+        log.warning("%s: %s", what, error)
+    else:
+        log.warning("%s", what, exc_info=error)

@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 import torch
 
 from kvf_transformers.cache_form import LEARNING
-from kvf_transformers.forward import CACHES, cache_of, departure, rows_in, tokens_in
+from kvf_transformers.forward import CACHES, cache_of, departure, rows_in, tokens_in, warn
+from kvf_transformers.identity import ModelNow, NamedModel
 from kvf_transformers.module_state import by_request, unwrapped
-from kvf_transformers.named_model import ModelNow, NamedModel
-from kvf_transformers.results import warn
 from kvf_transformers.shapes import Snapshots
 from kvframework.errors import RequestError
 from transformers import cache_utils

@@ -14,10 +14,9 @@ from typing import Any, TypeVar
 import torch
 
 from kvf_transformers.cache_form import check_empty, empty_cache, fill, read_states
-from kvf_transformers.forward import Forward, token_list, tokens_in
+from kvf_transformers.forward import Forward, Generated, Restored, Saved, token_list, tokens_in, warn
 from kvf_transformers.forward_guard import ForwardGuard
-from kvf_transformers.named_model import ModelNow, NamedModel
-from kvf_transformers.results import Generated, Restored, Saved, warn
+from kvf_transformers.identity import ModelNow, NamedModel
 from kvf_transformers.session import CacheSession, Moved
 from kvf_transformers.shapes import Snapshots, checked_cache, layers_of
 from kvframework.api.keys import retain_of

@@ -19,7 +19,7 @@ from typing import TypeVar, cast
 import torch
 
 from kvf_transformers.cache_form import CacheForm
-from kvf_transformers.named_model import ModelNow
+from kvf_transformers.identity import ModelNow
 from kvf_transformers.shapes import LayerPair, States
 from kvframework.api.futures import Future
 from kvframework.api.keys import Retain

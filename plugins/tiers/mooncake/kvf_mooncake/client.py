@@ -11,8 +11,7 @@ from importlib.util import find_spec
 from types import ModuleType
 
 from kvf_mooncake import MooncakeOptions, place
-from kvf_mooncake.tier import MooncakeTier
-from kvf_mooncake.writes import SEAL_BYTES, in_words
+from kvf_mooncake.tier import SEAL_BYTES, MooncakeTier, in_words
 from kvframework.api.helper_tier import HelperTier
 from kvframework.api.installing import install_command
 from kvframework.api.plugin import Finding, TableContext

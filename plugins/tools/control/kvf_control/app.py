@@ -20,8 +20,20 @@ from kvf_control.holder import Busy, Holder
 from kvf_control.settings import ControlConfig
 from kvf_observe.http.exposition import TEXT, Metric, Reader, Type, exposition
 from kvf_observe.http.listener import Listener, listen_until_signal
-from kvf_observe.http.messages import CHALLENGE, JSON, PLAIN, Answer, Reply, Request, Rights, WantsBody, refused
-from kvf_observe.http.settings import is_loopback, read_token, tls_context
+from kvf_observe.http.messages import (
+    CHALLENGE,
+    JSON,
+    PLAIN,
+    Answer,
+    Reply,
+    Request,
+    Rights,
+    WantsBody,
+    is_loopback,
+    read_token,
+    refused,
+    tls_context,
+)
 from kvframework.api.endpoint import parse_listen
 from kvframework.errors import ConfigError, KVFrameworkError, RequestError
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import msgspec
 
-from kvf_observe.http.settings import refusals
+from kvf_observe.http.messages import refusals
 from kvframework.api.toml import convert, read_toml
 from kvframework.errors import ConfigFieldError
 

@@ -72,8 +72,7 @@ def demo(
     """
     import msgspec
 
-    from kvf_demo.prefix import run_demo
-    from kvf_demo.stage import DemoOptions
+    from kvf_demo.stage import DemoOptions, run_demo
     from kvf_demo.view import DemoView
     from kvframework.api.console import stderr, stdout
 

@@ -41,7 +41,7 @@ def check(
     """
     from kvf_dev.inspection import inspect_plugin
     from kvframework.api.console import print_document
-    from kvframework.config.layers import apply_override
+    from kvframework.config.load import apply_override
 
     options: dict[str, object] = {}
     for setting in settings or ():

@@ -25,10 +25,9 @@ from kvf_blend.engine.recompute import Held, by_deviation
 from kvf_blend.errors import BadSegments
 from kvf_blend.messages import MAX_BEFORE, REQUESTS, Segment
 from kvf_blend.rotary import Rotary
-from kvf_transformers.forward import Forward, token_list
+from kvf_transformers.forward import Forward, Saved, token_list, warn
+from kvf_transformers.identity import ModelNow
 from kvf_transformers.kv import ServedModel
-from kvf_transformers.named_model import ModelNow
-from kvf_transformers.results import Saved, warn
 from kvf_transformers.session import Attached, CacheSession, Moved
 from kvf_transformers.shapes import LayerPair, layers_of
 from kvframework.api.keys import DIGEST_BYTES

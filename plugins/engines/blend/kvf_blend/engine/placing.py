@@ -15,8 +15,8 @@ from kvf_blend.engine.recompute import Held
 from kvf_blend.errors import BadRotary
 from kvf_blend.messages import Hits, LoadPlan, Piece
 from kvf_blend.rotary import PLANES, Rotary, check, inverse_frequencies
-from kvf_blend.server.digests import chunks_of
-from kvf_transformers.named_model import ModelNow
+from kvf_blend.server.segments import chunks_of
+from kvf_transformers.identity import ModelNow
 from kvf_transformers.shapes import LayerPair
 from kvframework.api.keys import DIGEST_BYTES
 

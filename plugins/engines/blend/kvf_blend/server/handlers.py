@@ -14,12 +14,20 @@ from typing import Any
 from kvf_blend import BlendOptions
 from kvf_blend import messages as m
 from kvf_blend.errors import BadSegments
-from kvf_blend.server.choice import Choice, Question
-from kvf_blend.server.digests import chunks_of, final_digests, prompt_digests, segment_digests, unpack
 from kvf_blend.server.instances import Blended, attach, blended, detach
 from kvf_blend.server.lookup import Loads, Lookup, pinned
 from kvf_blend.server.matcher import KnownSegments, Space
-from kvf_blend.server.segments import Span, marked
+from kvf_blend.server.segments import (
+    Choice,
+    Question,
+    Span,
+    chunks_of,
+    final_digests,
+    marked,
+    prompt_digests,
+    segment_digests,
+    unpack,
+)
 from kvframework.api.keys import DIGEST_BYTES, TOKEN_BYTES
 from kvframework.api.requests import CacheServices, ClientInfo, Handler, HandlerResult
 

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kvf_blend.messages import CB_LOOKUP_PRE_COMPUTED, Hits
-from kvf_blend.server.choice import Choice, Question
 from kvf_blend.server.instances import Objects
+from kvf_blend.server.segments import Choice, Question
 from kvframework.api.futures import Promise
 from kvframework.api.layout import MemoryLayoutDesc
 from kvframework.api.requests import CacheServices, ClientInfo, HandlerResult, Message

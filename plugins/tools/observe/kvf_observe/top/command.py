@@ -48,7 +48,7 @@ def top(
     """
     if once and frames is not None:
         raise typer.BadParameter("--once and --frames cannot be given together", param_hint="--once")
-    from kvf_observe.top.screen import has_screen, print_frames, watch
+    from kvf_observe.top.picture import has_screen, print_frames, watch
     from kvframework.client import StatusSource, quiet_connection, server_endpoint
 
     quiet_connection()

@@ -16,8 +16,7 @@ from kvf_plan.errors import PlanError
 from kvf_plan.planning.offers import TierOffer
 from kvframework.api.plugin import ByteSize
 from kvframework.api.toml import parse_toml, toml_value
-from kvframework.config.layers import layers_of
-from kvframework.config.load import assemble
+from kvframework.config.load import assemble, layers_of
 from kvframework.config.schema import Config, WritePolicyName
 
 # A tier that works more than this share of the time, or has no time for more than that of what is written through, is

@@ -19,7 +19,7 @@ from kvframework.api.tier import TierProvider
 from kvframework.config.schema import LEAST_CHUNK, MOST_CHUNK, Config, L2Keys
 from kvframework.registry.registry import PluginRegistry
 from kvframework.registry.tables import resolve_table
-from kvframework.storage.l1.allocator import rounded
+from kvframework.storage.l1.entries import rounded
 
 MAX_ENGINES = 1024
 MAX_BYTES_PER_TOKEN = 1 << 30
