@@ -38,8 +38,6 @@ def test_it_starts_without_torch_and_client() -> None:
         "messages",
         "rotary",
         "server",
-        "server.choice",
-        "server.digests",
         "server.handlers",
         "server.instances",
         "server.lookup",
