@@ -168,7 +168,7 @@ def test_a_refusal_in_the_middle_is_made_good_through_the_cache(
             raise OSError(22, "Invalid argument")
         return move(operation, fd, *args, **options)
 
-    for module in ("reading", "writing"):
+    for module in ("reading", "tier"):
         monkeypatch.setattr(f"kvf_filesystem.{module}.move", refuse)
     tier, key = open_tier(tmp_path, direct="on"), fresh_key()
     assert tier.put([key], [[arena]], deadline=soon()) == [STORED]
