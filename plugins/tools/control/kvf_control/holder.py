@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -52,7 +53,7 @@ class Run:
     nbytes: int
     result: LookupResult = field(default_factory=lambda: LookupResult(0))
 
-    @property
+    @cached_property
     def digests(self) -> bytes:
         return self.hashes.digests(self.hashes.hashed_tokens)
 
@@ -388,7 +389,7 @@ class Holder:
 def _shared(one: Run, other: Run) -> int:
     """Return with how many chunks both begin: a digest stands for all before it, too."""
     mine, theirs = one.digests, other.digests
-    if one.scope != other.scope:
+    if one.scope != other.scope or mine[:DIGEST_BYTES] != theirs[:DIGEST_BYTES]:
         return 0
     ends = range(DIGEST_BYTES, min(len(mine), len(theirs)) + 1, DIGEST_BYTES)
     return bisect_left(ends, True, key=lambda end: mine[end - DIGEST_BYTES : end] != theirs[end - DIGEST_BYTES : end])
