@@ -65,8 +65,8 @@ class TenantNames:
         return self._rates.get(self.number(cache_salt)) if self._rates else None
 
 
-# Records are counted this often without being asked for, so many at a time, with a pause for the serving thread.
-EVERY_S = 0.1
+# How often records are counted without being asked for, after none came and after some did; so many at a time.
+IDLE_S, EVERY_S = 0.5, 0.1
 _AT_ONCE = 64
 _PAUSE_S = 0.001
 _END_S = 1.0
@@ -162,7 +162,8 @@ class RequestLog:
             self._thread.join(_END_S)
 
     def _run(self) -> None:
-        while not self._ended.wait(EVERY_S):
+        seen = -1
+        while not self._ended.wait(IDLE_S if seen == (seen := self.ring.end) else EVERY_S):
             try:
                 while self.count(_AT_ONCE) and not self._ended.wait(_PAUSE_S):
                     pass

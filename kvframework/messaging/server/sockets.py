@@ -349,7 +349,7 @@ _SHARES = {"readers": READERS_SHARE, "sessions": SESSIONS_SHARE, "local": LOCAL_
 REOPEN_SHARE = 0.9  # of the threshold at which it was shut
 # Connections do not come faster; the necessary room above a limit follows from it.
 FASTEST_PER_S = 100_000
-SOONEST_S, LATEST_S = 0.002, 0.1
+SOONEST_S, LATEST_S = 0.002, 0.5
 
 
 class Gate:
@@ -391,7 +391,7 @@ class Gate:
                 pause = self._look()
                 self._failing = False
             except Exception:
-                if not self._failing:  # one line, not ten a second
+                if not self._failing:  # one line, not one each time
                     logger.exception("accepting connections continues after an internal error")
                 self._failing, pause = True, LATEST_S
 

@@ -17,7 +17,7 @@ from kvframework.api.requests import ClientInfo
 from kvframework.record_ring import RecordRing
 from kvframework.service.miss_reasons import START_EXPLAINS_S, Row, decide, elsewhere
 from kvframework.service.recent_requests import MOST, FinishedRequests
-from kvframework.service.records import MissReason, RequestLog
+from kvframework.service.records import EVERY_S, IDLE_S, MissReason, RequestLog
 from kvframework.status import REASONS
 from kvframework.storage.l1.eviction_statistics import Cause, Ghost
 from kvframework.storage.namespaces import NamespaceRecord
@@ -229,3 +229,18 @@ def test_what_is_for_listeners_alone_is_not_answered() -> None:
     (record,) = finished.after(0).records
     assert type(record) is Finished
     assert b"secret" not in msgspec.msgpack.encode(record)
+
+
+def test_records_are_counted_seldom_while_none_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server at rest takes little of a core."""
+    log, waits = RequestLog(), list[float]()
+
+    def wait(timeout: float) -> bool:
+        waits.append(timeout)
+        if len(waits) == 3:
+            add(log, "STORE", "stored")
+        return len(waits) == 5
+
+    monkeypatch.setattr(log._ended, "wait", wait)
+    log._run()
+    assert waits == [EVERY_S, IDLE_S, IDLE_S, EVERY_S, IDLE_S]
