@@ -23,7 +23,7 @@ Why = Literal["evicted", "removed", "cleared"]
 
 
 Hint = Literal["", "done", "keep"]
-"""What a request says of the future of objects: nothing; that nobody asks for them again; that they are to be kept."""
+"""A request's hint about its objects: none; no later request needs them; keep them."""
 
 
 class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):

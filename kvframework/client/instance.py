@@ -282,7 +282,7 @@ class Instance:
         try:
             if (reply.namespace, reply.desc) != (payload.namespace, desc):
                 fact = f"the server computes another object layout: {reply.desc}"
-                hint = "install the same kvframework release beside the engine and the server"
+                hint = "install the same kvframework release for the engine and the server"
                 raise errors.VersionMismatch(fact, available=str(desc), hint=hint)
             moved = Registration(
                 identity.instance_id,

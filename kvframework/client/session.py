@@ -340,7 +340,7 @@ class ServerSession:
     def _load_hasher(self, reply: m.HelloReply) -> KeyHasher:
         hasher: KeyHasher = self.plugins.create("hasher", reply.hasher, {}, where="the server's hasher")
         if hasher.fingerprint != reply.hasher_fingerprint:
-            hint, available = "install the same hasher beside the engine and the server", f"{hasher.fingerprint} here"
+            hint, available = "install the same hasher for the engine and the server", f"{hasher.fingerprint} here"
             raise VersionMismatch(
                 f"the server uses the hasher {reply.hasher_fingerprint}", available=available, hint=hint
             )

@@ -64,7 +64,7 @@ _LOAD_REFUSED = MissReason("dropped_share", "the load was refused, because the c
 _EVICTED = {
     Cause.WATERMARK: "L1 was above its high watermark",
     Cause.TENANT: "the tenant was above its share of L1",
-    Cause.HINTED: "a request had said that nobody needs the object again",
+    Cause.HINTED: "an earlier request marked the object as done",
 }
 
 

@@ -88,7 +88,7 @@ def negotiate(hello: Hello, hasher_fingerprint: str) -> int:
     version = min(PROTOCOL_VERSION, hello.max_version)
     if version < max(MIN_VERSION, hello.min_version):
         fact = f"the client speaks protocol versions {hello.min_version} to {hello.max_version}"
-        hint = "install the same kvframework release beside the engine and the server"
+        hint = "install the same kvframework release for the engine and the server"
         raise VersionMismatch(fact, available=f"{MIN_VERSION} to {PROTOCOL_VERSION}", hint=hint)
     if hello.hasher and hello.hasher != hasher_fingerprint:
         raise VersionMismatch(

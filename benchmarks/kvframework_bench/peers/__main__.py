@@ -40,7 +40,7 @@ def main(
                 "beside bare TCP",
                 "beside loads of another node",
                 "p99 ratio to alone",
-                "p99 ratio to beside bare TCP",
+                "p99 ratio to bare TCP",
             )
         )
         for row in lending_rows(gb_s, lookups):

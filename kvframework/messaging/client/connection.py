@@ -434,7 +434,7 @@ def _accepted(dealer: frames_io.Socket, envelope: Envelope, hello: Hello) -> Hel
         reply = decode(envelope.payload, HelloReply, where="HELLO")
         if not hello.min_version <= reply.version <= hello.max_version:
             fact = f"the server chose protocol version {reply.version}"
-            hint = "install the same kvframework release beside the engine and the server"
+            hint = "install the same kvframework release for the engine and the server"
             raise errors.VersionMismatch(fact, available=f"{hello.min_version} to {hello.max_version}", hint=hint)
     except errors.ProtocolError as error:
         with contextlib.suppress(zmq.ZMQError):

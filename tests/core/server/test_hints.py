@@ -62,7 +62,7 @@ def test_a_prompt_that_is_done_leaves_before_older_ones(client: WireClient, over
     assert found(client, registered, 3, 8) == 8
     assert found(client, registered, number, 8) == 0
     record = client.call("RECENT", m.Recent()).records[-1]
-    assert (record.reason, record.detail) == ("evicted", "a request had said that nobody needs the object again")
+    assert (record.reason, record.detail) == ("evicted", "an earlier request marked the object as done")
 
 
 def test_without_hints_the_oldest_leaves(client: WireClient) -> None:

@@ -199,7 +199,7 @@ class Holder:
     def cancel(self, name: str) -> Directive:
         with self._lock:
             if name not in self._held:
-                raise RequestError("no order under way has this id", available="an id of GET /v1/directives")
+                raise RequestError("no running order has this id", available="an id of GET /v1/directives")
             return self._end(self._held[name], "ended")
 
     def forget(self, order: Deletion) -> Forgotten:

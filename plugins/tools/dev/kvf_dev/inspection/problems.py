@@ -77,7 +77,7 @@ PROBLEMS = {
     "misspelt-hook": Kind("error", "rename it"),
     "unmarked-hook": Kind("error", _MARK),
     "async-hook": Kind("error", "hooks run once, at startup, in a process without an event loop"),
-    "hook-arguments": Kind("error", "hooks are called without arguments; options come to `create`"),
+    "hook-arguments": Kind("error", "hooks are called without arguments; options are passed to `create`"),
     "no-hook": Kind("error", _MARK),
     "hook-fails": Kind("error", _LIST),
     "wrong-kind": Kind("error", _LIST),
@@ -100,7 +100,7 @@ PROBLEMS = {
     "create-dies": Kind("error", "a plugin raises errors, and gives every wait a deadline"),
     "missing-method": Kind("error", _CONTRACT),
     "missing-attribute": Kind("error", "set it in the class or in __init__"),
-    "wrong-signature": Kind("error", "take the parameters of the contract, by these names; more need defaults"),
+    "wrong-signature": Kind("error", "use the contract's parameter names; give additional parameters defaults"),
     "async-method": Kind("error", "write def; a handler returns a Future for what takes time"),
 }
 
