@@ -110,6 +110,7 @@ class CodecConformance(NamedKit):
     """Base class of an author's test class, which gives `use`, or a fixture `make_codec`: a factory of new codecs."""
 
     _descriptor = CodecProvider
+    usual_s = 12.0
 
     detects_damage: ClassVar[bool] = True
     """Whether changed packed bytes are refused, and not only those of another length. Where False, the checksum that

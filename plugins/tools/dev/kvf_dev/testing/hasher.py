@@ -102,6 +102,7 @@ class HasherConformance(NamedKit):
     """Base class of an author's test class, which gives `use`, or a fixture `make_hasher`: a factory of new hashers."""
 
     _descriptor = HasherProvider
+    usual_s = 30.0
 
     @pytest.fixture
     def make_hasher(self) -> MakeHasher:

@@ -66,6 +66,7 @@ class ListenerConformance(NamedKit):
     `ListenerContext` that returns a new listener."""
 
     _descriptor = ListenerProvider
+    usual_s = 1.0
 
     endpoint: ClassVar[str] = "ipc:///run/kvframework/server.sock"
     """The server's, as the listener learns it; nothing listens there."""

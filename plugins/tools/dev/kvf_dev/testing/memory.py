@@ -37,6 +37,7 @@ class MemoryConformance(NamedKit):
     size in bytes. Memory that outlives its server is tested for a provider with `keeps`, or by `make_kept_memory`."""
 
     _descriptor = MemoryProvider
+    usual_s = 20.0
     _where = "[l1]"
 
     patience_s: ClassVar[float] = 20.0

@@ -211,6 +211,7 @@ class TierKit(NamedKit):
     """Settings and fixtures of the kit. An author must give either `use` or a `tier` fixture."""
 
     _descriptor = TierProvider
+    usual_s = 75.0
     _where = "[[l2]] #1"
 
     shared: ClassVar[bool] = False

@@ -11,13 +11,12 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
 
 import msgspec
 import pytest
 
 from kvf_dev.testing.faults import WIRE_FAULTS, FaultProxy
-from kvf_dev.testing.kit import held, must_be_equal, wait_until
+from kvf_dev.testing.kit import T, held, must_be_equal, wait_until
 from kvf_dev.testing.tier.concurrency import Held
 from kvf_dev.testing.tier.kit import DELETED, EVERY_CALL, MISSING, TierKit, WatchedTier, parts_of
 from kvframework.api.tier import Outcome, PackedKey, Tier, TierEntry
@@ -254,8 +253,6 @@ class CrashTests(TierKit):
             most, what = max(_LENGTHS.values()), "a listing of as many bytes as get_into returns"
             wait_until(lambda: all(tier.load(k, most)[0] == e.nbytes for k, e in tier.listed(_KEYS).items()), what)
 
-
-T = TypeVar("T")
 
 DEADLINE_S = 0.3
 TURNS = 4

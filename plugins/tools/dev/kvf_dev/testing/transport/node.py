@@ -232,6 +232,7 @@ class TransportKit(Kit):
 
     # Seconds for which a submit may keep the engine's thread while its copy is held, and for events that need no call.
     submit_budget_s = 0.05
+    usual_s = 140.0
     patience_s: ClassVar[float] = 20.0
 
     @pytest.fixture(scope="class")
@@ -240,10 +241,8 @@ class TransportKit(Kit):
         """The recipe for the rig. A fixture that replaces this one, of class scope, may give the maker other arguments,
         and start and end what the device needs."""
         assert cls.use or cls.make_rig, "Set `use`, the transport's name, or `make_rig`, or define a fixture `spec`"
-        arguments = {
-            "directory": str(tmp_path_factory.mktemp("rig")),
-            **({} if cls.make_rig else {"transport": cls.use}),
-        }
+        arguments = {"directory": str(tmp_path_factory.mktemp("rig"))}
+        arguments |= {} if cls.make_rig else {"transport": cls.use}
         return RigSpec(cls.make_rig or "kvf_dev.testing.transport:HostRig", arguments)
 
     @pytest.fixture(scope="class", name="rig")
