@@ -25,20 +25,20 @@ BUGS = {
     "opens_any_device": ("test_memory_of_another_device_is_refused", "Opening memory of another device was accepted"),
     "opens_once": (f"{CONTENT}[latent]", "A byte is wrong"),
     "reaches_what_failed": ("test_a_copy_that_fails_is_one_miss[load]", "was answered as a hit"),
-    "copies_at_once": ("test_what_waits_is_cancelled_while_another_copy_stands_still", "did not answer"),
+    "copies_at_once": ("test_what_waits_is_cancelled_while_another_copy_stands_still", "A cancel waited for"),
     "records_before": ("test_nothing_is_answered_while_a_copy_stands_still", "ended while its copy was paused"),
     "keeps_streams": (LEFT, "all streams of a closed instance"),
-    "exports_each_tensor": ("test_tensors_of_one_allocation_are_found[latent]", "a view of 27 blocks"),
+    "exports_each_tensor": ("test_tensors_of_one_allocation_are_found[latent]", "a view with 27 blocks"),
     "takes_the_default_stream": ("test_what_is_no_stream_is_not_taken_for_the_current_one", "not a stream"),
     "the_last_of_the_process": (TWO, "another device"),
-    "releases_once": ("test_a_blocked_stream_is_released[twice]", "second call of `release` (twice) raised"),
+    "releases_once": ("test_a_blocked_stream_is_released[twice]", "second call of `release` .twice. raised"),
     "releases_while_it_is_open": ("test_a_blocked_stream_is_released[after close]", "a stream to go on after"),
     "forgets_its_runtime": ("test_events_are_destroyed_after_close", "`destroy_event` after `close` raised"),
     "takes_any_device": ("test_a_copier_of_a_device_that_the_machine_lacks_is_refused[another]", "create_copier"),
     "off_by_one": (f"{CONTENT}[nhd]", "first at"),
     "wrong_stride": (f"{CONTENT}[hnd]", "first at"),
     "ignores_skip": ("test_skipped_tokens_are_not_written[nhd]", "47 tokens were skipped"),
-    "forgets_the_event": ("test_a_store_holds_what_was_written_before_its_event", "A transfer failed"),
+    "forgets_the_event": ("test_a_store_holds_what_was_written_before_its_event", "A transfer failed|A byte is wrong"),
     "copies_after_cancel": ("test_what_is_cancelled_is_answered_once_it_touches_nothing[load]", "ended while its copy"),
     "keeps_memory_open": ("test_after_the_end_of_an_instance_nothing_is_open", "close memory before unregistering"),
     "exports_no_offset": (f"{CONTENT}[nhd]", "ends at byte"),
@@ -52,7 +52,7 @@ BUGS = {
     "holds_nothing": (f"{STREAM}[its own]", "runs before a copy"),
     "never_releases": (f"{STREAM}[its own]", "a stream to go on after a transfer"),
     "holds_the_thread": (f"{STREAM}[the current]", "thread waited for the transfer"),
-    "waits_for_the_copy": ("test_a_submit_does_not_wait_for_copies", "it waits for the copy"),
+    "waits_for_the_copy": ("test_a_submit_does_not_wait_for_copies", "A submit during a copy took"),
 }
 
 
@@ -71,6 +71,6 @@ def outcome() -> str:
 @pytest.mark.parametrize("bug", BUGS)
 def test_the_kit_finds_it(outcome: str, bug: str) -> None:
     test, word = BUGS[bug]
-    line = re.search(rf"^FAILED .*::Test_{bug}::{re.escape(test)} - (.*)$", outcome, re.MULTILINE)
+    line = re.search(rf"^FAILED .*::Test_{bug}::{re.escape(test)}(?:\[.*?\])? - (.*)$", outcome, re.MULTILINE)
     assert line, outcome
     assert re.search(word, line[1]), line[1]
