@@ -26,9 +26,9 @@ class FilesystemOptions(Options, frozen=True):
     fsync: Annotated[
         Literal["none", "data", "full"],
         Meta(
-            description='what is on the disk before a put returns: "none", nothing for sure; "data", the file; "full", '
-            "also the file's name. This matters only for a power failure or a kernel crash; a value cut short by it "
-            "is detected by its checksum"
+            description='when a put returns, the disk holds: with "none", perhaps nothing; with "data", the file; with '
+            '"full", also the file\'s name. Only a power failure or a kernel crash makes a difference; checksums detect '
+            "values cut short by one"
         ),
     ] = "none"
     direct: Annotated[
