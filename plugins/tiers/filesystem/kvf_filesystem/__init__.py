@@ -27,8 +27,8 @@ class FilesystemOptions(Options, frozen=True):
         Literal["none", "data", "full"],
         Meta(
             description='when a put returns, the disk holds: with "none", perhaps nothing; with "data", the file; with '
-            '"full", also the file\'s name. Only a power failure or a kernel crash makes a difference; checksums detect '
-            "values cut short by one"
+            '"full", also the file\'s name. Only a power failure or a kernel crash makes a difference; checksums '
+            "detect values cut short by one"
         ),
     ] = "none"
     direct: Annotated[
