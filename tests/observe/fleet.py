@@ -112,6 +112,7 @@ def past(age: float, *, models: tuple[str, ...] = MODELS, down: bool = True) -> 
     idle = [0, 0, 3, 9, 40, 120, 310, 620, 980, 1400, 1100, 540, 210, 60, 12]
     return document(
         server__boot_id="1" * 32 if age < began else "0" * 32,
+        server__version="0.3.0",
         server__uptime_s=up,
         server__endpoint="ipc:///run/kvframework/server.sock",
         server__tcp="tcp://10.0.4.11:5580",
@@ -121,6 +122,8 @@ def past(age: float, *, models: tuple[str, ...] = MODELS, down: bool = True) -> 
             "asked_tokens": asked,
             "hit_tokens": l1 + l2,
             "unknown_namespace": 0,
+            "prefill_saved_s": (l1 + l2) / 25_000,
+            "last_hour": {"prefill_saved_s": min(up, 3600.0) / up * (l1 + l2) / 25_000},
             "by_model": {models[0]: {"lookups": 1, "asked_tokens": asked, "l1_tokens": l1, "l2_tokens": l2}},
             "misses": {"never_stored": 8120, "evicted": 2310, "tier_down": 210, "other_salt": 77},
         },

@@ -29,4 +29,4 @@ if __name__ == "__main__":
     if len(sys.argv) > 1:
         main(Path(sys.argv[1]), (1280, 360), 0)
     else:
-        main(FOLDER, (1000,), 634)
+        main(FOLDER, (1000,), 660)

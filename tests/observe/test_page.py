@@ -31,9 +31,9 @@ PANELS = [
     "Lookup tokens per second",
     "L1",
     "Evictions from L1 per second",
-    "What more memory would give",
-    "How long evicted objects were idle",
-    "Why lookups missed",
+    "Hit rate with more memory",
+    "Idle time of evicted objects",
+    "Reasons of missed lookups",
     "Tiers",
     "By model",
     "By tenant",
@@ -93,8 +93,8 @@ def test_every_panel_shows_what_the_server_says(browser: Browser, fleet: Fleet) 
     see(browser, fleet.url)
     assert browser.value(SEEN) == ["1 problem", *PANELS]
     assert browser.text("#tiles").startswith("Hit rate\n6")
-    assert re.search(r"\+\d+\sGiB would have given \+[\d.]+\s%", browser.text("#capacity"))
-    assert "Half of them were idle for less than 7" in browser.text("#ages")
+    assert re.search(r"\+\d+\sGiB would have raised the hit rate by [\d.]+\s%", browser.text("#capacity"))
+    assert "Half of the evicted objects were idle for less than 7" in browser.text("#ages")
     tiers = browser.text("#tiers")
     assert re.search(r"filesystem\s+works\s+3\.10\sms, 14\.2\sms", tiers.replace("\N{BLACK CIRCLE}", ""))
     assert "down for reads and writes" in tiers
@@ -210,7 +210,7 @@ def test_a_page_with_no_point_yet(browser: Browser) -> None:
     with ObserveProcess("ipc:///nowhere/s.sock") as observe:
         browser.open(observe.url)
         wait_until(lambda: "does not answer" in browser.text("#notice"), SLOW_S, "what is wrong")
-        assert "before this page knows" in browser.text("#notice")
+        assert "before this page was opened" in browser.text("#notice")
         assert browser.value(SEEN) == []
 
 
