@@ -54,6 +54,7 @@ COLD_REASONS = (
 MAX_RECENT = 1024
 _ANSWERED = Counter("requests", "were answered with an error", trouble=True)
 # Families of metrics of several counters.
+_AHEAD = "l1_prefetched_bytes_total"
 _CALLS_FAILED = "tier_calls_failed_total"
 _EVENTS = "events_total"
 _EVICTIONS = "l1_evictions_total"
@@ -288,6 +289,10 @@ class L1Counters(Part, frozen=True):
     aborted: Annotated[int, Counter("objects", "were aborted by the storing client", False, _L1_OBJECTS)] = 0
     dropped: Annotated[int, Counter("objects", "had no room in L1", True, _L1_OBJECTS)] = 0
     forgotten: Annotated[int, Counter("objects", "were deleted by `clear`", False, _L1_OBJECTS)] = 0
+    ahead_used_bytes: Annotated[int, Counter("bytes", "were prefetched and used", False, _AHEAD, "used")] = 0
+    ahead_wasted_bytes: Annotated[
+        int, Counter("bytes", "were prefetched and left L1 unused", False, _AHEAD, "wasted")
+    ] = 0
     retrieves: Annotated[int, Counter("RETRIEVEs", "", False, "retrieves_total")] = 0
     retrieve_misses: Annotated[int, Counter("RETRIEVEs", "missed an object", False, "retrieve_misses_total")] = 0
     lapsed: Annotated[int, Counter("pins", "expired after ticket_s or retrieve_lease_s", True, "pins_lapsed_total")] = 0

@@ -352,7 +352,7 @@ class Lookups:
             return asked.task
 
         tokens, prompt = grid.desc.chunk_tokens, partial(found_part, key, grid)
-        return Wanted(grid.main_prefix, grid.digests, tokens, asked.find, load, prompt)
+        return Wanted(grid.main_prefix, grid.digests, tokens, asked.find, load, prompt, asked.ahead)
 
     def _loaded(self, asked: PendingLookup, on_done: Callable[[], None] = lambda: None) -> None:
         if asked.rate is not None:

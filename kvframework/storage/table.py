@@ -80,6 +80,8 @@ class Table(ObjectTable):
     ) -> None:
         super().__init__(policy, tenants, journal=recovery.journal, clock=clock)
         self.counters = Counter(zeros(L1Counters))
+        # What was loaded ahead of its request and not used yet, with its bytes.
+        self._ahead: dict[PackedKey, int] = {}
         # One without records is false.
         self.records = records = NamespaceRecords() if records is None else records
         self.ring = ring
@@ -188,10 +190,14 @@ class Table(ObjectTable):
             self.tiers.committed(keys)
 
     def on_used(self, objects: list[StoredObject]) -> None:
+        if self._ahead:
+            self.counters["ahead_used_bytes"] += sum([self._ahead.pop(stored.key, 0) for stored in objects])
         if self.tiers.watches_uses:
             self.tiers.used([stored.key for stored in objects])
 
     def on_removed(self, stored: StoredObject, cause: Cause, by: PackedKey | None) -> None:
+        if self._ahead:
+            self.counters["ahead_wasted_bytes"] += self._ahead.pop(stored.key, 0)
         self._statistics.left(stored, cause, by)
         self.tiers.removed(stored.key)
         if self.ring.wanted:
@@ -370,6 +376,11 @@ class Table(ObjectTable):
             self.abort(lease_id, owner=INTERNAL_OWNER)
             return []
         return self.hold([stored.key for stored in self.commit(lease_id, owner=INTERNAL_OWNER)])
+
+    @locked
+    def loaded_ahead(self, objects: Sequence[StoredObject]) -> None:
+        """Count whether objects that were just loaded are used before they leave."""
+        self._ahead.update((stored.key, stored.length) for stored in objects)
 
     @locked
     def drop_damaged(self, key: PackedKey) -> bool:

@@ -37,7 +37,7 @@ class Wanted(NamedTuple):
     starts the load of the rest and receives a callback for its end; None if it was refused. `prefix` and `digests` name
     the objects of one row, which stands for all in the counts. The second callback of `load` is called, in a storage
     thread, once the tiers have said what they have, when objects have arrived, and at the end. `prompt` tells where in
-    the prompt the objects of a hit of so many chunks are."""
+    the prompt the objects of a hit of so many chunks are. One `ahead` of its request is a use only with a hint."""
 
     prefix: bytes
     digests: Sequence[bytes]
@@ -45,6 +45,7 @@ class Wanted(NamedTuple):
     find: Callable[[FindRow], tuple[int, list[StoredObject]]]
     load: Callable[[Callable[[], None], Callable[[], None]], PrefetchTask | None]
     prompt: Callable[[int], PromptPart] = lambda _hit: NO_PROMPT
+    ahead: bool = False
 
 
 class Answer(NamedTuple):
@@ -272,7 +273,8 @@ class LookupTickets:
     def _pin(self, ticket: Ticket, wanted: Wanted, *, use: bool = True) -> int:
         """Pin the hit in L1, in place of the ticket's former pins; return its chunks. No `use` while it grows."""
         hit, objects = wanted.find(self.storage.table.row)
-        lease_id = ""
+        lease_id, part = "", wanted.prompt(hit)
+        use = use and not (wanted.ahead and not part.retain)
         if hit:
             lease_id = self.storage.table.pin_objects(
                 objects,
@@ -280,7 +282,7 @@ class LookupTickets:
                 request_id=ticket.request_id,
                 lease_s=self.ticket_s,
                 use="lookup" if use else None,
-                prompt=wanted.prompt(hit),
+                prompt=part,
                 hit=True,
             ).id
         self._unpin(ticket)

@@ -10,7 +10,7 @@ import pytest
 
 from kvf_hashers.sha256 import Sha256
 from kvframework.wire import messages as m
-from tests.control.control_process import CHUNK, ControlProcess, Engine, prompt
+from tests.control.control_process import CHUNK, OBJECT, ControlProcess, Engine, prompt
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient
@@ -36,6 +36,12 @@ def only_in_the_tier(client: WireClient) -> None:
     client.call("CLEAR", m.Clear())
 
 
+def ahead(client: WireClient) -> tuple[int, int]:
+    """The bytes that were prefetched and used, and those that left unused."""
+    counters = client.status()["l1"]["counters"]
+    return counters["ahead_used_bytes"], counters["ahead_wasted_bytes"]
+
+
 def l1_objects(client: WireClient) -> int:
     return int(client.status()["l1"]["objects"])
 
@@ -58,6 +64,7 @@ def test_a_prefetch_is_in_l1_before_its_request_and_counts_as_no_lookup(server: 
         assert (status["l1"]["objects"], status["lookups"]["lookups"]) == (4, before["lookups"])
         wait_until(lambda: client.status()["l1"]["pins"] == 0, what="the end of the order's pins")
         assert client.l1_tokens(tokens, cache_salt=SALT) == len(tokens)
+        assert ahead(client) == (4 * OBJECT, 0)
         # Under another salt there is nothing, and that is no error.
         other = control.order("/v1/prefetch", tokens=tokens)
         assert done(control, other["id"])["l1_tokens"] == 0
@@ -71,7 +78,10 @@ def test_digests_name_a_prompt_too(server: ServerProcess, tmp_path: Path) -> Non
         only_in_the_tier(client)
         told = control.order("/v1/prefetch", digests=[packed[at : at + 32].hex() for at in range(0, len(packed), 32)])
         assert done(control, told["id"])["l1_tokens"] == len(tokens)
-        assert l1_objects(client) == 3
+        assert (l1_objects(client), ahead(client)) == (3, (0, 0))
+        wait_until(lambda: client.status()["l1"]["pins"] == 0, what="the end of the order's pins")
+        client.fill_up(L1_CHUNKS)
+        assert ahead(client) == (0, 3 * OBJECT)
 
 
 def test_a_pin_keeps_its_chunks_until_it_ends(plain: ServerProcess, tmp_path: Path) -> None:

@@ -84,6 +84,8 @@ class LoadTask(PrefetchTask):
     waiting_bytes: dict[L2Store, int] = field(default_factory=dict, init=False)
     # Of what was chosen and found.
     pins: list[StoredObject] = field(default_factory=list, init=False)
+    # Of what was loaded.
+    fetched: list[StoredObject] = field(default_factory=list, init=False)
     # No tier returned an object that was chosen: what hangs on it would be loaded for nothing.
     lost: bool = field(default=False, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
@@ -148,6 +150,8 @@ class Loader:
             for store in self.stores:
                 task.no_longer(store)
             task.end()
+            if task.ahead:
+                self.l1.loaded_ahead(task.fetched)
             self.l1.release(task.pins)
             task.done = True
             _call(task.on_change)
@@ -280,6 +284,7 @@ class Loader:
                 task.pins += pins
                 if pins:
                     loaded.add(index)
+                    task.fetched += pins
                 view.release()
             self.loaded([task.keys[index] for index in batch if index in loaded], store)
             task.arrived(len(loaded))

@@ -224,6 +224,7 @@ TABLE: dict[str, tuple[Metric, ...]] = {
             "l1_object_events_total", "L1 objects stored, loaded, aborted or dropped", ("what",), "l1-full-of-pins"
         ),
         _counted("l1_evictions_total", "evictions from L1 by cause", ("cause",), "l1-full"),
+        _counted("l1_prefetched_bytes_total", "bytes loaded ahead of requests, used or left unused", ("what",)),
         _histogram(
             "l1_evicted_idle_seconds",
             "idle time of objects evicted from L1",
