@@ -321,7 +321,8 @@ class EngineView(ABC):
 
     `spare_blocks` holds a block id per layer group. At the first registration nothing else may use these blocks; after
     a reconnect they are only read. Layer groups and layers count in the order of the declaration; `plane` 0 is K (or
-    the one latent plane), 1 is V."""
+    the one latent plane), 1 is V. Values are tensors of torch, also where the engine's own are not: the check compares
+    dtypes that Python has no numbers for."""
 
     spare_blocks: Sequence[int]
 

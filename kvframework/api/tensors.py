@@ -3,11 +3,13 @@ address. Pure, without torch."""
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from kvframework.api.plugin import dtype_bytes
+from kvframework.errors import BadLayout
 
 __all__ = ["MemoryTensor", "TensorLike", "dtype_name"]
 
@@ -18,7 +20,9 @@ class TensorLike(Protocol):
     """Strided memory, in torch's spelling: a `torch.Tensor` is one. An engine with another library passes a
     `MemoryTensor` for each of its arrays. `dtype` is anything whose text is torch's name of it, see `dtype_name`;
     `device` is the engine's name of the device, on which `data_ptr` is the address of the first element. Strides are in
-    elements. The last three methods return views of the same memory; `as_strided` one with the same first element."""
+    elements. The last three methods return views of the same memory; `as_strided` one with the same first element.
+    There is no access to contents: only the device's own calls read its memory, see `MemoryTensor.contents` for the
+    host's."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -59,6 +63,15 @@ class MemoryTensor:
         dense = (math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
         self.strides = tuple(dense if strides is None else strides)
         self.nbytes = math.prod(self.shape) * dtype_bytes(dtype)
+
+    def contents(self) -> memoryview:
+        """Return the bytes of a contiguous tensor in memory that the host can address (any other crashes the process):
+        writable, format `B`. The view keeps `owner`. Raises `BadLayout` if the tensor has gaps or another order."""
+        if self.strides != MemoryTensor(self.address, self.shape, self.dtype).strides:
+            raise BadLayout(f"a tensor with strides {self.strides} is not contiguous", where="MemoryTensor")
+        memory = (ctypes.c_ubyte * self.nbytes).from_address(self.address)
+        memory.owner = self.owner  # type: ignore[attr-defined]
+        return memoryview(memory).cast("B")
 
     def data_ptr(self) -> int:
         """Return the address of the first element."""
