@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvf_cpu_gather import kernel as kernel_module
-from kvf_cpu_gather.kernel import BYTES_PER_THREAD, STREAMING_BYTES, CopyKernel, load_kernel, wrapping_copies
+from kvf_cpu_gather.kernel import BYTES_PER_THREAD, STREAMING_BYTES, CopyKernel, load_kernel
 from kvframework.api.copy_plans import CopyBatch, Step
 
 KERNEL = load_kernel(2)
@@ -74,9 +74,7 @@ def check(
         run,
     )
     expected = copied(batch, engine.content, arena.content, engine.address, to_arena=to_arena)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvf_cpu_gather.kernel.STREAMING_LOAD_BYTES", STREAMING_BYTES)
-        kernel.copy(batch, arena.address, to_arena=to_arena)
+    kernel.copy(batch, arena.address, to_arena=to_arena)
     assert (engine.content, arena.content) == expected
 
 
@@ -112,18 +110,6 @@ def test_short_runs_of_whole_lines_past_the_caches(run: int, apart: int, to_aren
     inner = [Step(3, 64, apart), Step(4, apart, 64)]
     places = STREAMING_BYTES // (run * 12 * 2) + 1
     check(KERNEL, (list(range(places)), 2, inner, run), to_arena=to_arena, aligned=True)
-
-
-@pytest.mark.parametrize("size", [8, 32])
-@pytest.mark.parametrize("to_arena", [True, False])
-def test_what_a_step_reads_soon_stays_in_the_caches(size: int, to_arena: bool) -> None:
-    seen: list[int] = []
-    with wrapping_copies(lambda _copy: lambda product, _threads: seen.append(product._obj.streaming) or 0):
-        kernel = load_kernel()
-    assert kernel is not None
-    zero = packed([0])
-    kernel.copy(CopyBatch(zero, zero, zero, zero, (), size << 20), 0, to_arena=to_arena)
-    assert seen == [to_arena or size == 32]
 
 
 def test_more_threads_than_fragments_and_nothing_to_copy() -> None:
