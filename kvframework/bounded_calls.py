@@ -76,7 +76,7 @@ def timed(title: str, step: str) -> Iterator[None]:
     timer.start()
     os._exit = _refusing  # both for good: an overdue call in another thread goes on, and must not take them back
     before, _this.refusal = _this.refusal, (pid, broken)
-    if not isinstance(sys.stdout, _Stdout):
+    if sys.stdout is not None and not isinstance(sys.stdout, _Stdout):  # None: the descriptor was closed
         sys.stdout = _Stdout(sys.stdout)
     try:
         yield

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from kvf_sglang.cache import KV
-from kvf_sglang.linker import HIT_HOLDS_S, MISS_HOLDS_S, MOST_REQUESTS, MOST_WAITING, Offloads, RecentLookups
 from kvf_sglang.pools import device_form_of
+from kvf_sglang.waiting import HIT_HOLDS_S, MISS_HOLDS_S, MOST_REQUESTS, MOST_WAITING, Offloads, RecentLookups
 from kvframework.errors import BadLayout
 from tests.sglang import pools
 from tests.sglang.caches import MAMBA, Engine

@@ -6,9 +6,9 @@ import json
 import re
 from pathlib import Path
 
-from kvf_sglang.linker import LOOKUP_S
 from kvf_sglang.options import KNOWN, SglangOptions, parse_options
 from kvf_sglang.pools import _KEYS_AND_VALUES, _LATENT, _STATE_LAYOUTS
+from kvf_sglang.waiting import LOOKUP_S
 from tests.support import doc_tables
 
 DOC = (Path(__file__).resolve().parents[2] / "docs" / "engines" / "sglang.md").read_text()

@@ -131,7 +131,7 @@ def complete(*words: str) -> list[str]:
 
 
 def test_commands_and_choices_are_completed() -> None:
-    assert complete("kvframework", "con") == ["config"]
+    assert complete("kvframework", "conf") == ["config"]
     assert complete("kvframework", "config", "") == ["check", "show", "apply"]
     assert complete("kvframework", "serve", "--log-format", "") == ["human", "json"]
 

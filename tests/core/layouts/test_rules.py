@@ -119,7 +119,7 @@ def test_other_strides_than_declared_are_refused_at_a_submit() -> None:
         (PagedRule(axes=("block", "token", "dim"), state=True), "axes"),
         (PagedRule(compress_ratio=3), "multiple of compress_ratio"),
         (PagedRule(axes=("layer", "block", "dim")), "axes"),
-        (PagedRule(axes=("block", "dim"), state=True, window=4), "window of 4"),
+        (PagedRule(axes=("block", "dim"), state=True, window=4), r"window \(4 tokens\)"),
     ],
 )
 def test_rules_that_contradict_themselves_are_refused(rule: PagedRule, fact: str) -> None:

@@ -192,6 +192,7 @@ class WatchedTiers(Tiers):
         located: Located | None = None,
         prompt: PromptPart = NO_PROMPT,
         client: int = 0,
+        ahead: bool = False,
     ) -> LoadTask | None:
         load, told = self._once(on_done)
         task = super().submit_prefetch_task(
@@ -203,6 +204,7 @@ class WatchedTiers(Tiers):
             located=located and partial(self.turns.step, "located", located),
             prompt=prompt,
             client=client,
+            ahead=ahead,
         )
         if task is not None:
             self.accepted[load] = 0

@@ -1,7 +1,6 @@
 """The cache as SGLang's storage calls need it, without SGLang's classes: pools by name, hits over several pools, loads
-and stores with a deadline each. Engine side; every method but `close` may be called from any of its threads. Updates of
-the weights in a running engine. SGLang does not tell its storage backend of them: without this, KV of the new weights
-would be stored under the names of the old ones."""
+and stores with a deadline each. Engine side; every method but `close` may be called from any of its threads.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +9,8 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -22,7 +19,7 @@ from kvf_sglang.options import SglangOptions
 from kvf_sglang.pages import PoolPages, Salt, digests_of, places_of
 from kvf_sglang.pools import PoolForm, form_of
 from kvframework.api.process import LogLimit
-from kvframework.client import KVClient, KvIdentity, ModelPart, WatchedCall, watch_calls
+from kvframework.client import KVClient, KvIdentity, ModelPart
 from kvframework.errors import KVFrameworkError
 
 Way = Literal["prefetch", "backup"]
@@ -267,42 +264,3 @@ def engine_name() -> str:
     except (OSError, IndexError):
         started, boot = str(time.time_ns()), ""
     return hashlib.blake2b(f"{boot}/{parent}/{started}".encode(), digest_size=8).hexdigest()
-
-
-UPDATES = (
-    "update_weights_from_disk",
-    "begin_weight_update",
-    "load_weights_from_distributed",
-    "update_weights_from_tensor",
-    "update_weights_from_ipc",
-)
-
-
-class _Updates:
-    """The updates of this process since the first call of `watch`; `why` is the last one, "" for none."""
-
-    def __init__(self) -> None:
-        self.why = ""
-        self.caches: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    @contextmanager
-    def around(self, call: WatchedCall) -> Iterator[None]:
-        self.why = f"SGLang updates its weights ({call.name})"
-        for cache in list(self.caches):
-            cache.retire(self.why)
-        yield
-
-
-# By SGLang's class.
-_updates: weakref.WeakKeyDictionary[type, _Updates] = weakref.WeakKeyDictionary()
-
-
-def watch(cache: PageCache, updater: type) -> None:
-    """Retires the cache before any update of the weights of this process, and at once if there was one since the first
-    call: a backend may be detached and attached. `updater` is SGLang's class. Raises `AttributeError` if its methods
-    are not those that are known."""
-    updates = _updates.setdefault(updater, _Updates())
-    watch_calls(updater, UPDATES, updates)
-    updates.caches.add(cache)
-    if updates.why:
-        cache.retire(updates.why)

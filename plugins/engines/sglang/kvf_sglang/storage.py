@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName, PoolTransferResult
 
 import sglang
-from kvf_sglang.cache import KV, NOTHING, PageCache, Worker, engine_name, name_of, watch
+from kvf_sglang.cache import KV, NOTHING, PageCache, Worker, engine_name, name_of
 from kvf_sglang.facts import identify, kv_heads, model_facts
 from kvf_sglang.options import check_version, interface_of, parse_options
+from kvf_sglang.weight_updates import watch
 from kvframework.client import ErrorNotes, harmless
 
 if TYPE_CHECKING:
