@@ -11,9 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvf_vllm.engine_names import EngineNames
 from kvf_vllm.options import VllmOptions
 from kvf_vllm.scheduler import SchedulerSide
-from kvf_vllm.step_messages import Served, StepPlan, StepReport, TransferOp
+from kvf_vllm.step_messages import Served, StepPlan, StepReport, TransferOp, Weights
 from kvf_vllm.weights import EngineWeights
 from kvf_vllm.worker import WorkerSide
 from kvframework.api.futures import Future, Promise
@@ -267,3 +268,17 @@ def test_whatever_happens_weights_never_mix(events: list[Any], caches_prefixes: 
     other = scheduler(engine.server, workers=2)
     other.heard(StepReport(served={0: named(1), 1: named(1)}))
     assert other.matched_tokens(FakeRequest("x", [800 + at for at in range(2 * CHUNK + 1)]), 0) == (2 * CHUNK, True)
+
+
+def test_a_reset_after_the_news_of_an_update_hides_no_kv_of_its_weights() -> None:
+    names = EngineNames(1, EngineWeights(), lambda _: None)
+    names.heard(StepReport(served={0: named(0)}))
+    names.planned(writes=True)
+    names.heard(StepReport(weights={0: Weights(1, 1, None)}))
+    names.hide()
+    names.cache_was_reset()
+    names.heard(StepReport(served={0: named(1)}, weights={0: Weights(1, 1, True)}))
+    assert (names.served, names.generation) == (named(1), "")
+    names.planned(writes=True)
+    names.hide()
+    assert names.generation

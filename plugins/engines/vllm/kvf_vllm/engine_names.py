@@ -36,6 +36,7 @@ class EngineNames:
         self.weights = weights
         # The last planned step that writes KV.
         self.step = 0
+        self._updated_at = -1
         self._is_up_to_date = True
         self._workers = workers
         self._serve = serve
@@ -55,7 +56,10 @@ class EngineNames:
         return "workers_differ" if self._differ else "no_server"
 
     def hide(self) -> None:
-        self.generation = secrets.token_hex(8)
+        """Hide the KV that this engine has computed so far. There is none since an update whose news came before the
+        reset, so that what others have stored under the new names is still found."""
+        if self.step != self._updated_at:
+            self.generation = secrets.token_hex(8)
 
     def heard(self, report: WorkerNews) -> bool:
         """Apply the workers' news. Returns True if weights were updated: KV from before has another name."""
@@ -95,7 +99,7 @@ class EngineNames:
         is_updated = self.weights.updates != before
         if is_updated:
             # Whatever was hidden so far has another name than what comes.
-            self.generation, self.served = "", None
+            self.generation, self.served, self._updated_at = "", None, self.step
             log.info("the engine's weights were updated: KV of the old weights is neither loaded nor stored")
         if (were_changing or is_updated) and not self.weights.are_changing:
             if not self.weights.are_shared:
