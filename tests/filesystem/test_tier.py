@@ -102,7 +102,7 @@ def test_a_path_that_names_no_folder_is_refused(tmp_path: Path, monkeypatch: pyt
 
 def test_a_folder_of_others_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "photo.jpg").write_text("mine")
-    with pytest.raises(ConfigFieldError, match="holds files of others"):
+    with pytest.raises(ConfigFieldError, match="contains files that this tier did not write"):
         open_tier(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["photo.jpg"]
     assert open_files(tmp_path) == []

@@ -331,7 +331,7 @@ def _call(call: Callable[[], object]) -> None:
     try:
         call()
     except Exception:
-        log.exception("the callback after a load failed")
+        log.exception("a callback at the end of a load failed")
 
 
 def _batches(

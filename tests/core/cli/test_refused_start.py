@@ -165,7 +165,7 @@ CASES = {
     "no_key": ("config.curve_key", "no CURVE key"),
     "no_client_keys": ("config.curve_key", "the directory of client keys cannot be read"),
     "one_folder": ("config.field", "is already the store of [[l2]] #1"),
-    "foreign_folder": ("config.field", "holds files of others"),
+    "foreign_folder": ("config.field", "contains files that this tier did not write"),
     "locked_folder": ("config.field", f", process {os.getpid()}"),
     "no_folder": ("config.field", "Not a directory"),
     "redis_port": ("config.field", "redis-py does not understand url"),

@@ -321,7 +321,7 @@ def _check_marker(fd: int, path: str, where: str) -> None:
     if MARKER not in names:
         if not _PASSED_OVER.issuperset(names):
             raise ConfigFieldError(
-                f"the folder {path} holds files of others",
+                f"the folder {path} contains files that this tier did not write",
                 where=f"{where}.path",
                 hint="use an empty folder, or one that does not exist yet",
             )

@@ -144,7 +144,7 @@ class Holder:
             if order.conversation:
                 self._remember(order, runs)
             if sum(held.state == "loading" for held in self._held.values()) >= MOST_LOADS:
-                raise Busy(f"{MOST_LOADS} prefetches are under way", hint="order again when one has ended")
+                raise Busy(f"{MOST_LOADS} prefetches are under way", hint="ask again when a prefetch has ended")
             self._bound(runs, LOADED, "prefetched at once")
             runs = [run.again(retain) for run in runs] if retain else runs
             return self._begin(Held(self._name(), do, order, runs))
@@ -158,7 +158,7 @@ class Holder:
             before = [held for held in pins if [run.digests for run in held.runs] == digests]
             others = [held for held in pins if held not in before]
             if len(others) >= MOST_PINS:
-                raise Busy(f"{MOST_PINS} pins are held", hint="end one of them, or wait until one ends")
+                raise Busy(f"{MOST_PINS} pins are held", hint="end a pin, or wait until a pin ends")
             tenants = [run for held in others if held.order.tenant == order.tenant for run in held.runs]
             self._bound([*runs, *tenants], PINNED_OF_TENANT, "pinned for a tenant")
             self._bound([*runs, *(run for held in others for run in held.runs)], PINNED, "pinned")

@@ -151,11 +151,11 @@ def _show(receipt: Forgotten, *, as_json: bool) -> None:
             print_text(f"{place.place}: deleted {place.objects} objects, {ByteSize(place.nbytes)}; {left}{why}")
         print_text(f"L1: overwrote {ByteSize(receipt.erased_bytes)} of free memory with zeros")
         if receipt.reserved_bytes:
-            print_text(f"L1: {ByteSize(receipt.reserved_bytes)} that requests are filling were not overwritten")
+            print_text(f"L1: did not overwrite {ByteSize(receipt.reserved_bytes)} that requests are filling")
         if receipt.unknown_salts:
             print_text(
-                f"values with {receipt.unknown_salts} salts are of no known tenant: the server knows the salts that "
-                "requests have used since its start; give others by --salts"
+                f"values with {receipt.unknown_salts} salts stay, because their tenant is unknown: the server knows "
+                "the salts of requests since its start; name a tenant's other salts with --salts"
             )
     if any(place.left for place in receipt.places):
         raise typer.Exit(2)

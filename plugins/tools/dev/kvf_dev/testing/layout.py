@@ -380,7 +380,7 @@ class LayoutConformance(NamedKit):
         assert namespace() == own, "`object_desc` must return the same description at each call"
         more = namespace(num_blocks=declared.num_blocks + 1)
         assert more == own, "The number of blocks must not change the namespace, or engines share nothing"
-        assert namespace(replace(first, strides=())) == own, "Strides must not change the namespace"
+        assert namespace(replace(first, strides=())) == own, "Strides must not change the namespace or sharing ends"
         for name, value in {
             "num_layers": first.num_layers + 1,
             "head_dim": first.head_dim + 8,

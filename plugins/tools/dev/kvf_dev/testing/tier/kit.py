@@ -330,11 +330,14 @@ class TierKit(NamedKit):
         return other
 
     def second(self, tier: WatchedTier) -> WatchedTier | None:
-        """Return another tier over the store while `tier` is open, or None where a second opener is refused."""
+        """Return another tier over the store while `tier` is open, or None where a second opener is refused: when it
+        opens, or at its first call, as by a tier in a helper process."""
         try:
-            return self.another(tier)
+            second = self.another(tier)
+            second.inner.ping(deadline=self.soon())
         except KVFrameworkError:
             return None
+        return second
 
     def fresh_keys(self, count: int) -> list[PackedKey]:
         return [os.urandom(PACKED_KEY_BYTES) for _ in range(count)]

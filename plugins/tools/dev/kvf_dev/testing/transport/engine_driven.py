@@ -97,7 +97,7 @@ class EngineDriven(TransportKit):
             future = engine.submit(what, request)
             future.wait(SOON_S)
         must_miss(future, f"A {what} whose copy failed was answered as a success")
-        assert what == "load" or engine.hit(request) == 0, "A store whose copy failed was published"
+        assert what == "load" or engine.hit(request) == 0, "The server published objects whose copy had failed"
         self.must_be_given_back(f"a {what} whose copy failed")
         engine.overwrite()
         must_work(engine, f"A transfer after a failed {what}")
@@ -217,7 +217,7 @@ class EngineDriven(TransportKit):
                 assert stored.wait(SOON_S), "A store without a mapped arena did not end"
                 moved = stored.result().ok
                 engine.close()
-                assert moved, "It registered without a mapped arena: `on_registered` must raise TransportMismatch"
+                assert moved, "The transport registered without a mapped arena: `on_registered` must refuse that"
 
     def test_what_was_lent_is_let_go(self) -> None:
         """After `close` neither the context nor its module refers to tensors, plans or the arena: all would stay."""
