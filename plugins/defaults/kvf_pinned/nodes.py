@@ -1,8 +1,11 @@
-"""The NUMA nodes of the arena: their choice, by sysfs, and the system call that sets them. The options of the `pinned`
-memory, as they stand in the `[l1]` table; and how files of /proc and /sys are read. Which pages the arena gets, by
-sysfs and cgroup files. Huge pages are those that an administrator reserved (hugetlb), or transparent ones, which the
-kernel takes for a file in memory if `shmem_enabled` says so. With either a process maps the arena in a thousandth of
-the time and of the memory for page tables."""
+"""The NUMA nodes of the arena: their choice, by sysfs, and the system call that sets them.
+
+The options of the `pinned` memory, as they stand in the `[l1]` table; and how files of /proc and /sys are read.
+
+Which pages the arena gets, by sysfs and cgroup files. Huge pages are those that an administrator reserved (hugetlb),
+or transparent ones, which the kernel takes for a file in memory if `shmem_enabled` says so. With either a process maps
+the arena in a thousandth of the time and of the memory for page tables.
+"""
 
 from __future__ import annotations
 

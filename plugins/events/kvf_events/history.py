@@ -1,11 +1,15 @@
-"""The numbered messages of the stream, and the answer to a reader that lacks some. Pure. What is still remembered is
-repeated word for word. For older numbers the answer is the state: removals of what was announced before, then what is
-announced now, then empty batches, so that each number from the one asked for to the live one comes once, as some
-readers demand. What is announced is removed first, since a reader counts the announcements. The answers to readers that
-lack messages, each sent as fast as its reader takes it. Pure. A reader that takes nothing costs what its queue holds,
-and one of `MOST_ANSWERS` places until it has left: the rest of its answer is given up. The end of the answer, without
-which some readers wait for ever, is sent once there is room. However many ask, answers take a share of a core, since
-the serving thread has the same interpreter."""
+"""The numbered messages of the stream, and the answer to a reader that lacks some. Pure.
+
+What is still remembered is repeated word for word. For older numbers the answer is the state: removals of what was
+announced before, then what is announced now, then empty batches, so that each number from the one asked for to the live
+one comes once, as some readers demand. What is announced is removed first, since a reader counts the announcements.
+
+The answers to readers that lack messages, each sent as fast as its reader takes it. Pure.
+
+A reader that takes nothing costs what its queue holds, and one of `MOST_ANSWERS` places until it has left: the rest of
+its answer is given up. The end of the answer, without which some readers wait for ever, is sent once there is room.
+However many ask, answers take a share of a core, since the serving thread has the same interpreter.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,12 @@
-"""Copies by the GPU's copy engines: all fragments of a batch in one call of `cuMemcpyBatchAsync`. In the copier. Format
-of the attributes: cuda.h of CUDA 12.8, `CUmemcpyAttributes`. The driver reads the columns during the call. The proof
-that a way of copying copies: a few bytes to the GPU and back, compared. In the copier, at its start. What the driver
-does with addresses, formats and machine code is known only once it has run. A way that fails here is not used; none may
-make wrong bytes of an engine's."""
+"""Copies by the GPU's copy engines: all fragments of a batch in one call of `cuMemcpyBatchAsync`. In the copier.
+
+Format of the attributes: cuda.h of CUDA 12.8, `CUmemcpyAttributes`. The driver reads the columns during the call.
+
+The proof that a way of copying copies: a few bytes to the GPU and back, compared. In the copier, at its start.
+
+What the driver does with addresses, formats and machine code is known only once it has run. A way that fails here is
+not used; none may make wrong bytes of an engine's.
+"""
 
 from __future__ import annotations
 

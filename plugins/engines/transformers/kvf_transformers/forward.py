@@ -1,9 +1,14 @@
 """The computation of one request: the user's tokens, forward passes, greedy decoding. Runs in the engine process and
-thread; blocks for the computation. Whether a forward pass computes the KV that its tokens alone name: each at the
-position that it has in the text, and seeing every token before it. Pure, engine side. Names of KV cover the model and
-the tokens. A mask with zeros, other positions, embeddings in place of tokens, images and the like change KV without
-changing either, so a pass that is given anything unknown is not a plain one. The results of the calls of
-`TransformersKV`, and the log entry of a failure that costs time only."""
+thread; blocks for the computation.
+
+Whether a forward pass computes the KV that its tokens alone name: each at the position that it has in the text, and
+seeing every token before it. Pure, engine side.
+
+Names of KV cover the model and the tokens. A mask with zeros, other positions, embeddings in place of tokens, images
+and the like change KV without changing either, so a pass that is given anything unknown is not a plain one.
+
+The results of the calls of `TransformersKV`, and the log entry of a failure that costs time only.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,14 @@
 """The current name of a model's KV: two different models, or one model before and after a change, never share KV.
+
 People know a model by name and revision; weights may still differ under them (a checkpoint overwritten in place, an
 adapter that is active or merged, rope scaling that was changed). A digest over configuration, modules and every byte of
 the weights is therefore part of the revision, unless the user has named the weights too, as engines of other kinds need
-it. It is computed before every request, in the engine process. A model with the name of its KV and the form of its
-cache, as it is at this moment. Runs in the engine process and thread; blocks for forward passes of a few tokens when
-the model is a new one."""
+it. It is computed before every request, in the engine process.
+
+A model with the name of its KV and the form of its cache, as it is at this moment.
+
+Runs in the engine process and thread; blocks for forward passes of a few tokens when the model is a new one.
+"""
 
 from __future__ import annotations
 

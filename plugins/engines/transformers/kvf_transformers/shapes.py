@@ -1,7 +1,11 @@
-"""The keys and values that transformers' caches hold, layer by layer. Pure, engine side. The recurrent states behind
-the chunks of one request: which are kept while it is computed, and for which tokens. Pure. Keys and values of a chunk
-can be taken from the cache at any later time, a state only in the moment when the chunk's last token has been computed.
-A hit ends where a state was kept."""
+"""The keys and values that transformers' caches hold, layer by layer. Pure, engine side.
+
+The recurrent states behind the chunks of one request: which are kept while it is computed, and for which tokens.
+Pure.
+
+Keys and values of a chunk can be taken from the cache at any later time, a state only in the moment when the chunk's
+last token has been computed. A hit ends where a state was kept.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,15 @@
-"""Digests of weights in memory: XXH3-128 over all their bytes, on any device, computed again when a weight has changed.
-Engine side. A change shows in torch's own record of a tensor: its storage, address, shape and version, which in-place
-operations count up; of an offloaded weight in its file's. Steps of optimizers, whose fused kernels count no version up,
-are counted here, PEFT's merges in `adapters.py`; active adapters that are not merged are read before
-every request. Other writes that bypass the version, through `tensor.data` or foreign code, are not seen. The steps of
-optimizers, by the memory they write to: fused kernels and those of other libraries write to a parameter without
-counting up its version. Engine side. Every `torch.optim.Optimizer` of the process counts, from the first `watch` on.
-The optimizers themselves, and autograd's knowledge of their parameters, stay as they are."""
+"""Digests of weights in memory: XXH3-128 over all their bytes, on any device, computed again when a weight has
+changed. Engine side. A change shows in torch's own record of a tensor: its storage, address, shape and version,
+which in-place operations count up; of an offloaded weight in its file's. Steps of optimizers, whose fused kernels
+count no version up, are counted here, PEFT's merges in `adapters.py`; active adapters that are not merged are read
+before every request. Other writes that bypass the version, through `tensor.data` or foreign code, are not seen.
+
+The steps of optimizers, by the memory they write to: fused kernels and those of other libraries write to a parameter
+without counting up its version. Engine side.
+
+Every `torch.optim.Optimizer` of the process counts, from the first `watch` on. The optimizers themselves, and
+autograd's knowledge of their parameters, stay as they are.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,13 @@
-"""The bytes of values in the folder, reservations for new ones, the limit of one call, and the thread that counts. The
-bytes are kept by fan-out folder. Changes to a folder that is not counted yet are passed over: the count will include
-them. A thread that changes or counts files holds the folder's lock meanwhile, so the sums are exact as long as no other
-server uses the folder. Thread-safe. The open folder that all calls share: after `close` no new call gets it, and the
-last call to end closes it. Thread-safe. A descriptor that was closed under a call could name another file by then, so
-none ever is."""
+"""The bytes of values in the folder, reservations for new ones, the limit of one call, and the thread that counts.
+
+The bytes are kept by fan-out folder. Changes to a folder that is not counted yet are passed over: the count will
+include them. A thread that changes or counts files holds the folder's lock meanwhile, so the sums are exact as long as
+no other server uses the folder. Thread-safe.
+
+The open folder that all calls share: after `close` no new call gets it, and the last call to end closes it.
+
+Thread-safe. A descriptor that was closed under a call could name another file by then, so none ever is.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """The filesystem tier: batches over single files, and the handling of file system errors. Runs in the caller's storage
-thread. Writing, touching and removal of one object's file, and its bytes in the ledger. A value is written to a
-temporary file beside its place, which is then renamed. Runs in the caller's storage thread."""
+thread.
+
+Writing, touching and removal of one object's file, and its bytes in the ledger. A value is written to a temporary
+file beside its place, which is then renamed. Runs in the caller's storage thread.
+"""
 
 from __future__ import annotations
 

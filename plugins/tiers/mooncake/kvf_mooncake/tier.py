@@ -1,10 +1,15 @@
-"""The tier's half in the helper process: one Mooncake client, which blocks for as long as it likes. Every call may take
-longer than its deadline: then the server has long gone on, and kills this process. How values are written to Mooncake,
-the seal behind each, and what its answers mean. What is not there is put, what is there is replaced. Mooncake's put
-says yes and writes nothing where the value is there, and also where another client is writing it, or has died while it
-was. Its upsert ends the write of that other client, and the room for it is lost for ten minutes: nodes that store the
-same prefix at the same moment would do this to each other. So what was put is looked for, and only what does not appear
-is replaced."""
+"""The tier's half in the helper process: one Mooncake client, which blocks for as long as it likes.
+
+Every call may take longer than its deadline: then the server has long gone on, and kills this process.
+
+How values are written to Mooncake, the seal behind each, and what its answers mean. What is not there is put, what
+is there is replaced.
+
+Mooncake's put says yes and writes nothing where the value is there, and also where another client is writing it, or has
+died while it was. Its upsert ends the write of that other client, and the room for it is lost for ten minutes: nodes
+that store the same prefix at the same moment would do this to each other. So what was put is looked for, and only what
+does not appear is replaced.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,13 @@
 """The listing of a bucket, the values below the prefix, a page at a time, in the event loop; and the sweep: keeps the
-bytes below a prefix within `capacity`, by one server of all that name the same prefix. Who sweeps is settled by an
-object of the bucket, the lease. A server that has seen it unchanged for three turns by its own clock takes it by a
-conditional put; its owner renews it in the same way, each turn and in the middle of a long one. Two that sweep at once,
-after a long stop of one of them, delete the same oldest values, which does no harm. The checks of `kvframework doctor`
-for a bucket: whether it answers, what else lies below the prefix, what bounds it. Runs in a separate process; reads
-only."""
+bytes below a prefix within `capacity`, by one server of all that name the same prefix.
+
+Who sweeps is settled by an object of the bucket, the lease. A server that has seen it unchanged for three turns by its
+own clock takes it by a conditional put; its owner renews it in the same way, each turn and in the middle of a long one.
+Two that sweep at once, after a long stop of one of them, delete the same oldest values, which does no harm.
+
+The checks of `kvframework doctor` for a bucket: whether it answers, what else lies below the prefix, what bounds it.
+Runs in a separate process; reads only.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,11 @@
 """The S3 tier: the tier contract's operations as requests to an object store. The caller's storage thread waits for the
-tier's own thread, in which all requests are under way (`loop_thread.py`). The requests for one value. Run in the event
-loop; each ends with an answer, a `Failure` or an exception of obstore. A value is sent from the caller's memory as it
-lies there, and no reference to it is left when a coroutine has ended, cancelled or not. Received pieces are copied into
-it before the deadline only."""
+tier's own thread, in which all requests are under way (`loop_thread.py`).
+
+The requests for one value. Run in the event loop; each ends with an answer, a `Failure` or an exception of obstore.
+
+A value is sent from the caller's memory as it lies there, and no reference to it is left when a coroutine has ended,
+cancelled or not. Received pieces are copied into it before the deadline only.
+"""
 
 from __future__ import annotations
 

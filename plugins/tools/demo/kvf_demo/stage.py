@@ -1,7 +1,9 @@
 """The environment of a demo: a private directory, a server in it, and the tier behind the server, which returns
-everything after the server was killed. Nothing is left behind. The course of `kvframework demo`: a server and two
-engine processes, of which the second skips the prefill that the first has computed. The CLI process imports neither
-torch nor the engine integration; it starts processes that do."""
+everything after the server was killed. Nothing is left behind.
+
+The course of `kvframework demo`: a server and two engine processes, of which the second skips the prefill that the
+first has computed. The CLI process imports neither torch nor the engine integration; it starts processes that do.
+"""
 
 from __future__ import annotations
 

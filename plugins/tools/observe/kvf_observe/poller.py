@@ -1,7 +1,10 @@
-"""The thread that asks the server for its status once a second, however many clients of HTTP there are. What the page
-draws over time: a point a second for a quarter of an hour, and one a minute for a day. Points hold sums since the
-server's start, so that a reader with any interval sees the right rates; `boot` counts the servers that were seen, and
-sums begin at 0 with each. A time without an answer has no points."""
+"""The thread that asks the server for its status once a second, however many clients of HTTP there are.
+
+What the page draws over time: a point a second for a quarter of an hour, and one a minute for a day.
+
+Points hold sums since the server's start, so that a reader with any interval sees the right rates; `boot` counts the
+servers that were seen, and sums begin at 0 with each. A time without an answer has no points.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,14 @@
 """The answers to HTTP requests: scores, health, metrics, what is known of the publishers; and the process that gives
-them: one event loop that follows publishers and answers, until a signal. Metrics are read from `Router.document`. Their
-labels are endpoints, which the router's own configuration names; never a salt, a token or a text of a publisher. The
-body of `POST /score`, read in steps. Pure. To decode a million tokens at once takes 50 ms, in which nothing else is
-answered, and 40 MB. A first pass, 6 times as quick, only finds where the list is; its parts are decoded one by one."""
+them: one event loop that follows publishers and answers, until a signal.
+
+Metrics are read from `Router.document`. Their labels are endpoints, which the router's own configuration names; never a
+salt, a token or a text of a publisher.
+
+The body of `POST /score`, read in steps. Pure.
+
+To decode a million tokens at once takes 50 ms, in which nothing else is answered, and 40 MB. A first pass, 6 times as
+quick, only finds where the list is; its parts are decoded one by one.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,15 @@
-"""Which place holds which blocks: the state behind every score. Pure. A **place** is what one publisher says of one
-tier. A block has two names: the hash that its publisher gave it (`external`), which is all that a removal says, and the
-hash that its tokens make (`own`), by which requests ask. Both are 64-bit. One table maps a place's external hashes to
-own ones, another counts a place's own ones, since two external hashes may stand for the same tokens. 28 bytes a slot,
-40 a block of a full index, whatever the number of places. A set of 64-bit keys of fixed size, in one numpy array. Pure.
+"""Which place holds which blocks: the state behind every score. Pure.
+
+A **place** is what one publisher says of one tier. A block has two names: the hash that its publisher gave it
+(`external`), which is all that a removal says, and the hash that its tokens make (`own`), by which requests ask. Both
+are 64-bit. One table maps a place's external hashes to own ones, another counts a place's own ones, since two external
+hashes may stand for the same tokens. 28 bytes a slot, 40 a block of a full index, whatever the number of places.
+
+A set of 64-bit keys of fixed size, in one numpy array. Pure.
+
 A dictionary of integers takes about 100 bytes an entry and a microsecond to ask for a few; this takes 8 bytes a slot,
-and thousands of keys are asked for in one call."""
+and thousands of keys are asked for in one call.
+"""
 
 from __future__ import annotations
 

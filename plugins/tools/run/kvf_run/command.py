@@ -1,5 +1,7 @@
-"""`kvframework run`: an engine's command behind it runs with the cache. How the engine runs: with a terminal as a child
-that this process waits for, else in place of this process."""
+"""`kvframework run`: an engine's command behind it runs with the cache.
+
+How the engine runs: with a terminal as a child that this process waits for, else in place of this process.
+"""
 
 from __future__ import annotations
 

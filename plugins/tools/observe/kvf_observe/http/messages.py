@@ -1,6 +1,9 @@
 """Requests and answers, and who may ask: the token of a request, and the host that it names. Pure but for the file of
-the token. What a process that answers HTTP is given: where it listens, its certificate, its token; and what is wrong
-with these."""
+the token.
+
+What a process that answers HTTP is given: where it listens, its certificate, its token; and what is wrong with
+these.
+"""
 
 from __future__ import annotations
 

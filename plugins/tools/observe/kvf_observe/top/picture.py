@@ -1,6 +1,9 @@
 """The picture of a moment, out of the polls of a server. Pure. A server's texts are shown as text; a table wider than
-the screen is cut off at its edge. The pictures of a server, one after the other: on the terminal's other screen, or as
-plain text for a pipe or a file."""
+the screen is cut off at its edge.
+
+The pictures of a server, one after the other: on the terminal's other screen, or as plain text for a pipe or a
+file.
+"""
 
 from __future__ import annotations
 

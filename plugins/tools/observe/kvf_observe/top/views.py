@@ -1,5 +1,7 @@
-"""The tables of `kvframework top`: their columns, and their rows out of a window. Pure. What happened at a server
-within the last minute, out of its status documents. Pure."""
+"""The tables of `kvframework top`: their columns, and their rows out of a window. Pure.
+
+What happened at a server within the last minute, out of its status documents. Pure.
+"""
 
 from __future__ import annotations
 
