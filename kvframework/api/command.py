@@ -5,6 +5,7 @@ A command's module holds its options alone and imports its work when it runs, so
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,11 +15,12 @@ from typer.core import TyperGroup
 if TYPE_CHECKING:
     from typer._click.core import Context  # typer has its own click, and gives this type no other name
 
-__all__ = ["AsJson", "ConfigFile", "Endpoint", "EndpointConfig", "Overrides", "QuickGroup", "examples"]
+__all__ = ["AsJson", "ConfigFile", "Endpoint", "EndpointConfig", "Overrides", "QuickGroup", "examples", "read_file"]
 
 EXIT_UNFORESEEN = 1
 EXIT_FOUND = 1  # a check that found a problem
 EXIT_ERROR = 2
+MAX_FILE = 16 << 20
 
 CONFIG_HELP = "The TOML file; default: $KVFRAMEWORK_CONFIG, else the embedded default."
 ConfigFile = Annotated[Path | None, typer.Option("--config", help=CONFIG_HELP)]
@@ -35,6 +37,21 @@ EndpointConfig = Annotated[Path | None, typer.Option("--config", help="Take the 
 def examples(*lines: str) -> str:
     """Return the end of a help text. The mark keeps it from being wrapped."""
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def read_file(path: Path, where: str) -> bytes:
+    """Return the content of the file that a command was given, `-`: standard input; of at most 16 MiB. Blocking. Raises
+    `RequestError` with `where`, the option's name, for a larger file or one that cannot be read."""
+    from kvframework.errors import RequestError
+
+    try:
+        with sys.stdin.buffer if path == Path("-") else path.open("rb") as file:
+            content = file.read(MAX_FILE + 1)
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read: {error.strerror}", where=where) from None
+    if len(content) > MAX_FILE:
+        raise RequestError(f"{path} is too large", where=where, available=f"at most {MAX_FILE} bytes")
+    return content
 
 
 class QuickGroup(TyperGroup):

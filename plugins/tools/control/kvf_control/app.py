@@ -35,7 +35,7 @@ from kvf_observe.http.messages import (
     tls_context,
 )
 from kvframework.api.endpoint import parse_listen
-from kvframework.errors import ConfigError, KVFrameworkError, RequestError
+from kvframework.errors import KVFrameworkError, RequestError
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +126,9 @@ class App:
 
     def _turn(self, conversation: str, turn: orders.Turn) -> orders.Directive:
         named = {name: value for name, value in msgspec.structs.asdict(turn).items() if name != "seconds"}
-        return self._holder.turn(_converted({**named, "conversation": conversation}, orders.Prefetch), turn.seconds)
+        return self._holder.turn(
+            msgspec.convert({**named, "conversation": conversation}, orders.Prefetch), turn.seconds
+        )
 
     def _end(self, conversation: str, end: orders.End) -> orders.Directive:
         return self._holder.end_conversation(conversation, end.tenant)
@@ -157,10 +159,6 @@ class App:
         return Reply(HTTPStatus.OK, JSON, msgspec.json.encode(answer))
 
 
-def _converted(fields: dict[str, Any], kind: type[T]) -> T:
-    return msgspec.convert(fields, kind)
-
-
 def _failed(status: HTTPStatus, why: str) -> Reply:
     more = (("retry-after", "1"),) if status != HTTPStatus.BAD_REQUEST else ()
     return Reply(status, JSON, msgspec.json.encode(orders.Problem(why[:MOST_SAID])), more)
@@ -178,6 +176,3 @@ def control(endpoint: str, config: ControlConfig) -> None:
             asyncio.run(listen_until_signal(listener, config, WHERE, "orders"))
     finally:
         holder.close()
-
-
-__all__ = ["WHERE", "App", "ConfigError", "control"]

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from kvframework.api.command import AsJson, Endpoint, EndpointConfig, examples
+from kvframework.api.command import AsJson, Endpoint, EndpointConfig, examples, read_file
 from kvframework.api.console import print_document, print_text
 from kvframework.errors import RequestError
 
 if TYPE_CHECKING:
     from kvf_control.orders import Directive
 
-MAX_FILE = 16 << 20
 T = TypeVar("T")
 prefetch_app, pin_app = typer.Typer(), typer.Typer()
 
@@ -94,24 +93,13 @@ def _order(kind: type[T], prefix: Path, salt: Path | None, model: str, namespace
     """Return the order that the options name. Raises `RequestError`."""
     import msgspec
 
-    lines = _read(salt, "--salt").decode(errors="replace").splitlines() if salt else []
+    lines = read_file(salt, "--salt").decode(errors="replace").splitlines() if salt else []
     try:
-        tokens = msgspec.json.decode(_read(prefix, "FILE"))
+        tokens = msgspec.json.decode(read_file(prefix, "FILE"))
         fields = {"tokens": tokens, "salt": (lines or [""])[0], "model": model, "namespace": namespace, **more}
         return msgspec.convert(fields, kind)
     except msgspec.MsgspecError as error:
         raise RequestError(str(error), where="the order", available="a JSON array of token ids") from None
-
-
-def _read(path: Path, where: str) -> bytes:
-    try:
-        with sys.stdin.buffer if path == Path("-") else path.open("rb") as file:
-            content = file.read(MAX_FILE + 1)
-    except OSError as error:
-        raise RequestError(f"{path} cannot be read: {error.strerror}", where=where) from None
-    if len(content) > MAX_FILE:
-        raise RequestError(f"{path} is too large", where=where, available=f"at most {MAX_FILE} bytes")
-    return content
 
 
 def _show(told: Directive, *, as_json: bool) -> None:

@@ -13,7 +13,7 @@ import msgspec
 import typer
 from rich.text import Text
 
-from kvframework.api.command import AsJson, Endpoint, EndpointConfig, examples
+from kvframework.api.command import AsJson, Endpoint, EndpointConfig, examples, read_file
 from kvframework.api.console import print_document, print_text, stderr
 from kvframework.api.plugin import ByteSize
 from kvframework.client import Forget, Forgotten, StatusSource, quiet_connection, server_endpoint
@@ -21,7 +21,6 @@ from kvframework.errors import RequestError
 from kvframework.status import Status
 
 app = typer.Typer()
-MAX_FILE = 16 << 20
 
 
 @app.command(
@@ -120,24 +119,13 @@ def _order(
     tokens = array.array("I")
     if prefix:
         try:
-            tokens = array.array("I", msgspec.json.decode(_read(prefix, "--prefix"), type=list[int]))
+            tokens = array.array("I", msgspec.json.decode(read_file(prefix, "--prefix"), type=list[int]))
         except (msgspec.DecodeError, OverflowError) as error:
             raise RequestError(str(error), where="--prefix", available="a JSON array of token ids") from None
     if sys.byteorder == "big":
         tokens.byteswap()
-    lines = _read(salts, "--salts").decode(errors="replace").splitlines() if salts else []
+    lines = read_file(salts, "--salts").decode(errors="replace").splitlines() if salts else []
     return Forget(tenant, tuple(filter(None, lines)), model, packed, conversation, tokens.tobytes(), wait_s=wait)
-
-
-def _read(path: Path, option: str) -> bytes:
-    try:
-        with sys.stdin.buffer if path == Path("-") else path.open("rb") as file:
-            content = file.read(MAX_FILE + 1)
-    except OSError as error:
-        raise RequestError(f"{path} cannot be read: {error.strerror}", where=option) from None
-    if len(content) > MAX_FILE:
-        raise RequestError(f"{path} is too large", where=option, available=f"at most {MAX_FILE} bytes")
-    return content
 
 
 def _show(receipt: Forgotten, *, as_json: bool) -> None:
