@@ -71,7 +71,7 @@ def test_what_is_installed_together_can_be_used(name: str, clone: Path, tmp_path
     environment.pip("--constraint", "constraints.txt", "-r", f"requirements/{name}.txt", cwd=clone)
     plugins = usable(environment)
     assert plugins["memory.pinned"] == "kvframework"
-    if name not in ("demo", "authors", "bench", "route"):
+    if name not in ("demo", "authors", "bench", "control", "route"):
         assert plugins["tier.redis"] == "kvframework-redis"
     help_ = environment.run("--help")
     missing = "Not installed: kvframework-demo" in help_
