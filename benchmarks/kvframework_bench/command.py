@@ -518,6 +518,9 @@ def serving(
         list[str] | None,
         typer.Option(help="Measure only this contender, beside no offload; repeatable. An unknown name lists all."),
     ] = None,
+    engines: Annotated[
+        int | None, typer.Option(min=1, max=2, help="Measure only so many engines. Default: one, and two that share.")
+    ] = None,
     restart: Annotated[
         bool, typer.Option("--restart", help="Restart every engine but the ideal one after half of the requests.")
     ] = False,
@@ -543,7 +546,13 @@ def serving(
     sizes = QUICK if quick else FULL
     asked = {"requests": requests, "seconds": seconds}
     shape = msgspec.structs.replace(sizes.shape, **{name: value for name, value in asked.items() if value})
-    sizes = msgspec.structs.replace(sizes, shape=shape, rounds=rounds or sizes.rounds, restarts=restart)
+    sizes = msgspec.structs.replace(
+        sizes,
+        shape=shape,
+        rounds=rounds or sizes.rounds,
+        restarts=restart,
+        engines=(engines,) if engines else sizes.engines,
+    )
     _run(
         "serving",
         lambda stage: bench_serving(sizes, trace=trace, model=model, stage=stage, contenders=chosen(contender or ())),

@@ -15,7 +15,7 @@ from kvframework_bench.rounds import Spread, percentile
 
 class LoadFigures(msgspec.Struct, frozen=True):
     """The load that every row was measured with. `shared` is the share of the prompts' tokens that an unlimited cache
-    could have."""
+    could have; `cores` are those that engines, servers and the load share."""
 
     trace: str
     requests: int
@@ -28,6 +28,7 @@ class LoadFigures(msgspec.Struct, frozen=True):
     kv_cache_bytes: int
     capacity_bytes: int
     restarted: bool = False
+    cores: int = 0
 
 
 class Unequal(msgspec.Struct, frozen=True):
@@ -187,7 +188,7 @@ def serving_tables(figures: ServingFigures) -> list[Table]:
     turns = new_table("later turns, time to first token", "mean", "ratio to ideal", "min to max", "p50, ratio to ideal")
     cost = new_table(
         "costs",
-        *("hit rate", "tokens/s", "ratio to no offload", "engine CPU per request", "ratio to no offload"),
+        *("hit rate", "tokens/s", "ratio to no offload", "cores busy", "engine CPU per request", "ratio to no offload"),
         *("connector CPU", "CPU in the scheduler's thread", "elapsed in that thread", "server CPU", "equal answers"),
     )
     wrong = new_table("answers with other tokens than without offload", "answers", "first of these answers")
@@ -202,6 +203,7 @@ def serving_tables(figures: ServingFigures) -> list[Table]:
             f"{row.hit.median:.1%}",
             f"{row.tokens_s.median:.1f}",
             _ratio(row.tokens),
+            f"{row.engine_ms.median * load.requests / load.seconds / 1000:.1f} of {load.cores}",
             f"{row.engine_ms.median:.0f} ms",
             _ratio(row.engine),
             *(

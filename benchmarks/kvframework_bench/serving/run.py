@@ -32,7 +32,6 @@ from kvframework_bench.serving.figures import LoadFigures, Replay, ServingFigure
 from kvframework_bench.serving.load import Ask, LoadShape, Piece, make_load, shared_tokens, token_ids
 from kvframework_bench.serving.model import SUMMARY, VOCABULARY, made_model, read_config
 
-_ENGINES = (1, 2)
 _WARM_UP_TOKENS, _WARM_UP_SEED = 1024, -1
 # What is still being stored when the last answer ends counts, too.
 _SETTLE_S = 0.5
@@ -40,14 +39,18 @@ _END_S = 3.0
 
 
 class ServingSizes(msgspec.Struct, frozen=True):
-    """`kv_cache_bytes` of each engine and `capacity_bytes` of what is beside it; `rounds` of every contender. An
-    engine takes about `engine_bytes` of memory besides. `restarts`: after half of the requests the engines of every
-    contender but the ideal one end and start again; the time of that is not counted."""
+    """`kv_cache_bytes` of each engine and `capacity_bytes` of what is beside it; `rounds` of every contender with each
+    number of `engines`. An engine takes about `engine_bytes` of memory besides. `restarts`: after half of the requests
+    the engines of every contender but the ideal one end and start again; the time of that is not counted.
+
+    The KV cache of an engine has room for the four longest requests of `FULL`, and not for the load. With less room
+    requests wait for blocks, which those of an ideal engine never do."""
 
     shape: LoadShape
     rounds: int
     restarts: bool = False
-    kv_cache_bytes: int = 24 << 20
+    engines: tuple[int, ...] = (1, 2)
+    kv_cache_bytes: int = 66 << 20
     capacity_bytes: int = 1 << 30
     engine_bytes: int = 1 << 30
 
@@ -134,12 +137,13 @@ def bench_serving(
         kv_cache_bytes=sizes.kv_cache_bytes,
         capacity_bytes=sizes.capacity_bytes,
         restarted=sizes.restarts,
+        cores=len(os.sched_getaffinity(0)),
     )
     return ServingFigures(load, rows_of(replays, NONE, IDEAL), skipped)
 
 
 def _check_memory(sizes: ServingSizes, contenders: int) -> None:
-    engines = contenders * _ENGINES[-1]
+    engines = contenders * max(sizes.engines)
     needed = engines * (sizes.engine_bytes + sizes.kv_cache_bytes) + contenders * sizes.capacity_bytes
     if (there := available_bytes()) < needed:
         raise BenchUnavailable(
@@ -167,7 +171,7 @@ def _started(
         each: _Running | None = None
         try:
             offload = own.enter_context(contender.open(place, sizes.capacity_bytes))
-            started = partial(_engines, own, contender.name, settings, offload, place, launch)
+            started = partial(_engines, own, contender.name, settings, offload, place, launch, max(sizes.engines))
             each = _Running(contender.name, offload, [], started)
             each.restart()
         except BenchUnavailable as error:
@@ -186,12 +190,12 @@ def _started(
 
 
 def _engines(
-    stack: ExitStack, name: str, settings: EngineSettings, offload: Offload, place: Path, launch: Launch
+    stack: ExitStack, name: str, settings: EngineSettings, offload: Offload, place: Path, launch: Launch, engines: int
 ) -> list[Engine]:
-    """Return a contender's new engines, which end with the stack."""
+    """Return so many new engines of a contender, which end with the stack."""
     return [
         stack.enter_context(launch(f"{name}, engine {index + 1}", settings, offload.options, cores, place))
-        for index, cores in enumerate(halves(sorted(os.sched_getaffinity(0))))
+        for index, cores in enumerate(halves(sorted(os.sched_getaffinity(0)))[:engines])
     ]
 
 
@@ -227,12 +231,12 @@ def _rounds(
     for each in running:
         _warm_up(each, bodies)
     replays: dict[tuple[int, str], list[Replay]] = {
-        (engines, each.name): [] for engines in _ENGINES for each in running
+        (engines, each.name): [] for engines in sizes.engines for each in running
     }
     with stage("replaying the load", sizes.rounds * len(replays)) as advance:
         for number in range(sizes.rounds):
-            for engines in _ENGINES:
-                encoded = bodies.of_round(number * len(_ENGINES) + engines)
+            for engines in sizes.engines:
+                encoded = bodies.of_round(number * 2 + engines)
                 done: dict[str, tuple[Replay, list[Answer]]] = {}
                 for each in running[:: -1 if number % 2 else 1]:
                     done[each.name] = _replay(each, asks, encoded, engines, bodies if sizes.restarts else None)
