@@ -46,6 +46,14 @@ def test_the_loads_of_one_step_are_short_together(pace: LoadPace) -> None:
     assert pace.is_short(6_000_000, idle=False)
 
 
+def test_a_step_that_computes_the_rest_of_the_prompt_is_longer(pace: LoadPace) -> None:
+    assert pace.is_short(14_000_000, idle=False, prompt_s=0.02)
+    assert not pace.is_short(16_000_000, idle=False, prompt_s=0.02)
+    # vLLM computes a long prompt in several steps: none takes longer than the longest that was seen.
+    assert pace.is_short(59_000_000, idle=False, prompt_s=10.0)
+    assert not pace.is_short(61_000_000, idle=False, prompt_s=10.0)
+
+
 def test_a_step_with_loads_says_nothing_of_how_long_steps_take(pace: LoadPace, clock: Clock) -> None:
     pace.plan(1_000_000)
     pace.begin_step(computes=True)

@@ -63,14 +63,18 @@ class LoadPace(_Pace):
             self._steps.append(now - max(began, self._ended))
         self._ended = now
 
-    def is_short(self, size: float, *, idle: bool) -> bool:
+    def is_short(self, size: float, *, idle: bool, prompt_s: float = 0.0) -> bool:
         """Whether such a load, and those that are planned already, fit within the next step; `idle`: that computes
-        nothing else. False as long as nothing is known."""
+        nothing else. `prompt_s` is how long the step computes what the request's prompt has behind the load. False as
+        long as nothing is known."""
         took_s = self._took_s(size)
         if took_s is None or not (idle or self._steps):
             return False
-        # The shortest: the others were those of a prefill.
-        return self._planned_s + took_s <= (IDLE_S if idle else SHARE * min(self._steps))
+        if idle:
+            return self._planned_s + took_s <= IDLE_S
+        # The shortest step computed no prompt, and no step computes more of one than the longest did.
+        step_s = min(self._steps) + min(prompt_s, max(self._steps))
+        return self._planned_s + took_s <= SHARE * step_s
 
     def plan(self, size: float) -> None:
         self._planned_s += self._took_s(size) or IDLE_S

@@ -176,7 +176,9 @@ class SchedulerSide:
             self._mode == "auto"
             # A step computes one token at least of a request that it loads for.
             and hit_end < request.num_tokens
-            and self._pace.is_short(external, idle=not self._prefill)
+            and self._pace.is_short(
+                external, idle=not self._prefill, prompt_s=self._prefill.takes_s(hit_end, request.num_tokens)
+            )
         )
         return external, not tracked.is_within
 

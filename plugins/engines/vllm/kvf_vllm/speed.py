@@ -88,6 +88,11 @@ class Prefill:
     def end_step(self, now: float | None = None) -> None:
         self._meter.end_step(now or self._clock())
 
+    def takes_s(self, start: int, end: int) -> float:
+        """Return how long the engine computes these tokens of a prompt, 0.0 as long as nothing is known."""
+        speed = self._meter.speed([(start, end)])
+        return 0.0 if speed is None else speed.queued_s
+
     def speed(self) -> EngineSpeed | None:
         """Return what the engine still computes before the next prompt: the prompts that it has begun, and those that
         wait, which it computes while a load is under way."""

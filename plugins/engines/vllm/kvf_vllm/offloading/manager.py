@@ -126,8 +126,11 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
             return 0
         block, _ = self._within_step
         most = (request.num_tokens - 1) // block * block - tracked.computed
-        if mode == "auto" and (tokens > most or not self.pace.is_short(self._nbytes(tokens), idle=not self.prefill)):
-            return 0
+        if mode == "auto":
+            prompt_s = self.prefill.takes_s(tracked.computed + tokens, request.num_tokens)
+            is_short = self.pace.is_short(self._nbytes(tokens), idle=not self.prefill, prompt_s=prompt_s)
+            if tokens > most or not is_short:
+                return 0
         tracked.is_within = most > 0
         return max(min(tokens, most), 0)
 
