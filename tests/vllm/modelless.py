@@ -25,7 +25,8 @@ BLOCKS = 512
 @dataclass(frozen=True)
 class Cache:
     """What a model's layers keep, by layer, and how vLLM lays it out. `engine` are arguments of the engine, `parallel`
-    what its ParallelConfig then has: vLLM would refuse some of it for the model that is not there."""
+    and `caching` what its ParallelConfig and CacheConfig then have: vLLM takes some of it from the model that is not
+    there."""
 
     layers: dict[str, Any]
     layout: str = "LBHNC"
@@ -33,6 +34,7 @@ class Cache:
     model: str = "tiny"
     engine: dict[str, Any] = field(default_factory=dict)
     parallel: dict[str, int] = field(default_factory=dict)
+    caching: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -230,8 +232,9 @@ class Engine:
         # What vLLM's CPU platform switches off where its kernels are missing: here none run.
         config.cache_config.enable_prefix_caching = True
         config.scheduler_config.enable_chunked_prefill = True
-        for name, value in cache.parallel.items():
-            setattr(config.parallel_config, name, value)
+        for part, facts in ((config.parallel_config, cache.parallel), (config.cache_config, cache.caching)):
+            for name, value in facts.items():
+                setattr(part, name, value)
         change(config)
         kind = type("Workers", (_executor(),), {"cache": cache})
         self.core = EngineCore(config, kind, log_stats=False)

@@ -38,6 +38,24 @@ def test_the_engines_command_selects_the_recommended_connector(page: str) -> Non
         assert transfer_config() | config == transfer_config()
 
 
+def test_nothing_else_selects_a_connector_that_is_not_recommended() -> None:
+    kinds, selection = {".md", ".yaml", ".toml", ".sh", ".py"}, r"kv_connector['\"]?\s*[:=]\s*['\"](KvFramework\w*)"
+    pages = [page for folder in ("docs", "examples", "deploy") for page in (ROOT / folder).rglob("*")]
+    texts = {page: page.read_text() for page in [ROOT / "README.md", *pages] if page.suffix in kinds}
+    selected = {page: re.findall(selection, text) for page, text in texts.items()}
+    assert sum(map(bool, selected.values())) >= 7
+    assert {page: names for page, names in selected.items() if {*names} - {RECOMMENDED}} == {}
+
+
+def test_both_connectors_are_in_the_first_table_with_what_each_of_them_lacks() -> None:
+    assert DOC.index("| case | `KvFrameworkConnector` | `KvFrameworkOffloading` |") == DOC.index("\n| ") + 1
+    cases = {case: (copies, offloads) for case, copies, offloads in doc_tables.rows(DOC, "Which connector")}
+    for loss in ("KV shared with SGLang or transformers", "hits of blocks of another size"):
+        copies, offloads = cases[loss]
+        assert copies.startswith("yes")
+        assert offloads.startswith("no")
+
+
 def test_the_recommended_connectors_module_is_named() -> None:
     assert f'"kv_connector_module_path": "{CONNECTORS[RECOMMENDED]}"' in DOC
 

@@ -167,3 +167,55 @@ def test_a_load_waits_for_no_store(server: ServerProcess, monkeypatch: pytest.Mo
         one.settle()
     assert one.executor.loaded[name].end == 64
     assert all(went_on)
+
+
+def steps(one: Any) -> None:
+    """Step as often as vLLM does: no longer than it has requests, or the connector has work."""
+    deadline = time.monotonic() + PATIENCE_S
+    while one.core.scheduler.has_requests():
+        assert time.monotonic() < deadline, "vLLM steps on and on"
+        one.core.step()
+
+
+def test_an_idle_engine_ends_a_store_that_a_reset_has_cut_off(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvf_vllm.offloading import worker
+
+    copy, halted, goes_on = worker.move, threading.Event(), threading.Event()
+
+    def halting(runs: Any, arena: Any, *, storing: bool) -> None:
+        halted.set()
+        goes_on.wait(PATIENCE_S)
+        copy(runs, arena, storing=storing)
+
+    with engine(Cache(full(4)), server.endpoint) as one:
+        one.answer(1, [1, 2, 3])
+        monkeypatch.setattr(worker, "move", halting)
+        one.ask(1, prompt(100, seed=1))
+        while not halted.is_set() or one.core.scheduler.has_unfinished_requests():
+            one.core.step()
+        one.core.reset_prefix_cache(reset_connector=True)
+        assert server.status()["l1"]["write_leases"] == 1
+        goes_on.set()
+        steps(one)
+        wait_until(lambda: server.status()["l1"]["write_leases"] == 0, PATIENCE_S, "the end of the store")
+        assert server.status()["l1"]["objects"] == 0
+
+
+def test_an_idle_engine_tells_of_its_last_store(server: ServerProcess) -> None:
+    from vllm.config.kv_events import KVEventsConfig
+
+    events = []
+    told = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    with engine(Cache(full(4), engine={"kv_events_config": told}), server.endpoint) as one:
+        take = one.connector.take_events
+
+        def taken() -> Any:
+            events.extend(new := list(take()))
+            return new
+
+        one.connector.take_events = taken
+        one.ask(1, prompt(100, seed=1))
+        steps(one)
+    assert [(type(event).__name__, event.medium) for event in events] == [("BlockStored", "CPU")]

@@ -46,8 +46,13 @@ def states(**facts: Any) -> dict[str, Any]:
         dtypes=(torch.float32, torch.float32),
         page_size_padded=32 * 4 * 64 * 4,
         mamba_cache_mode="align",
+        **facts,
     )
     return {f"state.{layer}": spec for layer in range(4)} | kind("FullAttentionSpec", 2, prefix="full", block_size=32)
+
+
+def hybrid(**facts: Any) -> Cache:
+    return Cache(states(**facts), engine={"block_size": 32}, caching={"mamba_cache_mode": "align"})
 
 
 def as_deepseek_v4() -> dict[str, Any]:
@@ -74,7 +79,9 @@ CACHES: dict[str, Callable[[], Cache]] = {
         | kind("SlidingWindowSpec", 2, sliding_window=WINDOW)
         | latent("HiddenStateCacheSpec", 1, prefix="hidden")
     ),
-    "MambaSpec": lambda: Cache(states(), engine={"mamba_cache_mode": "align", "block_size": 32}),
+    "MambaSpec": hybrid,
+    # The step that ends a prompt stores the state within it, too.
+    "MambaSpec, checkpoints": lambda: hybrid(num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=1),
     "CircularBufferSpec": lambda: Cache(full(2) | kind("CircularBufferSpec", 2, prefix="ring")),
     "FullAttentionSpec, TP 2": lambda: Cache(full(4), workers=2),
     "FullAttentionSpec, DCP 2": lambda: Cache(full(4), workers=2, parallel={"decode_context_parallel_size": 2}),

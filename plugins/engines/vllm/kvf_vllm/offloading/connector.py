@@ -245,7 +245,7 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
         if has_news := manager.begin_step(scheduled) or self._has_news(scheduler_output):
             planned: OffloadingConnectorMetadata = super().build_connector_meta(scheduler_output)
             plan = StepPlan(planned.load_jobs, planned.store_jobs, planned.jobs_to_flush)
-        elif not scheduled and self.connector_scheduler._jobs:
+        elif not scheduled and (self.connector_scheduler._jobs or manager.stores.are_open):
             # vLLM steps on until all stores have ended; what ends them needs the processor.
             time.sleep(IDLE_S)
         plan.store_jobs = manager.stores.give_out(plan.store_jobs, plan.jobs_to_flush or ())

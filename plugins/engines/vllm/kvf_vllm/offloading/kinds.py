@@ -27,7 +27,7 @@ KINDS = {
     "SlidingWindowSpec": Kind(True, "the last window of the hit"),
     "SlidingWindowMLASpec": Kind(True, "the last window of the hit, unless vLLM computes it (bounded replay)"),
     "ChunkedLocalAttentionSpec": Kind(True, "the last attention chunk of the hit"),
-    "MambaSpec": Kind(True, "the last state, if `mamba_cache_mode` is `align`, also within a block; not on vLLM 0.33"),
+    "MambaSpec": Kind(True, "the last state, if `mamba_cache_mode` is `align`, also within a block"),
     "CircularBufferSpec": Kind(True, "nothing: vLLM does not need this cache for a hit"),
     "HiSparseHotSpec": Kind(False, "HiSparseConnector moves it"),
     "HiSparseResidentSpec": Kind(False, "HiSparseConnector moves it"),

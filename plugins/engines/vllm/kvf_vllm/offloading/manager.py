@@ -353,6 +353,10 @@ class ArenaManager(OffloadingManager):  # type: ignore[misc]
         stored, places = self.stores.begin(tracked, keys)
         return PrepareStoreOutput(stored, places, [])
 
+    def has_pending_work(self) -> bool:
+        """See `OffloadingManager`: an engine without requests steps on as long as this is true."""
+        return self.stores.are_open
+
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         return RequestOffloadingContext()
 

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from kvframework.api.futures import Future
     from kvframework.api.transport import StoreOutcome, StorePlan
 
+# How long an idle engine steps on to hear of stores that a reset has cut off.
+FORGOTTEN_S = 60.0
+
 
 @dataclass(eq=False)
 class Store:
@@ -55,6 +58,7 @@ class Stores:
         # vLLM's jobs that the workers have not been given yet.
         self._held: dict[int, TransferJob] = {}
         self._committing: list[tuple[Future[StoreOutcome], BlocksStored]] = []
+        self._asked_until = 0.0
 
     def begin(self, tracked: Tracked, keys: Collection[OffloadKey]) -> tuple[list[OffloadKey], ArenaPlaces]:
         """Ask for places for these chunks of a request. Returns those of them that are stored, and their places to
@@ -121,6 +125,11 @@ class Stores:
                 del self._under_way[number]
                 self._end(store)
 
+    @property
+    def are_open(self) -> bool:
+        """Whether the server is still to answer, or the workers about jobs that vLLM has forgotten."""
+        return bool(self._committing) or (bool(self._under_way) and time.monotonic() < self._asked_until)
+
     def doom(self) -> None:
         """Publish nothing of what is under way."""
         for store in self._under_way.values():
@@ -132,6 +141,7 @@ class Stores:
             if store := self._under_way.pop(job.dst_spec.number, None):
                 self._end(store)
         self._held.clear()
+        self._asked_until = time.monotonic() + FORGOTTEN_S
 
     def announcements(self) -> list[BlocksStored | BlocksRemoved]:
         """Return the events since the last call."""
