@@ -26,8 +26,8 @@ class VllmOptions(EngineOptions, frozen=True):
         msgspec.Meta(
             description='"async": requests wait for their load while others run, and a whole prompt may be loaded; '
             '"sync": loads happen within the step that uses them, only for models with one KV group of full attention; '
-            '"auto": a load happens within the step if it takes at most a quarter of a short step, or at most 50 ms '
-            "while the engine is idle, else between steps"
+            '"auto": a load happens within the step if it takes at most a quarter of the expected time of that step, '
+            "or at most 50 ms while the engine is idle, else between steps"
         ),
     ] = "auto"
     layout: Annotated[
