@@ -141,6 +141,31 @@ def test_of_a_server_that_is_silent_a_step_waits_for_one_answer(
         assert one.answer(2, prompt(100, seed=2)).end == 64
 
 
+@pytest.mark.parametrize("fault", ["kill9", "sigstop"])
+def test_no_step_lasts_as_long_as_a_call_to_a_server_that_does_not_answer(server: ServerProcess, fault: str) -> None:
+    """Calls may last for minutes here, see `modelless`."""
+    steps = []
+    with engine(Cache(full(4)), server.endpoint) as one:
+        one.answer(1, prompt(100, seed=1))
+        one.settle()
+        one.core.reset_prefix_cache()
+        getattr(server, fault)()
+        try:
+            # A hit, chunks to be stored, and blocks to be decoded into.
+            names = [one.ask(number, prompt(200, seed=number), most=80) for number in range(1, 5)]
+            while one.core.scheduler.has_unfinished_requests():
+                began = time.monotonic()
+                one.core.step()
+                steps.append(time.monotonic() - began)
+        finally:
+            if fault == "sigstop":
+                server.sigcont()
+        loaded = [one.executor.loaded[name] for name in names]
+    assert [(each.end, each.wrong) for each in loaded] == [(0, [])] * 4
+    assert len(steps) > 80
+    assert max(steps) < 2.5
+
+
 def test_a_load_waits_for_no_store(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvf_vllm.offloading import worker
 

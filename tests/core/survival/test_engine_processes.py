@@ -139,6 +139,20 @@ def test_a_scheduler_says_goodbye_while_its_worker_writes(server: ServerProcess,
         all_of_l1_comes_back(server, others)
 
 
+@pytest.mark.parametrize("first", ["scheduler", "worker", "both"])
+def test_an_engine_dies_between_reserve_and_commit(server: ServerProcess, others: Others, first: str) -> None:
+    with engine(server) as (scheduler, worker, offsets):
+        if first != "worker":
+            scheduler.kill9()
+        if first == "scheduler":
+            nobody_else_gets(others, worker, offsets)
+        worker.kill9()
+        scheduler.kill9()
+        wait_until(lambda: server.status()["l1"]["write_leases"] == 0, PATIENCE_S, "the end of the leases")
+        assert others.places(-1, CHUNKS) == []
+        all_of_l1_comes_back(server, others)
+
+
 def test_a_worker_dies_alone(server: ServerProcess, others: Others) -> None:
     with engine(server) as (scheduler, worker, offsets):
         worker.kill9()
