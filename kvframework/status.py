@@ -366,6 +366,8 @@ class TierCounters(Part, frozen=True):
     errors: Annotated[int, Counter("tier calls", "failed", True, _CALLS_FAILED, "error")] = 0
     bugs: Annotated[int, Counter("tier calls", "failed because of a bug in the plugin", True, _CALLS_FAILED, "bug")] = 0
     refused: Annotated[int, Counter("tier calls", "were skipped: the tier is down", True, _CALLS_FAILED)] = 0
+    promised: Annotated[int, Counter("values", "are promised to be kept", False, _VALUES)] = 0
+    promise_refused: Annotated[int, Counter("values", "could not be promised to be kept", False, _VALUES)] = 0
     write_dropped: Annotated[int, Counter("objects", "had no room in write_queue", True, _NEVER_WRITTEN, "dropped")] = 0
     write_lost: Annotated[
         int, Counter("objects", "left L1 before the tier wrote them", True, _NEVER_WRITTEN, "lost")

@@ -20,7 +20,7 @@ __all__ = ["install_command", "load_library", "requirement"]
 _PACKAGES = {
     "devices": ("cuda",),
     "engines": ("blend", "sglang", "transformers", "vllm"),
-    "tiers": ("filesystem", "mooncake", "peers", "redis", "s3"),
+    "tiers": ("filesystem", "mooncake", "peers", "quota", "redis", "s3"),
     "tools": ("control", "demo", "dev", "observe", "plan", "route", "run"),
 }
 SOURCES = {

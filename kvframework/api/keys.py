@@ -157,6 +157,8 @@ def sampled_parent(traceparent: str) -> str:
 MAX_RETAINS = 16
 # An hour, and what "soon" means.
 MAX_DURATION_S, SOON_S = 3600.0, 300.0
+# Thirty days, which only tiers keep.
+MAX_PROMISE_S = 30 * 86400.0
 PRIORITY = 50
 _MAX_TOKEN = 1 << 40
 _WORDS = ("done", "soon")
@@ -169,7 +171,8 @@ Token = Annotated[int, msgspec.Meta(ge=0, le=_MAX_TOKEN)]
 
 class Retain(Message, frozen=True):
     """A request's hint how long its KV stays useful; see docs/hints.md. `what` "done": no request uses these
-    tokens again; "keep": L1 keeps them for `duration` seconds, longest at a high `priority` (1 to 100).
+    tokens again; "keep": L1 keeps them for `duration` seconds, longest at a high `priority` (1 to 100). Tiers that can
+    are to keep them for `tiers_s`, 0 for no promise.
 
     The hint applies to chunks that lie entirely within the tokens `[start, end)` of the prompt; `end` None: to the
     prompt's end. With `start` None it applies to the request, and "done" then only to objects that this request stores
@@ -180,6 +183,7 @@ class Retain(Message, frozen=True):
     priority: Annotated[int, msgspec.Meta(ge=1, le=100)] = PRIORITY
     start: Token | None = None
     end: Token | None = None
+    tiers_s: Annotated[float, msgspec.Meta(ge=0.0, le=MAX_PROMISE_S)] = 0.0
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.duration <= MAX_DURATION_S:  # also for what is not a number
@@ -226,12 +230,13 @@ def _one(item: object) -> Retain:
     if what == "done":
         return Retain(what, start=start, end=end)
     seconds = SOON_S if duration is None else _seconds(duration)
-    return Retain(what, seconds, PRIORITY if priority is None else priority, start, end)
+    tiers_s = seconds if seconds > MAX_DURATION_S else 0.0
+    return Retain(what, min(seconds, MAX_DURATION_S), PRIORITY if priority is None else priority, start, end, tiers_s)
 
 
 def _seconds(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value <= MAX_DURATION_S:
-        raise _wrong(repr(value)[:40], f'"done", "soon", or 0 to {MAX_DURATION_S:.0f} seconds')
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value <= MAX_PROMISE_S:
+        raise _wrong(repr(value)[:40], f'"done", "soon", or 0 to {MAX_PROMISE_S:.0f} seconds')
     return float(value)
 
 

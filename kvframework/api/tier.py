@@ -20,6 +20,7 @@ __all__ = [
     "PackedKey",
     "RegistersMemory",
     "TableContext",
+    "Terms",
     "Tier",
     "TierEntry",
     "TierError",
@@ -31,7 +32,7 @@ __all__ = [
 # Concurrent loads, or concurrent batches of writes, of one tier.
 MAX_TIER_CALLS = 64
 # The methods that the core calls only if the tier has them.
-OPTIONAL_METHODS = ("scan", "touch", "usage")
+OPTIONAL_METHODS = ("admit", "scan", "touch", "usage")
 
 
 class Outcome(enum.Enum):
@@ -58,11 +59,27 @@ class TierUsage:
 @dataclass(frozen=True)
 class TierEntry:
     """One value that `scan` found. `used_at` is the time of its last store or touch, in Unix seconds; None: the store
-    does not record it, which a tier with `usage` must not return."""
+    does not record it, which a tier with `usage` must not return. A time to come is until when the value is promised:
+    it is no victim."""
 
     key: PackedKey
     nbytes: int
     used_at: float | None
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What `admit` is told of one value: the name of its tenant, "" for none, the most bytes that values of the tenant
+    may have in the store, and what is asked for: the `nbytes` of a value that is about to be put, or, with `nbytes` 0,
+    that the store keeps a value that it has `until` then, in Unix seconds. Of promises that do not fit together those
+    of a high `priority` (1 to 100) are made."""
+
+    key: PackedKey
+    tenant: str
+    most: int
+    nbytes: int = 0
+    until: float = 0.0
+    priority: int = 50
 
 
 class Tier(ABC):
@@ -106,6 +123,13 @@ class Tier(ABC):
     def delete(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
         """Delete each key and return DELETED, MISSING or FAILED for it."""
 
+    def admit(self, terms: Sequence[Terms], *, deadline: float) -> list[Outcome]:
+        """Return STORED for each value that may be put, or that is kept now; else FAILED, or MISSING for a value to
+        keep that the store lacks. Makes room by deleting the tenant's least recently used values, never a promised one.
+        Optional: without it no value is promised, and no tenant has a quota here. `problems` names what the store lacks
+        to keep promises: that they survive its restart, and nothing else deletes such values."""
+        raise TierError("the tier knows no terms", where=self.name)
+
     def touch(self, keys: Sequence[PackedKey], *, deadline: float) -> None:
         """Records a use of the keys (for LRU or TTL), ignoring missing ones. Optional."""
         return
@@ -120,8 +144,8 @@ class Tier(ABC):
         raise TierError("the tier cannot list its values", where=self.name)
 
     def capabilities(self) -> frozenset[str]:
-        """Return which of the optional methods `touch`, `usage` and `scan` this tier has: by default those that its
-        class overrides. Asked once, after `create`; does not block."""
+        """Return which of the optional methods `admit`, `touch`, `usage` and `scan` this tier has: by default those
+        that its class overrides. Asked once, after `create`; does not block."""
         return frozenset(name for name in OPTIONAL_METHODS if getattr(type(self), name) is not getattr(Tier, name))
 
     def attach(self, node: Node) -> None:

@@ -178,6 +178,10 @@ class TenantKeys(Struct, frozen=True, forbid_unknown_fields=True):
     ]
     min: Annotated[str, Meta(description="share (`20%`) or size (`4GiB`) of L1 that other tenants never evict")] = "0%"
     max: Annotated[str, Meta(description="the tenant's largest part of L1: a share or a size")] = "100%"
+    l2_max: Annotated[
+        str,
+        Meta(pattern="^[^%]*$", description="most bytes in each tier that has `admit`, such as `40GiB`; 0: no limit"),
+    ] = "0"
     load_bandwidth: Annotated[
         str, Meta(description="limit of the bytes per second that the tenant loads, such as `2GB/s`; empty: no limit")
     ] = ""

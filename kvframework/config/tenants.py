@@ -48,6 +48,7 @@ def check_tenants(tenants: Sequence[TenantConfig]) -> None:
             owners[digest] = f"[tenants.{tenant.name}]"
     # What holds for every capacity: shares among themselves, and sizes among themselves.
     guaranteed = Fraction(0)
+    shares_of_tenants(tenants)
     for tenant in tenants:
         bandwidth_of(tenant)
         least, most = _share(tenant, "min", None), _share(tenant, "max", None)
@@ -86,18 +87,20 @@ def bandwidth_of(tenant: TenantConfig) -> int:
     return rate
 
 
-def shares_of_tenants(tenants: Sequence[TenantConfig]) -> tuple[list[float], list[float]]:
-    """Return the least and most share of any capacity by a tenant's number, 0: no name. Sizes, of L1, are none."""
+def shares_of_tenants(tenants: Sequence[TenantConfig]) -> tuple[list[float], list[float], list[str], list[int]]:
+    """Return the least and most share of any capacity by a tenant's number, 0: no name; names; and the most bytes in a
+    tier, 0 without a limit. Sizes, of L1, are no shares. Raises `ConfigFieldError`."""
     least, most = [0.0], [1.0]
     for tenant in tenants:
         for name, shares, without in (("min", least, 0.0), ("max", most, 1.0)):
             percent = _PERCENT.fullmatch(getattr(tenant.keys, name))
             shares.append(float(_share(tenant, name, None)) if percent else without)
-    return least, most
+    names = ["", *(tenant.name for tenant in tenants)]
+    return least, most, names, [0, *(int(_share(tenant, "l2_max", 0)) for tenant in tenants)]
 
 
 def _share(tenant: TenantConfig, name: str, capacity: int | None) -> Fraction:
-    """Return `min` or `max` in bytes; without a capacity, a share of L1 as a fraction."""
+    """Return a limit by its name in bytes; without a capacity, a share of L1 as a fraction."""
     text: str = getattr(tenant.keys, name)
     percent = _PERCENT.fullmatch(text)
     if percent:

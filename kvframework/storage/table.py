@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from kvframework.api.eviction import EvictionPolicy, PackedKey, Use
-from kvframework.api.keys import DIGEST_BYTES
+from kvframework.api.keys import DIGEST_BYTES, Retain
 from kvframework.api.memory import Memory
 from kvframework.api.plugin import ByteSize
 from kvframework.bounded_calls import call_within
@@ -194,6 +194,10 @@ class Table(ObjectTable):
             self.counters["ahead_used_bytes"] += sum([self._ahead.pop(stored.key, 0) for stored in objects])
         if self.tiers.watches_uses:
             self.tiers.used([stored.key for stored in objects])
+
+    def on_promised(self, objects: list[StoredObject], retain: Retain) -> None:
+        for writer in self.tiers.writers:
+            writer.promised([stored.key for stored in objects], retain.tiers_s, retain.priority)
 
     def on_removed(self, stored: StoredObject, cause: Cause, by: PackedKey | None) -> None:
         if self._ahead:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from kvframework.api.eviction import EvictionPolicy, PackedKey, RequestFacts, Use
+from kvframework.api.keys import Retain
 from kvframework.storage.l1.entries import NO_CLIENT, Account, Accounts, StoredObject, rounded
 from kvframework.storage.l1.eviction import SALT, Places, Tenant, Tenants, runs_of, with_hint
 from kvframework.storage.l1.eviction_statistics import LAST_EVICTION, Cause, FindRow
@@ -110,6 +111,9 @@ class ObjectTable(Places):
 
     def on_used(self, objects: list[StoredObject]) -> None:
         """Objects have been used by a request."""
+
+    def on_promised(self, objects: list[StoredObject], retain: Retain) -> None:
+        """Tiers are to keep objects, which were just committed or used."""
 
     def on_writers_ended(self) -> None:
         """Writers may have ended."""
@@ -668,6 +672,8 @@ class ObjectTable(Places):
             if of.hint == "done":
                 for stored in some:
                     stored.used = -now
+            if retain is not None and retain.tiers_s:
+                self.on_promised(some, retain)
             runs.append((span, some, of))
         return runs
 

@@ -18,7 +18,7 @@ import msgspec
 from kvframework.api.codec import NO_CODEC, Codec
 from kvframework.api.copying import joined
 from kvframework.api.keys import PackedKey
-from kvframework.api.tier import Outcome, Tier, TierEntry, TierUsage
+from kvframework.api.tier import Outcome, Terms, Tier, TierEntry, TierUsage
 from kvframework.errors import TierError
 from kvframework.pricing import TierSpeed
 from kvframework.storage import namespaces
@@ -81,11 +81,14 @@ class Watermarks:
 @dataclass(frozen=True)
 class Shares:
     """The shares of a tier's capacity by number of tenant, 0 for all without a name: what others do not take from each
-    while they have something to give, and the most that each keeps once space is made. `tenant_of` numbers a key."""
+    while they have something to give, and the most that each keeps once space is made. `tenant_of` numbers a key;
+    `quotas` are the most bytes of each that the tier admits, 0 for all."""
 
     tenant_of: Callable[[PackedKey], int] = lambda _key: 0
     least: Sequence[float] = (0.0,)
     most: Sequence[float] = (1.0,)
+    names: Sequence[str] = ("",)
+    quotas: Sequence[int] = (0,)
 
 
 def victims(entries: Iterable[TierEntry], nbytes: int, capacity: int, shares: Shares) -> list[PackedKey]:
@@ -93,8 +96,10 @@ def victims(entries: Iterable[TierEntry], nbytes: int, capacity: int, shares: Sh
     most, then of those that have more than their least, then of any; of each the least recently used first. Memory is
     bounded by the result and one entry, for each tenant."""
     oldest: list[list[tuple[float, int, TierEntry]]] = [[] for _ in shares.least]
-    held, totals = [0] * len(oldest), [0] * len(oldest)
+    held, totals, now = [0] * len(oldest), [0] * len(oldest), time.time()
     for number, entry in enumerate(entries):
+        if (entry.used_at or 0.0) > now:  # it is promised
+            continue
         tenant = shares.tenant_of(entry.key)
         heap = oldest[tenant]
         heapq.heappush(heap, (-(entry.used_at or 0.0), number, entry))
@@ -266,8 +271,13 @@ class L2Store(TierCalls):
             if name == NO_CODEC:
                 plain[key] = namespaces.checksum_in(header)
         self._make_space(keys, parts)
+        asked = {key: (sum(part.nbytes for part in each),) for key, each in zip(keys, parts, strict=True)}
+        refused = {key for key, each in self._admit(asked).items() if each is not Outcome.STORED}
+        some = [(key, each) for key, each in zip(keys, parts, strict=True) if key not in refused]
+        put = partial(self._tier.put, [key for key, _ in some], [each for _, each in some])
         try:
-            outcomes = self._each("put", keys, partial(self._tier.put, keys, parts))
+            answers = iter(self._each("put", [key for key, _ in some], put))
+            outcomes = [Outcome.FAILED if key in refused else next(answers) for key in keys]
         finally:
             # A call that failed may have written.
             with self._lock:
@@ -282,6 +292,24 @@ class L2Store(TierCalls):
             self.last_error = "; ".join(self._problems) or "the tier does not say why"
             self.count(store_failed=len(keys) - len(sizes))
         return stored
+
+    def keep(self, promises: Mapping[PackedKey, tuple[int, float, int]]) -> list[PackedKey]:
+        """Make promises, of (0, Unix time, priority) by key; return the keys of values that the tier lacks."""
+        answers = self._admit(promises)
+        made = list(answers.values()).count(Outcome.STORED)
+        lacking = [key for key, each in answers.items() if each is Outcome.MISSING]
+        self.count(promised=made, promise_refused=len(promises) - made - len(lacking))
+        return lacking
+
+    def _admit(self, asked: Mapping[PackedKey, tuple[Any, ...]]) -> dict[PackedKey, Outcome]:
+        """Ask the tier what it admits of tenants with a quota: the last fields of `Terms` by key."""
+        shares, terms = self.shares, []
+        for key, each in asked.items() if any(shares.quotas) and "admit" in self.capabilities else ():
+            tenant = shares.tenant_of(key)
+            if shares.quotas[tenant]:
+                terms.append(Terms(key, shares.names[tenant], shares.quotas[tenant], *each))
+        answers = self.call("admit", lambda at: self._tier.admit(terms, deadline=at)) if terms else []
+        return {each.key: outcome for each, outcome in zip(terms, answers, strict=True)}
 
     def delete(self, keys: Sequence[PackedKey]) -> list[PackedKey]:
         """Delete values in several calls; return the keys of those that were there."""
@@ -417,11 +445,9 @@ class L2Store(TierCalls):
             ]
             usage = self._ask_usage()
             excess = self.watermarks.excess(usage, sizes)
-            leaving: list[PackedKey] = []
             if excess:
                 leaving = self._listed(lambda found: victims(found, excess, usage.capacity_bytes, self.shares))
-            for first in range(0, len(leaving), DELETE_AT_ONCE):
-                self.count(evicted=len(self.delete(leaving[first : first + DELETE_AT_ONCE])))
+                self.count(evicted=len(self.delete(leaving)))
         finally:
             self._making_space.release()
 

@@ -129,7 +129,7 @@ R = TypeVar("R")
 # Durations of calls: from 1 us to about 4 minutes.
 FIRST_S, OCTAVES = 1e-6, 28
 LOADING = ("contains", "get_into")
-OPERATIONS = (*LOADING, "put", "delete", "touch", "ping", "usage", "scan")
+OPERATIONS = (*LOADING, "put", "delete", "touch", "ping", "usage", "scan", "admit")
 # From the best to the worst.
 STATES = ("closed", "half-open", "open")
 

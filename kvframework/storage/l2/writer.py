@@ -152,7 +152,7 @@ class WriteQueue:
 
     def offer(self, keys: Iterable[PackedKey]) -> None:
         for key in keys:
-            if not self._holds(key):
+            if not self.holds(key):
                 if self.space:
                     self._waiting[key] = None
                 else:
@@ -161,7 +161,7 @@ class WriteQueue:
     def leaving(self, keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
         """Return those of `keys` that L1 must keep until they are written; queued, as far as there is space."""
         unwritten = self.policy.leaving(keys)
-        fresh = [key for key in unwritten if not self._holds(key)]
+        fresh = [key for key in unwritten if not self.holds(key)]
         self.offer(fresh[: self.space])
         return unwritten
 
@@ -255,7 +255,7 @@ class WriteQueue:
             self._waiting[key] = None
             self._waiting.move_to_end(key, last=False)
 
-    def _holds(self, key: PackedKey) -> bool:
+    def holds(self, key: PackedKey) -> bool:
         return key in self._waiting or key in self._refused or key in self._sending
 
     def _unsettled(self, batch: Batch) -> list[PackedKey]:
@@ -299,7 +299,7 @@ class AttachedTier:
     promote: bool = True
     loads: int = 2
     writes: int = 1
-    shares: tuple[Sequence[float], Sequence[float]] = ((0.0,), (1.0,))
+    shares: tuple[Sequence[float], Sequence[float], Sequence[str], Sequence[int]] = ((0.0,), (1.0,), ("",), (0,))
 
 
 class TierWriter:
@@ -328,6 +328,8 @@ class TierWriter:
         self._renewed_at = clock()
         self._touches: dict[PackedKey, None] = {}
         self._touching: list[PackedKey] = []
+        # Promises that are asked for, see `L2Store.keep`.
+        self._promises: dict[PackedKey, tuple[int, float, int]] = {}
         self._idle_work_at = 0.0
         # Only one thread at a time does touches and checks.
         self._in_background = False
@@ -375,6 +377,27 @@ class TierWriter:
     def removed(self, key: PackedKey) -> None:
         with self.changed:
             self._queue.removed(key)
+
+    def promised(self, keys: Sequence[PackedKey], seconds: float, priority: int) -> None:
+        """Ask the tier to keep objects of L1 for so long from now on, also those that it lacks yet."""
+        with self.changed:
+            if "admit" in self.store.capabilities and len(self._promises) < MAX_TOUCHES:
+                self._promises.update(dict.fromkeys(keys, (0, time.time() + seconds, priority)))
+            else:
+                self.store.count(promise_refused=len(keys))
+
+    def _keep_promises(self) -> None:
+        with self.changed:
+            written = [key for key in self._promises if not self._queue.holds(key)]
+            first = sorted(written, key=lambda key: -self._promises[key][2])[:TOUCH_AT_ONCE]
+            promises = {key: self._promises[key] for key in first}
+        lacking = self.store.keep(promises)
+        here = self._l1.which_present(lacking)
+        with self.changed:
+            again = [key for key, ok in zip(lacking, here, strict=True) if ok]
+            for key in promises.keys() - again:
+                self._promises.pop(key)
+            self._offer(again)
 
     def order_rest(self, order: Iterable[PackedKey] | None) -> None:
         """Begin a drain: `write_rest` takes the objects of L1 in this order. None ends it."""
@@ -448,6 +471,8 @@ class TierWriter:
         if not self._touching:
             self.store.check()
             self._renew_records()
+            with contextlib.suppress(TierError):  # the next time will do
+                self._keep_promises()
             with self.changed:
                 touches, self._touches = self._touches, {}
             self._touching = [*map(record_key, sorted(_namespaces(touches))), *touches]

@@ -16,6 +16,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from importlib.util import find_spec
 from typing import TypeVar
 
 from kvf_filesystem import FilesystemOptions, form
@@ -43,8 +44,11 @@ _HINTS = {
 
 
 def open_tier(options: FilesystemOptions, *, where: str) -> Tier:
-    """The tier; opens its folder, or creates it. Raises `ConfigFieldError`."""
-    return FilesystemTier(open_root(options, where=where), options, where=where)
+    """The tier, with quotas where they are installed; opens its folder, or creates it. Raises `ConfigFieldError`."""
+    kind = FilesystemTier
+    if find_spec("kvf_quota") is not None:
+        from kvf_quota.in_folder import QuotaFolder as kind  # noqa: N813
+    return kind(open_root(options, where=where), options, where=where)
 
 
 class FilesystemTier(Tier):
@@ -279,10 +283,12 @@ class Writer:
         with limit.holding(self._ledger.locks[folder]):
             # The one in its place may be another by now, without the temporary file.
             fd = root.folders.now(folder)
-            replaced = _bytes_at(fd, name)
+            replaced, promised = _bytes_at(fd, name), _promised_at(fd, name)
             if not self._ledger.replace(folder, nbytes, replaced):
                 return False
             try:
+                if promised:
+                    os.utime(temporary, (promised, promised), dir_fd=fd, follow_symlinks=False)
                 _rename(fd, temporary, name)
             except OSError as error:
                 self._ledger.change(folder, replaced - nbytes)
@@ -294,12 +300,13 @@ class Writer:
 
 
 def touch(root: Root, key: PackedKey) -> None:
-    """Set the time of the file, unless it has a second name, which may be outside of the folder. Raises `OSError`."""
+    """Set the time of the file, unless it has a second name, which may be outside of the folder, or lies ahead, as that
+    of a promised value does. Raises `OSError`."""
     folder, name = form.place_of(key)
     with contextlib.suppress(FileNotFoundError):
         fd = root.folders.at(folder)
         found = os.stat(name, dir_fd=fd, follow_symlinks=False)
-        if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
+        if stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and found.st_mtime <= time.time():
             os.utime(name, dir_fd=fd, follow_symlinks=False)
 
 
@@ -328,6 +335,15 @@ def _bytes_at(folder_fd: int, name: str) -> int:
         return _counted(os.stat(name, dir_fd=folder_fd, follow_symlinks=False))
     except FileNotFoundError:
         return 0
+
+
+def _promised_at(folder_fd: int, name: str) -> float:
+    """Return until when the value is promised, which is the time of its file; 0.0 for one that is not."""
+    try:
+        until = os.stat(name, dir_fd=folder_fd, follow_symlinks=False).st_mtime
+    except FileNotFoundError:
+        return 0.0
+    return until if until > time.time() else 0.0
 
 
 def _counted(found: os.stat_result) -> int:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 
 from kvf_redis import RedisOptions
 from kvf_redis.cluster import Cluster
@@ -58,9 +59,11 @@ def _entries(router: Router, keys: list[bytes], prefix_bytes: int, deadline: flo
 
 
 def open_tier(options: RedisOptions, *, where: str) -> RedisTier:
-    """The tier; connects on first use. Raises `ConfigFieldError`."""
-    settings = read_settings(options, where=where)
-    return RedisTier(_router(settings, options, where), options, local=bool(settings.path))
+    """The tier, with quotas where they are installed; connects on first use. Raises `ConfigFieldError`."""
+    settings, kind = read_settings(options, where=where), RedisTier
+    if find_spec("kvf_quota") is not None:
+        from kvf_quota.in_redis import QuotaRedis as kind  # noqa: N813
+    return kind(_router(settings, options, where), options, local=bool(settings.path))
 
 
 class RedisTier(Tier):
@@ -114,11 +117,16 @@ class RedisTier(Tier):
         """FAILED for values beyond `max_value_bytes`."""
         self._check(deadline)
         with _borrowed(parts) as values:
-            commands = [Set(self._prefix + key, value, self._ttl_s) for key, value in zip(keys, values, strict=True)]
+            named = zip(keys, values, strict=True)
+            commands = [Set(self._prefix + key, value, self.ttl_of(key)) for key, value in named]
             self._too_long = max((each.cost for each in commands if each.cost > self._max_bytes), default=0)
             self._run([each for each in commands if each.cost <= self._max_bytes], deadline)
             self._full = any(each.answered and each.outcome is Outcome.FAILED and not each.error for each in commands)
             return [each.outcome for each in commands]
+
+    def ttl_of(self, key: PackedKey) -> int:
+        """Return the seconds after which a value that is put now expires, 0: never."""
+        return self._ttl_s
 
     def scan(self, *, deadline: float) -> Iterator[TierEntry]:
         """Every value under the prefix. When it was used is not known. Measuring a value counts as a use for the

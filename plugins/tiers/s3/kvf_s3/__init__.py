@@ -137,6 +137,13 @@ class S3Options(Options, frozen=True):
             "oldest values above it. 0: the bucket's lifecycle rules delete values"
         ),
     ] = ByteSize(0)
+    keeps: Annotated[
+        bool,
+        Meta(
+            description="no lifecycle rule of the bucket deletes values under the prefix: the tier keeps those that "
+            "requests of tenants pay for"
+        ),
+    ] = False
     sweep_s: Annotated[
         float, Meta(ge=1, le=86400, description="with capacity: seconds between two counts of the bytes")
     ] = 300.0

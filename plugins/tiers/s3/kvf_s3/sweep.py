@@ -17,7 +17,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import obstore
@@ -28,7 +28,7 @@ from kvf_s3.failures import Failure, understood
 from kvf_s3.settings import read_settings
 from kvframework.api.plugin import ByteSize, Finding, TableContext
 from kvframework.api.process import LogLimit
-from kvframework.api.tier import TierEntry
+from kvframework.api.tier import PackedKey, TierEntry
 
 PAGE = 1000
 
@@ -59,9 +59,18 @@ STEP_S = 10
 _ANSWER_S = 60.0
 
 
+Kept = Callable[[], Awaitable[Collection[PackedKey]]]
+
+
+async def _nothing() -> Collection[PackedKey]:
+    return ()
+
+
 class Sweeper:
-    def __init__(self, store: Any, address: Address, capacity: int, *, every_s: float, where: str) -> None:
-        self._store = store
+    def __init__(
+        self, store: Any, address: Address, capacity: int, kept: Kept = _nothing, *, every_s: float, where: str
+    ) -> None:
+        self._store, self._kept = store, kept
         self._address = address
         self._capacity = capacity
         self._every_s = every_s
@@ -122,16 +131,20 @@ class Sweeper:
     async def _sweep(self) -> None:
         """List twice rather than remember every name: once to learn from which age on values go, once to delete."""
         used: Counter[int] = Counter()
+        kept, promised = await self._kept(), 0
         async for page in self._pages():
             for each in page:
-                used[int((each.used_at or 0) // STEP_S)] += each.nbytes
-        if used.total() <= self._capacity:
+                promised += each.nbytes * (each.key in kept)
+                used[int((each.used_at or 0) // STEP_S)] += each.nbytes * (each.key not in kept)
+        if used.total() + promised <= self._capacity:
             return
-        newest, of_newest = cut(used, used.total() - int(LEFT * self._capacity))
+        newest, of_newest = cut(used, used.total() + promised - int(LEFT * self._capacity))
         count = nbytes = 0
         async for page in self._pages():
             old = []
             for each in page:
+                if each.key in kept:
+                    continue
                 step = int((each.used_at or 0) // STEP_S)
                 if step < newest or (step == newest and of_newest > 0):
                     of_newest -= each.nbytes if step == newest else 0

@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import obstore
@@ -56,8 +57,11 @@ T = TypeVar("T")
 
 
 def open_tier(options: S3Options, *, where: str) -> S3Tier:
-    """The tier; connects on first use. Raises `ConfigFieldError`."""
-    return S3Tier(read_settings(options, where=where), options, where=where)
+    """The tier, with quotas where they are installed; connects on first use. Raises `ConfigFieldError`."""
+    kind = S3Tier
+    if find_spec("kvf_quota") is not None:
+        from kvf_quota.in_s3 import QuotaS3 as kind  # noqa: N813
+    return kind(read_settings(options, where=where), options, where=where)
 
 
 class S3Tier(Tier):
@@ -78,12 +82,17 @@ class S3Tier(Tier):
         self._seen = False
         # Why a value of the last `put` was not stored, though the store answers.
         self._full: Failure | None = None
-        sweeper = Sweeper(self._store, self._address, options.capacity, every_s=options.sweep_s, where=self._where)
+        every_s = options.sweep_s
+        sweeper = Sweeper(self._store, self._address, options.capacity, self.kept, every_s=every_s, where=self._where)
         self._thread = LoopThread("kvf-s3", sweeper.run if options.capacity else None)
 
     def attach(self, node: Node) -> None:
         """Begin to keep the capacity. A command that lists values is no server, and must delete none."""
         self._thread.begin_background()
+
+    async def kept(self) -> Collection[PackedKey]:
+        """The keys of values that are not deleted for the capacity."""
+        return ()
 
     def contains(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
         return self._batch(lambda: self._found(keys, deadline), deadline)

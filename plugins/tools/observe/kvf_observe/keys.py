@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 
 from kvframework.api.command import QuickGroup, examples
-from kvframework.api.console import stdout
+from kvframework.api.console import print_rows, stdout
+from kvframework.api.installing import install_command
 from kvframework.api.keys import tenant_digest
 from kvframework.client import write_curve_pair
 from kvframework.errors import ConfigFieldError, CurveKeyError
@@ -94,6 +95,27 @@ def digest() -> None:
     input, or asked for at a terminal, and never given as an argument. A line end behind it does not count.
     """
     stdout.print(tenant_digest(_salt()), markup=False, highlight=False)
+
+
+@tenants_app.command("usage", epilog=examples("kvframework tenants usage --csv /var/lib/kvframework/*.usage"))
+def usage(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Files of the listener `usage`, one a server.")],
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values.")] = False,
+) -> None:
+    """Print the GB-hours, hits and saved seconds of each tenant by day, summed over servers."""
+    from importlib.util import find_spec
+
+    if find_spec("kvf_quota") is None:
+        hint = install_command(distribution="kvframework-quota")
+        raise ConfigFieldError("kvframework-quota is not installed", where="kvframework tenants usage", hint=hint)
+    from kvf_quota.usage import COLUMNS, rows_of
+
+    rows = [list(map(str, row)) for row in rows_of(files)]
+    if not as_csv:
+        print_rows(COLUMNS, rows)
+        return
+    for row in (COLUMNS, *rows):
+        sys.stdout.write(",".join(row) + "\n")
 
 
 def _salt() -> str:
