@@ -232,7 +232,7 @@ def test_vllms_own_hints_say_the_same() -> None:
         Retain("keep", 600.0, 90, 0, 8),
         Retain("done", start=8, end=16),
         Retain("keep", 3600.0, 7, 16, 24),
-        Retain("keep", 3600.0, 1, 24),
+        Retain("keep", 3600.0, 1, 24, tiers_s=30 * 86400.0),
     )
     many = envelope(*[Action({"directives": [first] * 10})] * 9)
     assert len(wish_of(FakeRequest("a", [1], kv_hints=many)).retain) == MAX_RETAINS

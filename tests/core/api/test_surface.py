@@ -17,7 +17,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.api.keys import MAX_DURATION_S, MAX_RETAINS, PRIORITY, SOON_S, CacheKey, Retain, retain_of
+from kvframework.api.keys import (
+    MAX_DURATION_S,
+    MAX_PROMISE_S,
+    MAX_RETAINS,
+    PRIORITY,
+    SOON_S,
+    CacheKey,
+    Retain,
+    retain_of,
+)
 from kvframework.errors import InvalidPayload, RequestError
 from kvframework.wire import messages as m
 from kvframework.wire.frames import decode
@@ -173,6 +182,7 @@ def is_seen(module: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) ->
         ("soon", (Retain("keep", SOON_S, PRIORITY),)),
         (30, (Retain("keep", 30.0),)),
         (0.5, (Retain("keep", 0.5),)),
+        (86400, (Retain("keep", 3600.0, tiers_s=86400.0),)),
         ({"priority": 90}, (Retain("keep", SOON_S, 90),)),
         ({"priority": 0}, (Retain("done"),)),
         ({"priority": 90, "duration": 60}, (Retain("keep", 60.0, 90),)),
@@ -199,7 +209,7 @@ def test_what_is_written_is_read(value: object, expected: tuple[Retain, ...]) ->
         (math.nan, "nan"),
         (math.inf, "inf"),
         (10**400, "1000"),
-        (MAX_DURATION_S + 1, "3601"),
+        (MAX_PROMISE_S + 1, "2592001"),
         ({}, "sets no hint"),
         ({"start": 0}, "sets no hint"),
         ({"ttl": 5}, "'ttl'"),

@@ -26,8 +26,8 @@ from kvframework.errors import KVFrameworkError, RequestError
 log = logging.getLogger(__name__)
 
 TYPE, MAJOR = "kv.retain", "1"
-# The longest time that `retain_of` takes.
-_LONGEST_S = 3600.0
+# What L1 keeps at most, and the longest time that `retain_of` takes, for which tiers keep KV.
+_LONGEST_S, _PROMISED_S = 3600.0, 30 * 86400.0
 
 
 def retain_action(envelope: Any, prompt_tokens: int) -> tuple[Retain, ...]:
@@ -48,7 +48,7 @@ def retain_action(envelope: Any, prompt_tokens: int) -> tuple[Retain, ...]:
 
 def _range(item: object, prompt_tokens: int) -> object:
     """Return a directive as `retain_of` reads it. Theirs has no end of time where there is no `duration`; ours ends
-    with the longest one."""
+    with the longest one of L1."""
     if not isinstance(item, Mapping):
         raise _wrong(f"a directive is {str(item)[:40]!r}", "an object")
     said = {key: value for key, value in item.items() if value is not None}
@@ -57,8 +57,8 @@ def _range(item: object, prompt_tokens: int) -> object:
     if "priority" not in said:
         raise _wrong("the directive has no priority", "0 to 100")
     duration = said.setdefault("duration", _LONGEST_S)
-    if isinstance(duration, (int, float)) and duration > _LONGEST_S:
-        said["duration"] = _LONGEST_S
+    if isinstance(duration, (int, float)) and duration > _PROMISED_S:
+        said["duration"] = _PROMISED_S
     return {"start": 0, **said}
 
 
