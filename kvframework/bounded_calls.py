@@ -31,7 +31,7 @@ _end = os._exit
 class _Thread(threading.local):
     overdue: Overdue | None = None
     where = ""
-    # The process of a plugin's call, and what makes its error.
+    # The process id of a plugin's call, and the function that makes its error.
     refusal: tuple[int, Callable[[str], PluginBroken]] | None = None
 
 
@@ -68,7 +68,7 @@ def timed(title: str, step: str) -> Iterator[None]:
     pid = os.getpid()
 
     def broken(fact: str) -> PluginBroken:
-        hint = "report it to the plugin's author, or choose another plugin"
+        hint = "report the error to the plugin's author, or choose another plugin"
         return PluginBroken(f"{title}: {step} {fact}", where=_this.where, hint=hint)
 
     timer = threading.Timer(BOUND_S, _this.overdue, [broken(f"has not returned within {BOUND_S:g} s")])

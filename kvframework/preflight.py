@@ -193,7 +193,7 @@ def _check_endpoint(config: Config) -> None:
 def _check_ports(config: Config, *, running: bool) -> None:
     addresses = [text for text in (config.server.endpoint, config.server.tcp) if text.startswith("tcp://")]
     if len(set(addresses)) < len(addresses):
-        raise EndpointError("endpoint and tcp are the same", where=config.server.tcp, hint="leave out one of them")
+        raise EndpointError("endpoint and tcp are the same", where=config.server.tcp, hint="leave out one of the two")
     any_host = {"*", *(name for _, name in socket.if_nameindex())}
     for address in addresses:
         parsed = parse_endpoint(address)

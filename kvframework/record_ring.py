@@ -14,7 +14,7 @@ from itertools import islice
 from kvframework.api.keys import CacheKey, ChunkContent, PackedKey
 from kvframework.api.listener import Accessed, Added, Batch, Record, Records, Registered, Removed, RequestRecord
 
-# Of all records that wait for a reader, about.
+# Most bytes of records that wait for a reader, roughly.
 MOST_BYTES = 64 << 20
 # Of a record, what a request's has more, of a key in it, and of an extra or an image of a content.
 _RECORD_BYTES, _REQUEST_BYTES, _KEY_BYTES, _PART_BYTES = 256, 768, 128, 256
@@ -105,7 +105,7 @@ class RecordRing:
         self._before += 1
 
 
-# Of what has no listeners.
+# The ring of a server without listeners.
 NO_RECORDS = RecordRing()
 
 

@@ -135,7 +135,7 @@ class Server:
             admit_readers=self._listeners.doors.admit if config.listeners else None,
         )
         self.service.lookups.waits.wake = self._messages.wake
-        # When an engine was last there.
+        # When an engine was last connected.
         self._used_at = time.monotonic()
 
     def bind(self) -> None:

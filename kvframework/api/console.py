@@ -73,7 +73,7 @@ def print_error(error: Exception) -> None:
         return
     text = str(error)
     if not foreseen:
-        hint = "run it again as `kvframework --debug ...` for the traceback, and report it"
+        hint = "run the command again as `kvframework --debug ...`, and report the traceback"
         text = f"unforeseen {described(error)}\n  hint: {hint}"
     stderr.print(Text.assemble(("error: ", "bold red"), text))
 

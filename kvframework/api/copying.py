@@ -24,7 +24,7 @@ _ABI = 1
 _WRITABLE = 1
 # Below this a copy is quicker than anything that avoids it.
 _SMALL = 64 << 10
-# What is shorter may well be read from the caches.
+# Shorter copies are often read again from the CPU's caches.
 _MUCH = 1 << 20
 
 

@@ -74,7 +74,7 @@ def load_library(
     return library
 
 
-# What each is for, by its package and its library there.
+# The use of each compiled library, by package and path.
 _LIBRARIES = {
     ("kvf_cpu_gather", "native/libkvf_copy.so"): "copies of cpu_gather",
     ("kvf_hashers", "native/libkvf_sha256.so"): "hashes",

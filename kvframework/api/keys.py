@@ -48,7 +48,7 @@ class CacheKey(Message, frozen=True):
     `worker_id` is the rank, None for all ranks (the scheduler's LOOKUP). The content covers the request from its first
     token to `end`, as either `tokens` (packed u32 token ids) or `digests` (packed 32-byte chunk digests); `start`
     selects, in tokens. `start` and `end` are multiples of the namespace's chunk. `request_id` and `trace`, the W3C
-    traceparent of a sampled request ("" for none), say who asks; of `retain` the first that fits a chunk counts.
+    traceparent of a sampled request ("" for none), name the request; of `retain` the first that fits a chunk counts.
     `conversation` names what can be forgotten together, "" for nothing."""
 
     model_name: str

@@ -51,7 +51,7 @@ MAX_DIMS = 16
 CANONICAL = "canonical"
 AXES = ("layer", "plane", "block", "token", "head", "dim")
 MAX_OBJECT_BYTES = 1 << 30
-# What the largest object of a chunk has at least, where the server leaves the size of chunks to the model.
+# Least bytes of a chunk's largest object, where the model decides the size of chunks.
 CHUNK_BYTES = 256 << 10
 # The least tokens of such a chunk for each layer group: a prompt of 131,072 tokens on 8 ranks is then no more objects
 # than a request may have.

@@ -99,7 +99,6 @@ class PrefetchTask(ABC):
         """End the load early; objects that have arrived stay in L1. Does not block."""
 
 
-# The indices of the keys worth loading, given which of them are available.
 Select = Callable[[Sequence[bool]], Sequence[int]]
 
 

@@ -81,7 +81,7 @@ def read_toml(path: Path, named_by: str = "--config and KVFRAMEWORK_CONFIG") -> 
             f"the file cannot be read: {error.strerror or error}", where=str(path), hint=f"check {named_by}"
         ) from None
     except UnicodeDecodeError as error:
-        raise ConfigFileError(f"the file is not UTF-8: {error}", where=str(path), hint="save it as UTF-8") from None
+        raise ConfigFileError(f"the file is not UTF-8: {error}", where=str(path), hint="write UTF-8") from None
     return parse_toml(text, where=str(path))
 
 

@@ -319,7 +319,6 @@ class LoadPlan(_Plan[LoadOutcome]):
         return self._end(LoadOutcome(False, self.reason))
 
 
-# The kinds of a client's losses.
 LostKind = Literal["lookups", "loads", "stores"]
 
 

@@ -44,7 +44,7 @@ SECTIONS = {
         "stats": ("kvframework-run", "Show the prefill that the cache has saved, on one screen."),
         "status": ("kvframework-observe", "Show the state of a running server."),
         "top": ("kvframework-observe", "Show a live picture of the server in the terminal."),
-        "explain": ("kvframework-observe", "Show what requests found in the cache, and why they missed the rest."),
+        "explain": ("kvframework-observe", "Show the hits of finished requests, and the reasons of their misses."),
         "logs": ("kvframework-run", "Show the log of the server that `kvframework run` started."),
         "observe": ("kvframework-observe", "Serve metrics, health and a live web page over HTTP."),
     },
@@ -55,7 +55,7 @@ SECTIONS = {
         "clear": ("kvframework-observe", "Delete KV that a running server caches, all or a tenant's or a prompt's."),
         "prefetch": ("kvframework-control", "Load the KV of a prompt from the tiers into L1, before its request."),
         "pin": ("kvframework-control", "Keep the KV of a prompt in L1 for a while."),
-        "control": ("kvframework-control", "Take orders to prefetch, pin and delete KV over HTTP."),
+        "control": ("kvframework-control", "Accept orders over HTTP to prefetch, pin, hint and delete KV."),
         "drain": ("kvframework-observe", "Make a running server write all of L1 to its tiers, and end."),
         "dump": ("kvframework-observe", "Write the data for a bug report into one file."),
         "keys": ("kvframework-observe", "Make CURVE keys, which protect tcp:// connections."),
@@ -80,7 +80,7 @@ KNOWN["plugins.check"] = ("kvframework-dev", "Check a plugin before it is publis
 class CommandGroup(QuickGroup):
     """A group of the core's commands, followed by those of other distributions."""
 
-    # What the names of the group's entry points begin with.
+    # The prefix of the names of the group's entry points.
     prefix: ClassVar[str] = ""
 
     @cached_property
@@ -170,7 +170,7 @@ def _load(name: str, offers: list[EntryPoint]) -> typer.Typer:
             f"{len(offers)} distributions offer this command",
             where=where,
             available=", ".join(origins),
-            hint="uninstall all but one of them",
+            hint="uninstall all but one of these distributions",
         )
     (offer,), (origin,) = offers, origins
     try:
@@ -178,10 +178,10 @@ def _load(name: str, offers: list[EntryPoint]) -> typer.Typer:
     except KVFrameworkError:
         raise
     except Exception as error:
-        fact, hint = f"the command cannot be loaded: {described(error)}", f"install {origin} again, or uninstall it"
+        fact, hint = f"the command cannot be loaded: {described(error)}", f"reinstall or uninstall {origin}"
         raise PluginBroken(fact, where=where, hint=hint) from error
     if not isinstance(loaded, typer.Typer):
-        raise PluginBroken(f"{offer.value} is not a typer.Typer", where=where, hint=f"report it to {origin}")
+        raise PluginBroken(f"{offer.value} is not a typer.Typer", where=where, hint=f"report the error to {origin}")
     return loaded
 
 

@@ -134,7 +134,7 @@ def _ask(request: dict[str, object], base: str, timeout: float, as_json: bool) -
         raise EndpointError(
             "no `kvframework hold` runs here",
             where=base,
-            hint="start one, or give its --endpoint; under systemd: systemctl show kvframework -p NFileDescriptorStore",
+            hint="start a keeper, or set --endpoint; for systemd: systemctl show kvframework -p NFileDescriptorStore",
         ) from None
     except PermissionError:
         raise EndpointError("the keeper answers only its own user and root", where=base) from None
@@ -142,7 +142,7 @@ def _ask(request: dict[str, object], base: str, timeout: float, as_json: bool) -
         raise EndpointError(
             f"the keeper does not answer within {short_number(timeout)} s",
             where=base,
-            hint="the keeper may still carry the request out: see `kvframework hold --status`",
+            hint="the keeper may still execute the request: see `kvframework hold --status`",
         ) from None
     except OSError as error:
         raise EndpointError(f"the keeper does not answer: {error.strerror or error}", where=base) from error

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# For how long a thread that computes in Python keeps the interpreter from the serving thread, at each of its steps.
+# How long a computing thread may keep the interpreter from the serving thread at each step.
 # Beside a flood of DUMPs a LOOKUP took 12 to 14 ms with Python's 5 ms and 3 ms with this, at a sixth fewer DUMPs.
 _SWITCH_S = 0.0005
-# Of glibc's mallopt.
+# Parameters of glibc's mallopt.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 # The part of the available memory that L1 gets where nobody says how much, and the least that is worth a server.
 L1_SHARE, LEAST_L1 = 0.25, 64 << 20
@@ -295,7 +295,7 @@ def _handed_over(client: KVClient, path: str, listener: socket.socket, keeper: L
             raise EndpointError(
                 f"the running server has an L1 that this release cannot use: {cold.detail}",
                 where=client.endpoint,
-                hint="stop it first: the next server then begins with an empty L1",
+                hint="stop the running server first: the next server then begins with an empty L1",
             ) from None
         found = _stored(descriptors, keeper)
         with contextlib.suppress(OSError):  # it has ended; or a release before 0.3, which does not wait for this

@@ -84,8 +84,6 @@ def _kv_part(config: object) -> object:
     return [_kv_part(each) for each in config] if isinstance(config, (list, tuple)) else config
 
 
-# The files of a model, and their digests.
-
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 # Training leaves these files beside the weights; engines do not read them.
 _NOT_WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"})
@@ -304,8 +302,6 @@ def process_started() -> float:
         return math.inf
     return time.time() - age
 
-
-# The name of an engine's model.
 
 # Fields that may differ between two loads of the same weights.
 _NOT_IDENTITY = {"_name_or_path", "transformers_version", "_commit_hash", "use_cache"}

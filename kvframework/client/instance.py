@@ -95,7 +95,7 @@ class Instance:
         client.when_up(self._register_again)
         try:
             if client.boot_id != self._asked:
-                # The server was restarted in between, perhaps before the callback was registered.
+                # The server restarted meanwhile, perhaps before the callback was registered.
                 with contextlib.suppress(errors.AlreadyRegistered, errors.ServerGone), self._registering:
                     self.registered = self._register(urgent=True)
             if view is not None:

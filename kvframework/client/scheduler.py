@@ -29,7 +29,7 @@ log.addFilter(LogLimit())
 
 # Pause before the next question to a server that does not hold an answer back, or that did not answer.
 POLL_S = 0.002
-# How long one question is held back at most.
+# Longest time that one lookup is held back.
 HELD_S = 0.5
 _ALL = 1 << 62
 # After a long wait in vain lookups wait `lookup_s` alone, for so many times as long as it took: a server that seems to

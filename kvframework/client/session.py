@@ -28,8 +28,8 @@ from kvframework.wire.protocol import REQUESTS, SALTED_TOKEN_IDS, SINCE_0_3, TOK
 
 ENDPOINT_VARIABLE = "KVFRAMEWORK_ENDPOINT"
 _START_HINT = (
-    "start one with: kvframework serve; if one runs, compare user and XDG_RUNTIME_DIR of both sides, or "
-    "set one endpoint for both"
+    "start a server with: kvframework serve; if a server runs, compare its user and XDG_RUNTIME_DIR with the engine's, "
+    "or set the same endpoint for both"
 )
 
 

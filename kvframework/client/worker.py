@@ -281,7 +281,7 @@ class WorkerAdapter(InstanceIdentity):
             instance.kv_caches if kv_caches is None else kv_caches,
             block_ids,
             event,
-            # One rank's word is enough.
+            # One rank's report is enough.
             request.content(start, end) if self.rank == 0 and self.client.wants_tokens(request.cache_salt) else None,
             storing=storing,
             moved=registered.moved,

@@ -77,8 +77,8 @@ def check_directory(path: Path, *, shared: bool = False) -> None:
     except OSError:
         place, missing = next((each for each in path.parents if each.exists()), Path("/")), True
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        fact = f"this user may not make the directory in {place}" if missing else "this user may not write to it"
-        raise EndpointError(fact, where=str(path), hint="make it with mode 0700, or set [server] endpoint")
+        fact = f"this user may not create the directory in {place}" if missing else "this user may not write there"
+        raise EndpointError(fact, where=str(path), hint="create the directory with mode 0700, or set [server] endpoint")
 
 
 def check_private_directory(path: Path, *, owner: int | None = None) -> None:
@@ -98,8 +98,9 @@ def check_private_directory(path: Path, *, owner: int | None = None) -> None:
         )
     forbidden = 0o077 if path == default_directory() else 0o022
     if status.st_mode & forbidden:
+        may = "use" if forbidden == 0o077 else "write to"
         raise EndpointError(
-            f"others may {'use' if forbidden == 0o077 else 'write to'} the directory: {stat.filemode(status.st_mode)}",
+            f"other users may {may} the directory: {stat.filemode(status.st_mode)}",
             where=str(path),
             hint=f"chmod 700 {path}",
         )

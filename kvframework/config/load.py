@@ -90,7 +90,7 @@ def _server(table: dict[str, object], where: str) -> schema.ServerConfig:
             )
         if server.curve is not None and server.insecure:
             raise EndpointError(
-                "insecure = true contradicts [server.curve]", where=f"{where} {name}", hint="leave out one of them"
+                "insecure = true contradicts [server.curve]", where=f"{where} {name}", hint="leave out one of the two"
             )
     return server
 
@@ -153,7 +153,7 @@ def _tenants(tables: dict[str, object], where: str) -> tuple[schema.TenantConfig
 def _plugin(table: dict[str, object], where: str, core_keys: tuple[str, ...] = ("use",)) -> schema.PluginTable:
     use = table.get("use")
     if not isinstance(use, str) or not use:
-        fact = "`use` must name a plugin" if "use" in table else "`use` is missing: it names the plugin"
+        fact = "`use` must name a plugin" if "use" in table else "`use` is missing, which names the plugin"
         raise ConfigFieldError(fact, where=where, hint='write use = "name"; `kvframework plugins list` shows the names')
     return schema.PluginTable(use, {key: value for key, value in table.items() if key != "use"}, where, core_keys)
 

@@ -19,7 +19,6 @@ Seconds = Annotated[float, Meta(gt=0, le=365 * 24 * 3600.0)]
 # The last id means "no change" to the kernel.
 Uid = Annotated[int, Meta(ge=0, le=(1 << 32) - 2)]
 Fraction = Annotated[float, Meta(gt=0, le=1)]
-# The bounds of a tier's threads.
 AtOnce = Annotated[int, Meta(ge=1, le=MAX_TIER_CALLS)]
 # An envelope has as many bytes for the name.
 CodecName = Annotated[str, Meta(min_length=1, max_length=16, pattern="^[A-Za-z0-9_.-]+$")]
@@ -84,9 +83,9 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
         Fraction, Meta(description="share of L1 that one client may pin or reserve while other clients need room")
     ] = 0.5
     ticket_s: Annotated[Seconds, Meta(description="longest time a hit stays pinned for its engine")] = 60.0
-    price: Annotated[
-        bool, Meta(description="recompute tokens that the engine computes sooner than a tier loads them")
-    ] = False
+    price: Annotated[bool, Meta(description="recompute tokens that the engine computes faster than a tier loads")] = (
+        False
+    )
     session_timeout_s: Annotated[Seconds, Meta(description="silence after which a TCP client's session ends")] = 30.0
     idle_stop_s: Annotated[
         float, Meta(ge=0, le=365 * 24 * 3600.0, description="time without an engine until the server ends; 0: never")

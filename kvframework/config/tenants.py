@@ -13,7 +13,6 @@ from kvframework.config.schema import TenantConfig
 from kvframework.errors import ConfigFieldError
 
 MAX_TENANTS = 64
-# What the requests of no tenant are called.
 OTHER = "other"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,32}")
 _DIGEST = re.compile(r"[0-9a-f]{32}")  # of `tenant_digest`
@@ -39,14 +38,14 @@ def check_tenants(tenants: Sequence[TenantConfig]) -> None:
                     "the value is not the digest of a salt",
                     where=place,
                     available="32 hexadecimal digits, in lower case",
-                    hint="make it with: kvframework tenants digest",
+                    hint="make the digest with: kvframework tenants digest",
                 )
             if digest in owners:
                 raise ConfigFieldError(
                     f"the digest is in {owners[digest]} already", where=place, hint="give each salt to one tenant only"
                 )
             owners[digest] = f"[tenants.{tenant.name}]"
-    # What holds for every capacity: shares among themselves, and sizes among themselves.
+    # Checks that hold for every capacity: shares compared with shares, sizes with sizes.
     guaranteed = Fraction(0)
     shares_of_tenants(tenants)
     for tenant in tenants:

@@ -27,7 +27,6 @@ from kvframework.errors import ConfigError, EndpointError
 from kvframework.preflight import RunningServer, arena_is_kept, keeper_status, running_server
 from kvframework.text import described
 
-# The longest wait for a check.
 CHECK_S = 5.0
 # Most of the time goes into the start of processes.
 _AT_ONCE = 4
@@ -102,7 +101,7 @@ def socket_findings(endpoint: str, running: RunningServer | None = None) -> Iter
         check_directory(path.parent)
     except EndpointError:
         return
-    mode = "does not exist; the server will make it"
+    mode = "does not exist; the server will create the socket directory"
     if path.parent.exists():
         mode = f"is private: {stat.filemode(path.parent.stat().st_mode)}"
     yield Finding("socket.directory", "ok", f"{path.parent} {mode}")

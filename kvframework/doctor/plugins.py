@@ -78,9 +78,6 @@ def table_findings(subject: Subject, *, deadline_s: float) -> Iterator[Finding]:
         yield Finding(name, "fail", fact, "run kvframework plugins check, or ask the plugin's author", where)
 
 
-# The process of a check.
-
-
 def check_configuration() -> None:
     """Find the refusals that are not of one table. The request is the configuration, and whether its server runs."""
     from kvframework.preflight import common_refusals  # a plugin's process needs none of it

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from kvframework.keeper.sd_notify import MAX_NOTE_BYTES
 
-# Beside the server's socket.
+# Suffix of the keeper's socket, beside the server's socket.
 CONTROL_SUFFIX, _LOCK_SUFFIX = ".hold", ".hold.lock"
 _MAX_REPLY_BYTES = 64 << 10
 _CREDENTIALS = struct.Struct("=iII")  # pid, uid, gid

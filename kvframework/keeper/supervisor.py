@@ -117,7 +117,7 @@ class FdStoreSupervisor:
     def __init__(self, command: Sequence[str], base: str, lines: Lines) -> None:
         self._command, self._base, self._log = command, base, lines
         self._environ = os.environ | {sd_notify.SINCE_VARIABLE: str(time.monotonic())}
-        # The descriptors that are kept, the oldest name first.
+        # The held descriptors, the oldest name first.
         self._kept: dict[str, int] = {}
         self._servers: dict[int, Server] = {}
         self._main: Server | None = None
@@ -179,8 +179,6 @@ class FdStoreSupervisor:
         server = self._servers[pid] = Server(pid, now, takeover=bool(further))
         return server
 
-    # what servers and callers say
-
     def _hear(self, most: int) -> None:
         for _ in range(most):
             received = self._socket.receive()
@@ -201,7 +199,7 @@ class FdStoreSupervisor:
                 self._kept[note.name] = fd
                 self._log.write(f"the keeper holds the memory {note.name!r} of process {pid}")
                 return
-            self._log.write(f"cannot hold {note.name!r} of process {pid}: only {len(self._kept)} are possible", "error")
+            self._log.write(f"cannot hold the memory {note.name!r} of process {pid}: at most {MAX_KEPT} fit", "error")
         if fd is not None:
             os.close(fd)
         if server is None:
@@ -243,8 +241,6 @@ class FdStoreSupervisor:
             self._main = server
             self._finish("reload", True, f"process {server.pid} has taken over")
 
-    # what signals bring
-
     def _hear_signals(self) -> None:
         try:
             numbers = self._signals.recv(64)
@@ -284,7 +280,6 @@ class FdStoreSupervisor:
 
     def _ended(self, server: Server, code: int) -> None:
         how = f"the server, process {server.pid}, ended {how_ended(code)}"
-        # As a shell passes it on.
         status = code if code >= 0 else 128 - code
         if server is self._main:
             self._last_end = how

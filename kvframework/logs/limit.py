@@ -28,7 +28,6 @@ class LogLimit(logging.Filter):
         self._every_s = every_s
         self._clock = clock
         self._lock = threading.Lock()
-        # By kind: the start of its time span, and the lines since then.
         self._spans: dict[Hashable, tuple[float, int]] = {}
 
     @classmethod

@@ -212,7 +212,7 @@ def _read(path: Path, kind: str) -> bytes:
                 raise CurveKeyError("the path is not a file", where=str(path))
             if kind == _SECRET and status.st_mode & 0o077:
                 fact = f"other users may use the secret key: {stat.filemode(status.st_mode)}"
-                hint = f"chmod 600 {path}, and make a new pair if others have read it"
+                hint = f"chmod 600 {path}, and make a new key pair if other users may have read the file"
                 raise CurveKeyError(fact, where=str(path), hint=hint)
             words = file.read(_MAX_FILE_BYTES).split()
     except OSError as error:

@@ -29,7 +29,7 @@ HEAD_FRAMES = 3  # request id, type, payload
 _NOBLOCK = int(zmq.NOBLOCK)
 _MORE = int(zmq.NOBLOCK) | int(zmq.SNDMORE)
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
-# What `Socket.send` calls, which costs three times as much by itself.
+# `Socket.send` calls this method, and costs three times as much.
 _send = BareSocket.send
 
 Socket = zmq.Socket[bytes]

@@ -50,7 +50,7 @@ class PluginRegistry:
         self.manager.add_hookspecs(hookspecs)
         self._offers = list(discover() if entry_points is None else entry_points)
         self._outcomes: dict[EntryPointInfo, plugin_check.AnyProvider | errors.PluginError] = {}
-        # Those whose probe has found nothing: a server that serves asks none of them again.
+        # Plugins whose probe found no problem: a serving server probes none of them again.
         self._able: set[EntryPointInfo] = set()
 
     def register(self, plugin: object, *, distribution: str = IN_PROCESS, version: str = "") -> None:
@@ -87,7 +87,7 @@ class PluginRegistry:
             offer = self.offer(kind, name)
             # The reader of this error is whoever named the plugin; its author reads `plugins check`.
             if offer.distribution != IN_PROCESS:
-                hint = f"report it to the author of {offer.distribution}; {_MORE}"
+                hint = f"report the error to the author of {offer.distribution}; {_MORE}"
             with named_at(where):
                 provider = self._load(offer)
                 if offer not in self._able:
@@ -232,5 +232,5 @@ def conflict(offers: list[EntryPointInfo]) -> errors.PluginConflict:
     """Return the error for several distributions that offer one plugin."""
     return errors.PluginConflict(
         f"{len(offers)} distributions offer {offers[0].title}: {', '.join(offer.origin for offer in offers)}",
-        hint="uninstall all but one of them",
+        hint="uninstall all but one of these distributions",
     )

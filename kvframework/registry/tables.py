@@ -30,7 +30,7 @@ from kvframework.masking import secret_mark
 from kvframework.registry.registry import PluginRegistry
 from kvframework.text import described
 
-_HINT = "report it to the plugin's author; run `kvframework plugins check` for details"
+_HINT = "report the error to the plugin's author; run `kvframework plugins check` for details"
 
 
 def declared_attributes(contract: type[Any]) -> list[str]:

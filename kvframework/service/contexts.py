@@ -16,7 +16,6 @@ from kvframework.api.transport import ServerContext
 from kvframework.errors import NamespaceMismatch, NotRegistered, RequestError
 from kvframework.messaging.polling import peer_of
 
-# Of a model's name in the status document, which has to fit a message whatever clients register.
 MAX_SHOWN = 128
 # Instance id -> context, once per server. Filled by the registration handlers, read by all others.
 Contexts = dict[int, "RegisteredContext"]

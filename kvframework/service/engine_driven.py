@@ -54,7 +54,6 @@ class Grants:
         self._storage = storage
         self._requests = requests
         self._clock = storage.clock
-        # The oldest first.
         self._open: dict[str, Granted] = {}
         self._of_asker: Counter[int] = Counter()
 

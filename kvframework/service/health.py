@@ -24,7 +24,7 @@ OVERDUE_S = 0.5
 REFUSED_LATELY_S = 10.0
 # Refusals that leave a client without any cache.
 SHUT_OUT = ("HELLO", "server")
-# Doors of the server's gate, and the newcomers that each refuses.
+# Doors of the server's gate, and the connections that each refuses.
 SHUT = {"sessions": "new clients", "readers": "new event readers"}
 
 Document = Mapping[str, Any]

@@ -284,7 +284,7 @@ class KeyResolver:
             packed, expected, unit = key.tokens, key.end * TOKEN_BYTES, "tokens"
         if len(packed) != expected:
             hint = "send the content from the request's first token to end"
-            available = f"{expected} bytes for end {key.end}"
+            available = f"{expected} bytes, since the range ends at token {key.end}"
             raise BadRange(f"{unit} has {len(packed)} bytes", where="key", available=available, hint=hint)
         if key.tokens:
             packed = self.hasher.chunk_digests(packed, chunk)

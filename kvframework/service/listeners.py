@@ -21,9 +21,9 @@ from kvframework.wire.protocol import SALTED_TOKEN_IDS, TOKEN_IDS
 
 log = logging.getLogger(__name__)
 
-# From the end of the records to that of the listeners.
+# Time from the end of the records to the end of the listeners.
 STOP_S = 2.0
-# The one with a table and a part of the status document of its own.
+# The listener with its own table and its own part of the status document.
 EVENTS = "events"
 _FEATURES = {"none": (), "plain": (TOKEN_IDS,), "salted": (TOKEN_IDS, SALTED_TOKEN_IDS)}
 

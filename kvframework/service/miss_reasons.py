@@ -59,7 +59,7 @@ def decide(
     return MissReason("never_stored")
 
 
-# Of a load that found all its objects.
+# The reasons of a load that found all its objects.
 _LOAD_REFUSED = MissReason("dropped_share", "the load was refused, because the client pins its full share of L1")
 _EVICTED = {
     Cause.WATERMARK: "L1 was above its high watermark",

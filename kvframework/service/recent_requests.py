@@ -179,7 +179,7 @@ class Recording:
                 "the server records no traces, because [server] trace_memory is 0",
                 "a size, such as 32MiB",
             )
-            raise RequestError(fact, available=available, hint="set it in the TOML, then: kvframework config apply")
+            raise RequestError(fact, available=available, hint="set the key, then: kvframework config apply")
         now = self._clock()
         with self._lock:
             if not self.on:

@@ -37,7 +37,7 @@ from kvframework.wire.messages import KeyGroup
 
 log = logging.getLogger(__name__)
 
-# Of a text that a client chose.
+# Most characters of a text that a client chose.
 MAX_TEXT = 128
 # Salts whose tenant is remembered, of 1 KB at most; for others a digest is computed, 1 us.
 _MOST_SALTS = 4096
@@ -209,7 +209,7 @@ class PendingLookup:
     # Chunk of the prompt, and key, of the first object that lacked when it was last looked for.
     missing: tuple[int, bytes] | None = None
     task: LoadTask | None = None
-    # What its load was decided by, once it was.
+    # The prices that decided about its load, once decided.
     priced: Priced | None = None
     # What limits the loads of its tenant, None for nothing; the chunks at which this has cut the hit; and whether the
     # tenant was charged for the hit of L1.

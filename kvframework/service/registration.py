@@ -69,7 +69,7 @@ MAX_INSTANCES = 256  # per client
 MAX_INSTANCES_IN_ALL = 2048
 # A layout is kept as long as its instance.
 MAX_LAYOUT_BYTES = 1 << 20
-# Of each handle of `TransferContext.memory_handles`.
+# The size of a handle of `TransferContext.memory_handles`.
 MAX_HANDLE_FRAME_BYTES = 4096
 
 

@@ -57,7 +57,7 @@ class StorageManager:
             try:
                 self.tiers.learn(self.records)
             except TierError as error:
-                hint = "nothing is cleared, because the tier may have objects of the model; clear again when it works"
+                hint = "nothing is cleared: the tier may have objects of the model; clear again when the tier works"
                 raise TierError(error.fact, where=error.where, hint=hint) from None
         of_model = self.records.of_model(model) if model else ()
 
@@ -127,19 +127,19 @@ def _forget(
 ) -> PlaceForgotten:
     """Delete the wanted values of a tier, and count what is left of them; `before` is what an earlier round did."""
     if store.read_only:
-        return replace(before, left=-1, why="its values belong to other nodes, which delete them")
+        return replace(before, left=-1, why="the tier's values belong to other nodes, which delete these values")
     try:
         objects, nbytes = store.clear(dropped, wanted)
         left = store.remaining(dropped, wanted)
     except TierError as error:
         return replace(before, left=-1, why=error.fact)
-    why = "the tier did not delete them" if left else ""
+    why = "the tier did not delete the values" if left else ""
     if not store.lists and not left:
         left, why = -1, "the tier cannot list its values: those that L1 did not hold stay until they expire"
     return PlaceForgotten(store.name, before.objects + objects, before.nbytes + nbytes, left, why)
 
 
-# What tiers export of L1 to other nodes: objects, pinned and under an envelope that is sealed on demand, and records of
+# Export of L1 to other nodes by tiers: objects, pinned and under an envelope that is sealed on demand, and records of
 # namespaces. No tier is asked, so no read lease waits for another node.
 
 

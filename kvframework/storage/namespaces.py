@@ -159,7 +159,7 @@ class NamespaceRecords:
 
     def __init__(self) -> None:
         self._records: dict[bytes, NamespaceRecord] = {}
-        # Of their layouts.
+        # Fingerprints of the namespaces' layouts.
         self._fingerprints: dict[bytes, bytes] = {}
         # By rank; b"" is left out. The inner maps are never changed, so they are read without the lock.
         self._orders: dict[bytes, Mapping[int, bytes]] = {}
@@ -212,7 +212,7 @@ class NamespaceRecords:
                     f"namespace {namespace.hex()} is known as {known.model_name!r}, world size {known.world_size}, "
                     f"shapes {[group.shape for group in known.desc.groups]}",
                     available="one description per namespace",
-                    hint="compute it with kvframework.api.keys.compute_namespace from everything that differs",
+                    hint="call kvframework.api.keys.compute_namespace with everything that differs",
                 )
             if len(_encoded(record)) > RECORD_BYTES:
                 raise RequestError("the description of the namespace is too long", hint="use a shorter model name")

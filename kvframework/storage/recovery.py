@@ -21,7 +21,7 @@ from kvframework.storage.l1.journal import Cold, Identity, Journal
 log = logging.getLogger(__name__)
 
 ARENA, JOURNAL = "kvf-arena", "kvf-journal"
-# Starts in a row that did not serve, after which the journal is set aside.
+# Starts in a row that did not serve, after which the journal is ignored.
 MAX_FAILED = 3
 # A server that ends, and the copies of its copiers on a device.
 LOCK_S = 10.0
@@ -84,7 +84,7 @@ def recover(
     except Cold as cold:
         (log.warning if held else log.info)("L1 began empty: %s", cold)
         for name, fd in held.items():
-            # Also of clients that still map it: there is never memory for two arenas.
+            # Free it even if clients still map it: there is never memory for two arenas.
             free_memory(fd)
             _drop(keeper, name, fd)
         if arena >= 0:

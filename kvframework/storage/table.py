@@ -80,7 +80,7 @@ class Table(ObjectTable):
     ) -> None:
         super().__init__(policy, tenants, journal=recovery.journal, clock=clock)
         self.counters = Counter(zeros(L1Counters))
-        # What was loaded ahead of its request and not used yet, with its bytes.
+        # Objects loaded ahead of their request and not used yet, with their bytes.
         self._ahead: dict[PackedKey, int] = {}
         # One without records is false.
         self.records = records = NamespaceRecords() if records is None else records

@@ -97,7 +97,7 @@ class LookupTickets:
         self._tickets: dict[str, Ticket] = {}
         # The client sessions that have begun and not ended.
         self._owners: set[int] = set()
-        # By owner, also those of tickets that have ended.
+        # Loads in progress by owner, also of tickets that have ended.
         self._loading: Counter[int] = Counter()
         # Ids are unique across restarts, like those of leases.
         self._boot = secrets.token_hex(4)

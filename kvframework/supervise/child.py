@@ -30,7 +30,7 @@ _PROGRAM = (
     "import sys; at = {count} + 1; sys.path[:] = sys.argv[at:]; "
     "from {module} import main; sys.exit(main(sys.argv[1:at]))"
 )
-# For a process that ends by itself, or has to.
+# How long a process may take to end, by itself or when it is stopped.
 STOP_S = 1.0
 _PR_SET_PDEATHSIG = 1
 _TAIL_BYTES = 2000
@@ -76,7 +76,7 @@ class Ran(NamedTuple):
     printed: str
 
 
-# What a run writes at its end; without it a plugin's code has ended the process.
+# Written at the end of a run; if it is missing, a plugin's code has ended the process.
 _END = b"end\n"
 
 
@@ -257,7 +257,7 @@ class SupervisedChild:
             self._machine.close(time.monotonic(), self._stop_s)
             self._let_go()
         elif serving and (happened or not has_ended):
-            # Also of one that has ended, as long as it left something to read.
+            # A process that has ended may have left messages to read.
             self._serve(happened)
             has_ended = has_ended and not happened
         if has_ended:
@@ -361,6 +361,6 @@ def _name(thing: Callable[..., object] | type, where: str) -> str:
             f"{name or repr(thing)} of {module or 'no module'} cannot be found by its name",
             where=where,
             available="a function or class at the top of an importable module",
-            hint="define it at the top of a module, and pass what it needs by its options",
+            hint="define the function or class at the top of a module, and pass its arguments as options",
         )
     return f"{module}:{name}"

@@ -32,6 +32,8 @@ BANNED = {
     r"\bNothing of (?:this|that|it)\b": "name the component and the verb",
     r"\bThose (?:that|of|who)\b": "name the objects",
     r"\b[Ww]hoever\b": "name the component",
+    r"\b[Ww]ho has\b": "name the process or the user",
+    r"\b(?:newcomers?|(?<!set )aside)\b": "the field's word",
 }
 
 
@@ -81,23 +83,46 @@ def test_every_page_is_in_the_menu_of_the_site() -> None:
 # messages
 
 
-def messages(source: str) -> Iterator[str]:
-    """The texts that a module gives to errors, findings, options and the log: literals in the arguments of a call."""
+# Names with which a message may begin, besides those that have a second capital or a digit.
+NAMES = ("Expected", "Linux", "Mooncake", "Mooncake's", "None", "Object", "Python", "Redis", "Zstandard's")
+HELP = ("Argument", "Option", "Text", "Typer")
+
+
+def messages(source: str) -> Iterator[tuple[str, str]]:
+    """The texts that a module gives to errors, findings, options and the log, each after the name of what it calls:
+    literals in the arguments of a call."""
     for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
         name = ast.unparse(call.func)
         if name.startswith(("log.", "_log.")) or name.rpartition(".")[2][:1].isupper():
             for argument in (*call.args, *(each.value for each in call.keywords)):
                 pieces = argument.values if isinstance(argument, ast.JoinedStr) else [argument]
-                literals = (each.value for each in pieces if isinstance(each, ast.Constant))
-                yield "{}".join(text for text in literals if isinstance(text, str))
+                literals = (each.value if isinstance(each, ast.Constant) else "{}" for each in pieces)
+                if " " in (text := "".join(text for text in literals if isinstance(text, str))).strip("{}"):
+                    yield name.rpartition(".")[2], text
 
 
-@pytest.mark.parametrize("folder", ["kvframework", "plugins"])
+each_folder = pytest.mark.parametrize("folder", ["kvframework", "plugins"])
+
+
+@each_folder
 def test_the_wording_of_messages(folder: str) -> None:
     found = []
     for file in (ROOT / folder).rglob("*.py"):
-        texts = [text for text in messages(file.read_text()) if " " in text]
+        texts = [text for _, text in messages(file.read_text())]
         found += [f"{name(file)}: {text}" for text in texts for pattern in BANNED if re.search(pattern, text)]
+    assert found == []
+
+
+@each_folder
+def test_the_case_of_messages(folder: str) -> None:
+    """A message follows the name of a logger, a code or a key, so it begins in lower case or with a name, and has no
+    full stop. Help is a sentence. A kit's messages stand alone."""
+    found = []
+    for file in (each for each in (ROOT / folder).rglob("*.py") if "testing" not in each.parts):
+        for call, text in messages(file.read_text()):
+            sentence = re.match(r"[A-Z][a-z]+(?:'s)?\b", text) is not None and not text.startswith(NAMES)
+            if call not in HELP and (sentence or re.search(r"[a-z]\.$", text)):
+                found.append(f"{name(file)}: {text}")
     assert found == []
 
 

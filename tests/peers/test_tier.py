@@ -154,8 +154,8 @@ def test_nodes_that_name_content_differently_are_a_problem_and_not_asked(token: 
         wait_until(lambda: [state(tier, at).state for at in (0, 1)] == ["useless"] * 2, what="both greetings")
         assert tier.contains([key], deadline=soon()) == [MISSING]
         facts = "\n".join(tier.problems())
-        assert f"{lenders[0].address}: it has another hasher" in facts
-        assert f"{lenders[1].address}: its chunk_size is 16, that of this node 256" in facts
+        assert f"{lenders[0].address}: the node has another hasher" in facts
+        assert f"{lenders[1].address}: the node has chunk_size 16, this node 256" in facts
 
 
 def test_a_node_that_answered_before_this_one_knew_itself_is_judged_again(token: Path) -> None:
@@ -167,7 +167,7 @@ def test_a_node_that_answered_before_this_one_knew_itself_is_judged_again(token:
         assert tier.contains([key], deadline=soon()) == [FOUND]
         tier.attach(ValuesNode())
         assert tier.contains([key], deadline=soon()) == [MISSING]
-        assert "its chunk_size is 16, that of this node 256" in tier.problems()[0]
+        assert "the node has chunk_size 16, this node 256" in tier.problems()[0]
 
 
 def test_a_model_with_other_names_is_a_problem(token: Path, caplog: pytest.LogCaptureFixture) -> None:

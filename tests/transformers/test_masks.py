@@ -110,7 +110,7 @@ def test_kv_that_its_tokens_do_not_name_is_not_stored_under_them(server, case):
             assert cache.get_seq_length() == TOKENS
             with pytest.raises(RequestError, match=reason) as refused:
                 kv.save(ids, cache)
-            assert "restore each prompt of a batch by itself" in refused.value.hint
+            assert "restore each prompt of a batch separately" in refused.value.hint
     check_plain(model, server, case, ids, 0)
 
 

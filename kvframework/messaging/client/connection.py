@@ -446,7 +446,7 @@ def _accepted(dealer: frames_io.Socket, envelope: Envelope, hello: Hello) -> Hel
 
 def _hint(address: Endpoint | None, keys: LoadedKeys | None) -> str:
     if address is None:
-        return "a process listens at the endpoint but does not answer; check whether it is stopped or blocked"
+        return "a process listens at the endpoint but does not answer; check whether the process is stopped or blocked"
     if keys is None:
         return "a server with CURVE keys does not answer clients without keys: see `kvframework keys new --help`"
     return "check the server's public key here, and that the server admits this client's public key"

@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 CallKey = tuple[int, int]
 # The histograms reach from 10 us to 10 s.
 FIRST_S, OCTAVES = 1e-5, 20
-# Per session.
 MAX_IN_FLIGHT = 4096
 MAX_BYTES_IN_FLIGHT = 2 * MAX_BUFFER_BYTES
 
@@ -111,7 +110,7 @@ class InFlight:
         self.next_deadline = self._deadlines.next
         self._results: deque[tuple[Call, HandlerResult | BaseException]] = deque()
         self._serving_thread = 0
-        # By request: any number of DUMPs takes no thread from REPORT_STATUS. A pool starts threads as it needs them.
+        # One pool for each request: any number of DUMPs takes no thread from REPORT_STATUS.
         self._pools: dict[str, ThreadPoolExecutor] = {}
 
     @property
@@ -127,7 +126,7 @@ class InFlight:
         handler = self._handlers.get(envelope.type)
         if handler is None:
             raise errors.UnknownRequest(
-                f"unknown request {envelope.type!r}", hint="configure the plugin that serves it"
+                f"unknown request {envelope.type!r}", hint="configure the plugin that serves the request"
             )
         spec, buffers = handler.spec, envelope.buffers
         if (session.session_id, envelope.request_id) in self._calls:
@@ -138,13 +137,14 @@ class InFlight:
             )
         if session.in_flight >= MAX_IN_FLIGHT:
             raise errors.ProtocolError(
-                f"the client has {MAX_IN_FLIGHT} requests in progress", hint="wait for answers first"
+                f"the client has {MAX_IN_FLIGHT} requests in progress",
+                hint="wait for answers before sending more requests",
             )
         payload = decode(envelope.payload, spec.payload, where=spec.name)
         call = Call(session, identity, envelope.request_id, handler, payload, buffers, received)
         if call.nbytes and session.bytes_in_flight + call.nbytes > MAX_BYTES_IN_FLIGHT:
             fact = f"this client has {session.bytes_in_flight} bytes in progress, and {call.nbytes} more arrived"
-            hint = "wait for answers first"
+            hint = "wait for answers before sending more requests"
             raise errors.MessageTooLarge(
                 fact, where=spec.name, available=f"at most {MAX_BYTES_IN_FLIGHT} bytes", hint=hint
             )

@@ -83,7 +83,6 @@ class MessageServer:
     admit_readers: Callable[[bool], None] | None = None
 
     def __post_init__(self, session_timeout_s: float) -> None:
-        # From `bind` on.
         self._routers: Routers
         self._calls: InFlight
         self._liveness: LivenessServer | None
@@ -347,7 +346,9 @@ class MessageServer:
 
     def _hello(self, identity: bytes, known: ClientSession | None, envelope: Envelope) -> None:
         if envelope.buffers:
-            raise errors.MalformedFrames(f"it has {len(envelope.buffers)} buffers", where="HELLO", available="none")
+            raise errors.MalformedFrames(
+                f"the request has {len(envelope.buffers)} buffers", where="HELLO", available="none"
+            )
         hello = decode(envelope.payload, Hello, where="HELLO")
         version = negotiate(hello, self.served.hasher_fingerprint)
         lost = self._table.by_token(hello.replaces)

@@ -37,7 +37,6 @@ MAX_PROCESSES = 64  # of one session
 # The timeout of silent clients without a liveness socket while the table is more than half full.
 PRESSED_S = 2.0
 _MAX_NAME, _MAX_REASON = 128, 512
-# Records of refusals.
 MAX_KEPT = 32
 TELL_AGAIN_S = 60.0  # for the same client and reason
 TELL_NEXT_S = 1.0  # for any others
@@ -390,7 +389,7 @@ class Refusals:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        # With the time of the last one.
+        # Refusals, with the time of the last one of each kind.
         self._kept: dict[tuple[str, int, str, str], tuple[Refused, float]] = {}
         self._logged, self._logged_any = LogLimit(1, TELL_AGAIN_S, clock), LogLimit(1, TELL_NEXT_S, clock)
 

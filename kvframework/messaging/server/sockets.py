@@ -140,7 +140,7 @@ class EndpointFiles:
 
     def _held(self, holder: str) -> EndpointError:
         fact = f"another server holds this endpoint, process {holder.strip() or 'unknown'}"
-        return EndpointError(fact, where=self._endpoint, hint="stop it, or give this server another endpoint")
+        return EndpointError(fact, where=self._endpoint, hint="stop that server, or give this server another endpoint")
 
     def _left_behind(self) -> Iterator[str]:
         """The sockets that are there. Raises `EndpointError` for another file in their place."""
@@ -357,7 +357,7 @@ class Gate:
     `admit_readers` those of events; None: there are none. Other methods may be called from any thread."""
 
     def __init__(self, show_local: Door | None, counters: dict[str, int], admit_readers: Door | None = None) -> None:
-        # By kind: whether it is admitted.
+        # Whether each kind of connection is admitted.
         self.admits = dict.fromkeys(_SHARES, True)
         doors = {"readers": admit_readers, "sessions": lambda _: None, "local": show_local}
         self._doors = {kind: door for kind, door in doors.items() if door is not None}

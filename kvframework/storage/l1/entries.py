@@ -79,7 +79,7 @@ class Accounts:
                     setattr(into, name, getattr(into, name) + getattr(account, name))
 
 
-# Of objects and leases outside a table.
+# The account of objects and leases outside a table.
 NO_ACCOUNT = Account()
 
 
@@ -93,11 +93,11 @@ class StoredObject:
     pins: int = 0
     # The time of the last use, to a tick of the table; its negative once nobody is said to ask again.
     used: float = 0.0
-    # Its number in `Tenants`.
+    # The tenant's number in `Tenants`.
     tenant: int = 0
-    # Of the client that stored it.
+    # The account of the client that stored the object.
     account: Account = NO_ACCOUNT
-    # In the journal, -1 for none.
+    # The object's slot in the journal, -1 for none.
     slot: int = -1
     # The session whose pins it has, see `PinShares`, and those of its pins that are the server's own.
     payer: int = 0

@@ -91,7 +91,7 @@ class Tenants:
     def __init__(self, policy: EvictionPolicy, named: Sequence[Tenant] = ()) -> None:
         self.policies = (policy, *(tenant.policy for tenant in named))
         self.names = ("", *(tenant.name for tenant in named))
-        # Those whose policy may refuse objects.
+        # Tenants whose policy may refuse objects.
         self.refusing = frozenset(
             tenant for tenant, of in enumerate(self.policies) if type(of).admits is not EvictionPolicy.admits
         )
@@ -99,7 +99,7 @@ class Tenants:
         self._least = (0, *(tenant.least for tenant in named))
         self._most: tuple[float, ...] = (math.inf, *(tenant.most for tenant in named))
         self._salts: dict[bytes, int] = {}
-        # What left and is not reported yet, in this order: empty between two calls of the table.
+        # Objects that left and are not reported yet, in this order: empty between two calls of the table.
         self._left: dict[Why, list[StoredObject]] = {"evicted": [], "cleared": [], "removed": []}
 
     @property
@@ -122,8 +122,6 @@ class Tenants:
     def of(self, key: PackedKey) -> int:
         """Return whose an object with this key is; 0 for a salt that is not remembered."""
         return self._salts.get(key[SALT], 0) if self._salts else 0
-
-    # what the policies hear
 
     def inserted(
         self, tenant: int, objects: Sequence[StoredObject], chunks: Sequence[int], facts: RequestFacts
@@ -231,7 +229,7 @@ class Victims:
     def __init__(self, tenants: Tenants, objects: ObjectRows) -> None:
         self._tenants = tenants
         self._objects = objects
-        # By tenant: those that the policy has still to name, those to look at before, in reverse, and those looked at.
+        # By tenant: victims that the policy still names, victims to look at before these (reversed), victims looked at.
         self._walks: dict[int, Iterator[StoredObject]] = {}
         self._again: defaultdict[int, list[StoredObject]] = defaultdict(list)
         self._looked: defaultdict[int, list[StoredObject]] = defaultdict(list)
@@ -411,7 +409,7 @@ class Places:
         self.evictions = 0
         self._journal = journal
         self._objects = ObjectRows()
-        # Of the STORE that is being placed; no free range is as long as `_full`.
+        # The victims for the STORE that is being placed; no free range is as long as `_full`.
         self._victims = Victims(self.tenants, self._objects)
         self._full: float = math.inf
 

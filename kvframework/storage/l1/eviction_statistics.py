@@ -71,7 +71,6 @@ class CapacityCurve:
         self._live: deque[int] = deque([0], maxlen=_MOST_SEGMENTS)
         # By larger capacity: the first segment that it would still hold, and the tokens that no smaller one would have.
         self._oldest, self._gained = [1] * len(_LARGER), [0] * len(_LARGER)
-        # Tokens of lookups, and those that L1 held.
         self.asked = self.hits = 0
 
     def evicted(self, nbytes: int) -> int:
@@ -104,7 +103,7 @@ class CapacityCurve:
         return [{"capacity_bytes": capacity, "hit_rate": rate} for capacity, rate in rows]
 
 
-# What each ghost takes in CPython, the share of its dictionary included.
+# Bytes of a ghost in CPython, its share of the dictionary included.
 GHOST_BYTES = 256
 _FIRST_S, _OCTAVES = 0.1, 20
 

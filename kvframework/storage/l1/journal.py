@@ -120,7 +120,7 @@ def namespace_checksum(namespace: bytes, learned: int, record: bytes | memoryvie
     return digest.intdigest()
 
 
-# What a journal says that L1 holds; whatever is in doubt makes all of it worthless.
+# Reading a journal: any doubt makes the whole journal unusable.
 
 # Seconds of a monotonic clock: a million years.
 _LATEST = 3e13
@@ -363,7 +363,7 @@ class Journal:
         self.ended = False
         self._free: list[int] = []
         self._serial = 0
-        # By the number of a tenant here.
+        # The journal's number of each tenant.
         self._tenant_numbers = [0]
         self._namespaces: dict[bytes, int] = {}
         self._free_namespaces = list(range(MAX_NAMESPACES - 1, -1, -1))

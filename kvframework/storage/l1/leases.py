@@ -125,7 +125,7 @@ class LeaseBook:
         if payer != INTERNAL_OWNER and self._open[payer] >= MAX_LEASES_PER_OWNER:
             fact, hint = (
                 f"the client holds {MAX_LEASES_PER_OWNER} leases and tickets",
-                "commit, abort or free some of them",
+                "commit, abort or free some leases or tickets",
             )
             raise RequestError(fact, available=f"at most {MAX_LEASES_PER_OWNER} at once", hint=hint)
         lease.id = f"{self._boot}-{next(self._count):x}"
@@ -200,9 +200,9 @@ def _own(leases: dict[str, L], lease_id: str, owner: int) -> L:
     return lease
 
 
-# How long after a session found L1 full the bound on the others applies.
+# How long the bound on other sessions applies after a session found L1 full.
 NEEDED_S = 30.0
-# Of an object that several sessions pin.
+# The owner of an object that several sessions pin.
 SEVERAL = -1
 
 
@@ -230,7 +230,7 @@ class PinShares:
         self.over: set[int] = set()
         self.cuts: Counter[int] = Counter()
         self.all_cuts = 0
-        # Of each object that several sessions pin, the pins of each.
+        # For each object that several sessions pin: the pins of each session.
         self._several: dict[StoredObject, Counter[int]] = {}
         # The sessions in whose place another one counts.
         self._for: dict[int, int] = {}

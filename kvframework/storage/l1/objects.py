@@ -119,10 +119,8 @@ class ObjectTable(Places):
         """Writers may have ended."""
 
     def was_done(self, key: PackedKey) -> bool:
-        """Whether an object that is not here left since no one was to ask for it again."""
+        """Whether an object that is not here was evicted early by a hint."""
         return False
-
-    # who has what
 
     @property
     def write_leases(self) -> int:
@@ -146,8 +144,6 @@ class ObjectTable(Places):
         if not self.tenants.knows(salt):
             with self.lock:
                 self.tenants.learn(salt, tenant)
-
-    # writing
 
     @locked
     def reserve(
@@ -278,8 +274,6 @@ class ObjectTable(Places):
     def any_writing(self, keys: Iterable[PackedKey]) -> bool:
         return any(key in self._writing for key in keys)
 
-    # reading
-
     def find(self, keys: Sequence[PackedKey]) -> list[StoredObject] | None:
         """Return the objects of all `keys`, None if one is missing; for who holds the lock."""
         found = [stored for stored in self._objects.find(keys) if stored is not None]
@@ -402,8 +396,6 @@ class ObjectTable(Places):
     def let_go(self, objects: Sequence[StoredObject]) -> None:
         self._unpin(objects, INTERNAL_OWNER)
 
-    # shares of sessions
-
     @locked
     def work_for(self, session: int, payer: int) -> None:
         """Let what a session pins count for another one of its engine."""
@@ -420,8 +412,6 @@ class ObjectTable(Places):
                 shares.cut(payer)
                 return False
         return True
-
-    # time and ends
 
     @locked
     def expire(self) -> None:
@@ -493,8 +483,6 @@ class ObjectTable(Places):
         self.tenants.report_removals()
         return dropped
 
-    # the journal
-
     def keep_in(self, journal: Journal) -> None:
         """Record what the table holds, and each change from now on; for who holds the lock."""
         self._journal = journal
@@ -561,8 +549,6 @@ class ObjectTable(Places):
             self.quarantined_bytes -= rounded(range_.length)
             self._free(range_.offset, range_.length, range_.tenant)
 
-    # inside: placing
-
     def _place_all(
         self,
         items: Sequence[tuple[PackedKey, int]],
@@ -618,7 +604,7 @@ class ObjectTable(Places):
         self.shares.need(payer, self._now)
         for other in self.shares.over - {payer}:
             self._end_hits(other)
-            # What is unpinned now may have been passed over.
+            # The walk may have passed over objects that are unpinned now.
             self._victims.end()
 
     def _end_hits(self, payer: int) -> None:
@@ -628,8 +614,6 @@ class ObjectTable(Places):
                 return
             self._lapse(lease)
             self.shares.cut(payer)
-
-    # inside: uses
 
     def _facts(self, use: Use, request_id: str, tenant: int, chunk_tokens: int = 0) -> RequestFacts:
         compute_s, load_s = self.prices
@@ -683,8 +667,6 @@ class ObjectTable(Places):
         self._used(
             present, lease.use, lease.request_id, lease.tenant, lease.prompt._replace(chunks=lease.present_chunks)
         )
-
-    # inside: leases
 
     def _deadline(self, lease_s: float | None) -> float:
         return NO_DEADLINE if lease_s is None else self.clock() + lease_s

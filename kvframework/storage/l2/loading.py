@@ -80,11 +80,9 @@ class LoadTask(PrefetchTask):
     loaded: int = field(default=0, init=False)
     cancelled: bool = field(default=False, init=False)
     calls: list[TierCall] = field(default_factory=list, init=False)
-    # What is worth loading and waits for it, by tier.
+    # Bytes that wait to be loaded, by tier.
     waiting_bytes: dict[L2Store, int] = field(default_factory=dict, init=False)
-    # Of what was chosen and found.
     pins: list[StoredObject] = field(default_factory=list, init=False)
-    # Of what was loaded.
     fetched: list[StoredObject] = field(default_factory=list, init=False)
     # No tier returned an object that was chosen: what hangs on it would be loaded for nothing.
     lost: bool = field(default=False, init=False)

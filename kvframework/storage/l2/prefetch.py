@@ -56,7 +56,7 @@ class TierLoads:
         # Loads that ask what the tier has, or go on; and batches, which take longer.
         self._questions: deque[_Load] = deque()
         self._batches: deque[_Load] = deque()
-        # What is loaded ahead of its request lets all others go first, one batch at a time.
+        # Loads ahead of their request let all other loads go first, one batch at a time.
         self._ahead: deque[_Load] = deque()
         self._fetching = 0
         self._batch_next = False
@@ -206,7 +206,7 @@ class Prefetcher:
             self._ended(load, number)
             raise
         finally:
-            # What was thrown refers to this frame in turn.
+            # The exception refers to this frame: break the cycle.
             error = None
 
     def _submit(self, load: _Load) -> bool:

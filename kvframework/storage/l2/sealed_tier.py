@@ -181,10 +181,10 @@ class L2Store(TierCalls):
         self._usage: TierUsage | None = None
         self._problems: list[str] = []
         self._details: Mapping[str, object] = {}
-        # Of a tier that knows its capacity and lists its values.
+        # Used by a tier that knows its capacity and lists its values.
         self.shares = Shares()
         self._making_space = threading.Lock()
-        # What loads learn of its speed; whoever uses it holds `pricing`.
+        # The tier's speed, measured by loads; guarded by `pricing`.
         self.speed = TierSpeed(clock())
         self.pricing = threading.Lock()
         self._absences = Absences()

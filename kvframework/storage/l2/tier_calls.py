@@ -81,7 +81,7 @@ class Breaker:
         self._backoff.delay(now)
 
 
-# What another node writes is seen this much later at worst; the connector of vLLM holds a miss for as long by itself.
+# Values that another node writes are seen at most this much later; vLLM's connector remembers a miss for as long.
 HOLD_S = 0.5
 MOST = 1 << 14
 
@@ -130,7 +130,6 @@ R = TypeVar("R")
 FIRST_S, OCTAVES = 1e-6, 28
 LOADING = ("contains", "get_into")
 OPERATIONS = (*LOADING, "put", "delete", "touch", "ping", "usage", "scan", "admit")
-# From the best to the worst.
 STATES = ("closed", "half-open", "open")
 
 
@@ -168,7 +167,7 @@ class TierCalls:
         self._durations = {name: Histogram(FIRST_S, OCTAVES) for name in OPERATIONS}
         self._pending: dict[int, Call] = {}
         self._closed = False
-        # Of tracebacks of the plugin's bugs: pairs of call and exception type.
+        # Limits tracebacks of the plugin's bugs, by call and exception type.
         self._once = LogLimit.once()
         self._lock = threading.Lock()
 

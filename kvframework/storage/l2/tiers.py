@@ -38,7 +38,7 @@ def _drive(controller: Controller) -> None:
             work()
         except Exception:
             log.exception("%s failed", controller.name)
-        # What it refers to is not kept while the thread waits.
+        # Release the objects that it refers to while the thread waits.
         del work
 
 

@@ -25,14 +25,14 @@ class CpuGatherOptions(Options, frozen=True):
         Path,
         Meta(
             description='path of the bytes: "arena", only shared memory; "wire", only the connection; '
-            '"auto", shared memory if it is mapped'
+            '"auto", shared memory if the engine has mapped it'
         ),
     ] = "auto"
     kernel: Annotated[
         Kernel,
         Meta(
             description='code that copies KV in host memory: "native", only the compiled kernel; "torch", torch; '
-            '"auto", the compiled kernel if it is installed. torch copies memory of other devices'
+            '"auto", the compiled kernel if installed. torch copies memory of other devices'
         ),
     ] = "auto"
     threads: Annotated[

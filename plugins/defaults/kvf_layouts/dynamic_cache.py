@@ -86,7 +86,7 @@ def _pair(name: str, tensors: LayerTensors) -> Sequence[TensorLike]:
             f"the layer has {len(pair)} tensors of shape {', '.join(str(tuple(tensor.shape)) for tensor in pair)}",
             where=f"layer {name}",
             available="a pair (keys, values), each [1, heads, tokens, dim]",
-            hint="save the requests of a batch one by one",
+            hint="save each request of a batch separately",
         )
     return [tensor.select(0, 0) for tensor in pair]
 

@@ -57,7 +57,7 @@ def _huge_pages(options: PinnedOptions, pages: Pages, pool: Pool) -> Finding:
         return Finding("pinned.huge_pages", "ok", fact, f"{TURN_ON}, or {pool.more(options.capacity)}")
     if pages.kind == "reserved" and not pool.holds(options.capacity):
         advice = (
-            f"{pool.more(options.capacity)}, or stop the processes that hold them; otherwise the arena uses other pages"
+            f"{pool.more(options.capacity)}, or stop other users of these pages; otherwise the arena has other pages"
         )
         return Finding("pinned.huge_pages", "warn", fact, advice)
     return Finding("pinned.huge_pages", "ok", fact)

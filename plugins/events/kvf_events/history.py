@@ -319,7 +319,8 @@ class Answers:
         self._waiting[client] = number
 
     def end(self) -> bool:
-        """Send nothing any more but the ends, and those at once, also to who asks from now on. True if any are due."""
+        """Send nothing any more but the ends, and those at once, also for replay requests from now on. True if any are
+        due."""
         self._share, self._rest_until = math.inf, -math.inf
         self._messages = lambda _number: ()
         for client in self._waiting:

@@ -206,7 +206,7 @@ class Ledger:
                 return
             except BlockingIOError:
                 if time.monotonic() >= until:
-                    raise OSError("another server uses it") from None
+                    raise OSError("another server uses the ledger") from None
                 time.sleep(_LOCK_STEP_S)
 
 

@@ -29,7 +29,7 @@ class EventsOptions(Options, frozen=True):
     salted: Annotated[
         Salted,
         msgspec.Meta(
-            description="`tell`: announce prompts that have a salt, with the salt; every subscriber learns it"
+            description="`tell`: announce prompts that have a salt, with the salt; every subscriber learns the salt"
         ),
     ] = "withhold"
     engines: Annotated[

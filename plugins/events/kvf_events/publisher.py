@@ -35,8 +35,8 @@ _PAUSE_S = 0.0005
 _WRITE_AGAIN_S = 10.0
 # A turn that takes longer is a problem: of the disk of the ledger, most likely.
 HANGS_S = 30.0
-# Who is told at the end that something is missing asks at once; answers under way end then, read or not, and who asks
-# again gets the end alone.
+# A subscriber that learns of a gap at the end requests a replay at once; replays under way end then, read or not, and a
+# further request is answered by the end alone.
 _LAST_QUESTIONS_S = 0.1
 _LAST_ENDS_S = 0.5
 
@@ -91,8 +91,9 @@ class Publisher:
         return self._ledger.nbytes
 
     def run(self, records: Records) -> None:
-        """Announce until the records end, then what ends with this server, answer who asks, and close: a reader may
-        wait for ever for the end of an answer. If L1 is handed over the ledger tells the next server what it is."""
+        """Announce until the records end, then the removals that come with this server's end, answer replay requests,
+        and close: a reader may wait for ever for the end of a replay. If L1 is handed over, the next server reads its
+        content in the ledger."""
         try:
             self._turn_at = time.monotonic()
             self._begin(records)

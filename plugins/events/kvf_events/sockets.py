@@ -68,8 +68,8 @@ class EventSockets:
                 self._poller.register(ready, zmq.POLLIN)
 
     def wait(self, timeout_s: float) -> tuple[int, list[tuple[bytes, int | None]]]:
-        """Return the number of new subscribers, and who asks from which number on (None: a question of another form),
-        after `timeout_s` seconds at most."""
+        """Return the number of new subscribers, and each replay request: its sender and first number (None:
+        a request of another form). Waits `timeout_s` seconds at most."""
         ready = dict(self._poller.poll(math.ceil(max(timeout_s, 0.0) * 1000)))
         if self._sockets.guard in ready:
             self._sockets.serve_guard()

@@ -102,7 +102,7 @@ def test_a_call_that_does_not_return_ends_the_command_with_the_plugins_name(
     done = quick(site, *command.split(), str(toml))
     assert (done.returncode, done.stdout) == (2, "")
     assert f"[plugin.broken] {toml}: [codecs] allow: {HANGS_IN[hangs_in]}" in done.stderr
-    assert "report it to the plugin's author, or choose another plugin" in done.stderr
+    assert "report the error to the plugin's author, or choose another plugin" in done.stderr
     assert "Traceback" not in done.stderr
 
 

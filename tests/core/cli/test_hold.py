@@ -114,7 +114,7 @@ def test_a_keeper_that_does_not_answer_in_time(folder: Path, endpoint: str) -> N
         asked = run("hold", "--reload", "--endpoint", endpoint, "--timeout", "0.1")
     assert asked.returncode == 2
     assert "does not answer within 0.1 s" in asked.stderr
-    assert "hint: the keeper may still carry" in asked.stderr
+    assert "hint: the keeper may still execute" in asked.stderr
 
 
 def test_the_options_of_the_server_have_their_help() -> None:

@@ -173,7 +173,7 @@ CASES = {
     "huge": ("storage.arena", "does not fit into memory"),
     "held": ("config.endpoint", "another server holds this endpoint, process 4711"),
     "long_path": ("config.endpoint", "the socket path"),
-    "open_directory": ("config.endpoint", "others may write to the directory"),
+    "open_directory": ("config.endpoint", "other users may write to the directory"),
     "no_socket": ("config.endpoint", "exists and is not a socket"),
     "taken_port": ("config.endpoint", "cannot listen: Address already in use"),
     "foreign_address": ("config.endpoint", "cannot listen: Cannot assign requested address"),

@@ -88,7 +88,7 @@ def test_a_directory_is_made_private_and_then_accepted(tmp_path: Path) -> None:
 def test_a_directory_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
     for mode in (0o770, 0o702, 0o1777):
         tmp_path.chmod(mode)
-        with pytest.raises(EndpointError, match="others may write to the directory"):
+        with pytest.raises(EndpointError, match="other users may write to the directory"):
             prepare_private_directory(tmp_path)
     tmp_path.chmod(0o755)
     prepare_private_directory(tmp_path)
@@ -97,7 +97,7 @@ def test_a_directory_that_others_may_write_to_is_refused(tmp_path: Path) -> None
 def test_nobody_else_may_enter_the_default_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "default_directory", lambda: tmp_path)
     tmp_path.chmod(0o711)
-    with pytest.raises(EndpointError, match="others may use the directory"):
+    with pytest.raises(EndpointError, match="other users may use the directory"):
         prepare_private_directory(tmp_path)
     tmp_path.chmod(0o700)
     prepare_private_directory(tmp_path)

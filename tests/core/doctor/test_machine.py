@@ -87,12 +87,15 @@ def test_a_path_that_is_too_long_fails(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_the_directory_is_private_or_told(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     endpoint = f"ipc://{folder}/server.sock"
-    assert "does not exist; the server will make it" in by_id(socket_findings(endpoint))["socket.directory"].fact
+    assert (
+        "does not exist; the server will create the socket directory"
+        in by_id(socket_findings(endpoint))["socket.directory"].fact
+    )
     folder.mkdir(mode=0o700)
     assert by_id(socket_findings(endpoint))["socket.directory"].level == "ok"
     folder.chmod(0o777)
     assert "socket.directory" not in by_id(socket_findings(endpoint))
-    with pytest.raises(EndpointError, match="others may write to the directory"):
+    with pytest.raises(EndpointError, match="other users may write to the directory"):
         check_directory(folder)
     with pytest.raises(EndpointError, match="this user may not make the directory in /proc"):
         check_directory(Path("/proc/self/status/run"))

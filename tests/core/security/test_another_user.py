@@ -143,7 +143,7 @@ def assert_not_spoken_to(directory: Path, router: zmq.Socket[bytes], why: str) -
 def test_a_client_says_nothing_where_others_may_have_put_a_server(impostor: tuple[Path, zmq.Socket[bytes]]) -> None:
     directory, router = impostor
     os.chmod(directory, 0o777)
-    assert_not_spoken_to(directory, router, "others may write to the directory")
+    assert_not_spoken_to(directory, router, "other users may write to the directory")
 
 
 @needs_root
@@ -168,7 +168,7 @@ def test_a_folder_that_everybody_may_write_to_is_no_tier(tmp_path: Path, caplog:
         os.chmod(folder, mode)
         with pytest.raises(ConfigFieldError, match="any user may write") as caught:
             provider.create(FilesystemOptions(path=str(folder)), TableContext("[[l2]] #1"))
-        assert "use a folder inside it, or remove the permission: chmod o-w" in caught.value.hint
+        assert "use a folder inside this folder, or remove the permission: chmod o-w" in caught.value.hint
     inside = folder / "tier"
     provider.create(FilesystemOptions(path=str(inside)), TableContext("[[l2]] #1")).close()
     assert stat.S_IMODE(inside.stat().st_mode) == 0o700

@@ -66,7 +66,7 @@ def test_a_copier_that_the_kernel_holds_keeps_no_server(
     transport.close()
     assert time.monotonic() - began < LONG_S / 2
     assert CLOSE_S < 4.7 - 3.5, "within the time that a server has to end"
-    assert caplog.text.count(", does not end, because it is blocked in the kernel") == 3
+    assert caplog.text.count(", does not end, because the process is blocked in the kernel") == 3
     assert not any(each.closed.query() for each in instances), "nobody says that it touches the memory no more"
     for process in processes:
         process.send_signal(signal.SIGKILL)

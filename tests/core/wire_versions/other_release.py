@@ -92,4 +92,4 @@ def _forget(names: tuple[str, ...]) -> None:
 
 
 def _unknown(name: str) -> KVFrameworkError:
-    return UnknownRequest(f"there is no request {name!r}", hint="configure the plugin that serves it")
+    return UnknownRequest(f"there is no request {name!r}", hint="configure the plugin that serves the request")

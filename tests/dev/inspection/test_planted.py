@@ -179,7 +179,7 @@ def test_an_author_is_told_what_to_change_and_a_user_whom_to_ask(site: Path, sou
     with pytest.raises(PluginError) as caught:
         PluginRegistry().resolve("codec", "one")
     said = {
-        "hook-fails": "report it to the author of acme; run `kvframework plugins check` for details",
+        "hook-fails": "report the error to the author of acme; run `kvframework plugins check` for details",
         "api-version": "install a release of the plugin for this kvframework, or another kvframework",
     }
     assert caught.value.hint == said[problem]

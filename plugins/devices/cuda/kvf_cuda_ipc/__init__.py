@@ -29,7 +29,7 @@ class CudaOptions(DeviceOptions, frozen=True):
 
     engine: Annotated[
         Literal["auto", "dma", "kernel"],
-        Meta(description="what copies: the GPU's copy engines, a kernel, or the faster of both"),
+        Meta(description="hardware that copies: the GPU's copy engines, a kernel, or the faster of both"),
     ] = "auto"
     kernel_below: Annotated[ByteSize, Meta(description="with `auto`: the kernel copies fragments with fewer bytes")] = (
         ByteSize(28 << 10)

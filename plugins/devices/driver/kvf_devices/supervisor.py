@@ -160,7 +160,9 @@ class CopierSupervisor(SupervisedChild):
         It then keeps the arena mapped, and continues its writes, until the kernel releases it."""
         ended = super().join(timeout_s)
         if not ended:
-            log.error("%s, process %s, does not end, because it is blocked in the kernel", self.title, self.pid)
+            log.error(
+                "%s, process %s, does not end, because the process is blocked in the kernel", self.title, self.pid
+            )
         return ended
 
     def _cancel(self, number: int) -> None:

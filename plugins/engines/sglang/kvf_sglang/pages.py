@@ -229,7 +229,7 @@ class PoolPages:
             if not future.query():
                 future.cancel()
                 if not future.wait(_LAST_RESORT_S):
-                    log.error("a transfer did not end within %s s after it was cancelled", _LAST_RESORT_S)
+                    log.error("a transfer did not end within %s s after its cancel", _LAST_RESORT_S)
                 return None
             return None if future.exception() is not None else future.result(0)
         except Exception as error:  # noqa: BLE001 - in doubt it has failed

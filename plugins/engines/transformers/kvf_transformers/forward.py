@@ -70,7 +70,7 @@ def token_list(input_ids: torch.Tensor | Sequence[int]) -> list[int]:
             raise RequestError(
                 f"input_ids has shape {tuple(input_ids.shape)}",
                 available="[tokens] or [1, tokens]",
-                hint="restore, compute and save the requests of a batch one by one",
+                hint="restore, compute and save each request of a batch separately",
             )
         input_ids = input_ids.tolist()
     tokens = list(input_ids)

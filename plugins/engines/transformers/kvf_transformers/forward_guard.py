@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 _PLAIN = (
     "give no attention_mask with zeros, no position_ids of your own, no embeddings: drop the padding with "
-    "input_ids[attention_mask.bool()], and restore each prompt of a batch by itself"
+    "input_ids[attention_mask.bool()], and restore each prompt of a batch separately"
 )
 
 
@@ -204,5 +204,5 @@ class ForwardGuard:
             self._begun[cache] = begun
         tokens = found.tokens or []
         if tokens and tokens_in(cache) != found.first + len(tokens):
-            how = "the model computed another number of tokens than it was given"
+            how = "the model's input and output have different numbers of tokens"
         begun.computed(found.first, [] if how else tokens, how)

@@ -204,7 +204,7 @@ class TransformersKV(ServedModel):
             if begun is None or plain < held:
                 unseen = RequestError(
                     f"{held - plain} of {held} tokens were computed by an unguarded model, or after the model changed",
-                    hint="call the model that was given to TransformersKV, after that was made, not in training mode",
+                    hint="create the TransformersKV first, then call its model in evaluation mode",
                 )
                 warn(_log, "part of the prompt's KV is not stored", unseen)
             now = self._model.now()

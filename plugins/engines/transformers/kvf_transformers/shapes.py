@@ -66,7 +66,7 @@ def layers_of(cache: Any, *, tokens: int) -> list[LayerPair]:
                 f"keys and values have the shapes {' and '.join(map(str, shapes)) or '(missing)'}",
                 where=f"layer {index}",
                 available="[1, heads, tokens, dim]",
-                hint="save the requests of a batch one by one",
+                hint="save each request of a batch separately",
             )
         seen, kept = int(layer.get_seq_length()), min(shape[2] for shape in shapes)
         if seen < tokens or kept < seen:

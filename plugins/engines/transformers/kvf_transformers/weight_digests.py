@@ -102,7 +102,7 @@ class WeightDigests:
         if nbytes < _CHUNK_BYTES:
             digests = [_digest(part.load()) for part in parts]
         else:
-            log.info("reading the model's weights to name them, %.1f GB", nbytes / 1e9)
+            log.info("reading the model's weights to compute their name, %.1f GB", nbytes / 1e9)
             with ThreadPoolExecutor(threads, thread_name_prefix="kvf-weights") as pool:
                 digests = list(pool.map(lambda part: _digest(part.load()), parts))
         for part, digest in zip(parts, digests, strict=True):

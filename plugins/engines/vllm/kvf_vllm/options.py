@@ -59,7 +59,11 @@ class VllmOptions(EngineOptions, frozen=True):
     ] = False
     min_hit_tokens: Annotated[
         int,
-        msgspec.Meta(ge=0, le=1 << 24, description="fewest tokens of a hit that is loaded; others are computed"),
+        msgspec.Meta(
+            ge=0,
+            le=1 << 24,
+            description="fewest tokens of a hit that the engine loads; the engine computes shorter hits",
+        ),
     ] = 0
 
 

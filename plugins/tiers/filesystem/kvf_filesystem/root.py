@@ -309,7 +309,7 @@ def _check_private(fd: int, path: str, where: str) -> None:
         raise ConfigFieldError(
             f"any user may write to the folder {path}: {stat.filemode(status.st_mode)}",
             where=f"{where}.path",
-            hint="use a folder inside it, or remove the permission: chmod o-w",
+            hint="use a folder inside this folder, or remove the permission: chmod o-w",
         )
     if status.st_uid not in (0, os.geteuid()):
         _log.warning("%s: uid %d owns the folder %s, and may change the stored values", where, status.st_uid, path)

@@ -35,10 +35,10 @@ _HINTS = {
     errno.EACCES: "give the server's user read and write access to the folder and its content",
     errno.EPERM: "give the server's user read and write access to the folder and its content",
     errno.EROFS: "the file system is read-only: see the kernel's log, and mount it writable",
-    errno.ENOENT: "someone removed the folder: make it again",
+    errno.ENOENT: "the folder was removed: create the folder again",
     errno.EIO: "the disk has failed: see the kernel's log",
     errno.ENOTDIR: "the tier expects a folder here: remove the file or link",
-    errno.ESTALE: "the file server lost the folder: the next call opens it again",
+    errno.ESTALE: "the file server lost the folder: the next call opens the folder again",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
 }
 

@@ -45,7 +45,7 @@ def _listens(own: Address) -> Iterator[Finding]:
     try:
         bound(own).close()
     except OSError as error:
-        advice = "set listen to a free address of this machine: until then other nodes load nothing from it"
+        advice = "set listen to a free address of this machine: until then other nodes load nothing from this node"
         yield Finding("peers.listen", "fail", f"{own}: {explain(error)}", advice)
 
 
@@ -87,7 +87,7 @@ def _reachable(known: dict[Address, Welcome], silent: dict[Address, Exception]) 
     if silent:
         fact = "; ".join([*_why(silent), *([answered] if answered else [])])
         yield Finding(
-            "peers.reachable", "warn", fact, "start that node, or correct peers; the tier skips it until it answers"
+            "peers.reachable", "warn", fact, "start that node, or correct peers; until then the tier skips the node"
         )
     elif answered:
         yield Finding("peers.reachable", "ok", answered)
@@ -109,7 +109,9 @@ def _agreement(known: dict[Address, Welcome]) -> Iterator[Finding]:
             facts.append(f"{address} and {first} differ in the hasher or its seed, so they share no KV")
         for model in sorted(set(who.models) & set(like.models)):
             if not set(who.models[model]) & set(like.models[model]):
-                facts.append(f"the engines of {model!r} at {address} and {first} differ, so they share no KV of it")
+                facts.append(
+                    f"the engines of {model!r} at {address} and {first} differ, so the nodes share no KV of this model"
+                )
     if facts:
         advice = "give all nodes the same chunk_size and [hasher], and all engines of a model the same dtype and layout"
         yield Finding("peers.names", "fail", "; ".join(facts), advice)

@@ -232,7 +232,7 @@ class Holder:
             listener = bound(self._listen)
             listener.listen(_BACKLOG)
         except OSError as error:
-            fact = f"other nodes cannot load from this one: {self._listen}: {explain(error)}"
+            fact = f"other nodes cannot load from this node: {self._listen}: {explain(error)}"
             if not self.problem:
                 log.error("%s", fact)
             self.problem = fact

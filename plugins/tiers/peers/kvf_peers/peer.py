@@ -198,7 +198,7 @@ class Peer:
         self._settle_as(who)
         if self.state != "up":
             self._drop(wire)
-            raise TierError("the node shares no KV with this one", where=str(self.address))
+            raise TierError("the node shares no KV with this node", where=str(self.address))
         return wire
 
     def _give_back(self, wire: Wire) -> None:

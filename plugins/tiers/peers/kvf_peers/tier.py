@@ -22,7 +22,7 @@ from kvframework.errors import TierError
 
 log = logging.getLogger(__name__)
 
-# Keys of which it is remembered who has them, from the question to the load.
+# Keys whose nodes are remembered from the lookup to the load.
 _MOST_REMEMBERED = 1 << 16
 # Questions to nodes at once, each of which ends within `ask_s`.
 _ASKERS = 32
@@ -232,10 +232,10 @@ class PeersTier(Tier):
         if who.boot_id == own.boot_id:
             return Verdict(useless=True)
         if who.chunk_size != own.chunk_size:
-            fact = f"its chunk_size is {who.chunk_size}, that of this node {own.chunk_size}, so they share no KV"
+            fact = f"the node has chunk_size {who.chunk_size}, this node {own.chunk_size}, so the nodes share no KV"
             return Verdict(useless=True, problem=fact)
         if who.hasher != own.hasher:
-            return Verdict(useless=True, problem="it has another hasher or hasher seed, so the nodes share no KV")
+            return Verdict(useless=True, problem="the node has another hasher or hasher seed, so the nodes share no KV")
         return Verdict(useless=False)
 
     def _other_names(self) -> list[str]:
@@ -251,8 +251,8 @@ class PeersTier(Tier):
             for model, theirs in who.models.items():
                 if model in own and not set(own[model]) & set(theirs):
                     fact = (
-                        f"{peer.address}: its engines of {model!r} differ from those here in dtype, layout, parallel "
-                        "sizes, weights or chunk, so the nodes share no KV of it"
+                        f"{peer.address}: its engines of {model!r} differ from this node's in dtype, layout, parallel "
+                        "sizes, weights or chunk, so the nodes share no KV of the model"
                     )
                     found.append(fact)
                     if self._once.passes((str(peer.address), model)):

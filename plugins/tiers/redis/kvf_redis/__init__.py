@@ -44,7 +44,10 @@ class RedisOptions(Options, frozen=True):
             "through the first that answers"
         ),
     ] = []  # noqa: RUF012  msgspec gives each its own
-    master_name: Annotated[str, Meta(description="name of the master at the sentinels; for topology sentinel")] = ""
+    master_name: Annotated[
+        str,
+        Meta(description="name of the Redis master in the sentinels' configuration; required for topology sentinel"),
+    ] = ""
     username: Annotated[str, Meta(description="ACL user; overrides the user in url")] = ""
     password_env: Annotated[
         str,

@@ -37,7 +37,7 @@ def diagnose(options: RedisOptions, context: TableContext, deadline: float) -> l
     findings = [Finding("redis.reachable", "ok", answered)]
     if not version or tuple(int(each) for each in version.split(".")[:1] if each.isdigit()) < _LEAST_VERSION:
         fact = f"{name} is older than Redis 4" if version else "the Redis user may not read INFO"
-        advice = "use Redis 4 or newer" if version else "allow +info to the user; only this check needs it"
+        advice = "use Redis 4 or newer" if version else "allow +info to the Redis user; only this check needs +info"
         return [*findings, Finding("redis.version", "fail" if version else "warn", fact, advice)]
     written = _writes(facts, _saves(connector, place, deadline))
     return [*findings, *_room(facts), *_policy(facts, options), written]

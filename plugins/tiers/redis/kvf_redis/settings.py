@@ -102,14 +102,14 @@ def _contradictions(options: RedisOptions) -> Iterator[tuple[str, str, str]]:
         yield (
             "master_name",
             "topology sentinel needs the name of the master",
-            "set it as in `sentinel monitor NAME ...`",
+            "set master_name as in `sentinel monitor NAME ...`",
         )
     if options.topology != "sentinel":
         for field in ("master_name", "sentinel_password_env"):
             if getattr(options, field):
                 yield field, f"topology {options.topology} does not use sentinels", 'set topology = "sentinel"'
     if options.password_env and options.password_file:
-        yield "password_file", "password_env and password_file are both set", "leave out one of them"
+        yield "password_file", "password_env and password_file are both set", "leave out one of the two"
     if bool(options.tls_cert) != bool(options.tls_key):
         missing = "tls_key" if options.tls_cert else "tls_cert"
         yield missing, "tls_cert and tls_key need each other", "set both tls_cert and tls_key"
@@ -202,7 +202,7 @@ def _add_tls(options: RedisOptions, settings: dict[str, Any], where: str) -> Non
         path = getattr(options, field)
         if _TLS_NAMES[field] in settings:
             raise ConfigFieldError(
-                f"url already sets {_TLS_NAMES[field]}", where=f"{where}.{field}", hint="leave out one of them"
+                f"url already sets {_TLS_NAMES[field]}", where=f"{where}.{field}", hint="leave out one of the two"
             )
         problem = ""
         try:

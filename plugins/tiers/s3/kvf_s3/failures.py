@@ -16,7 +16,7 @@ _STATUS = re.compile(r"status code: (\d{3})\b")
 
 _KEYS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or credentials_file, or give the machine a role"
 _RIGHTS = "grant s3:GetObject, PutObject, DeleteObject and ListBucket on the bucket"
-_BUCKET = "make the bucket, or correct url, endpoint and region"
+_BUCKET = "create the bucket, or correct url, endpoint and region"
 
 # Code of the store's error: (fact, hint).
 _CODES = {

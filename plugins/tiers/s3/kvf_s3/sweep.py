@@ -216,7 +216,9 @@ def _strangers(names: list[str], address: Address) -> Finding:
     if not foreign:
         return Finding("s3.prefix", "ok", f"the first {len(names)} names under the prefix belong to this tier")
     fact = f"{len(foreign)} of the first {len(names)} names under the prefix are not of this tier and are ignored"
-    return Finding("s3.prefix", "warn", fact, "set a separate prefix in url: each listing reads all names under it")
+    return Finding(
+        "s3.prefix", "warn", fact, "set a separate prefix in url: each listing reads all names under the prefix"
+    )
 
 
 def _bound(options: S3Options) -> Finding:

@@ -36,7 +36,7 @@ def control(
     endpoint: Endpoint = None,
     config: EndpointConfig = None,
 ) -> None:
-    """Take orders to prefetch, pin, hint and delete KV over HTTP.
+    """Accept orders over HTTP to prefetch, pin, hint and delete KV.
 
     Pins last as long as this process, also where the server is replaced. SIGINT (Ctrl-C) or SIGTERM ends this process.
     """

@@ -144,7 +144,7 @@ class Holder:
             if order.conversation:
                 self._remember(order, runs)
             if sum(held.state == "loading" for held in self._held.values()) >= MOST_LOADS:
-                raise Busy(f"{MOST_LOADS} prefetches are under way", hint="ask again when a prefetch has ended")
+                raise Busy(f"{MOST_LOADS} prefetches are under way", hint="retry when a prefetch has ended")
             self._bound(runs, LOADED, "prefetched at once")
             runs = [run.again(retain) for run in runs] if retain else runs
             return self._begin(Held(self._name(), do, order, runs))
@@ -178,7 +178,7 @@ class Holder:
         with self._lock:
             runs = self._conversations.pop((tenant, conversation), None)
             if runs is None:
-                raise RequestError("no order has named this conversation", hint="announce its turns first")
+                raise RequestError("no order has named this conversation", hint="first announce a turn")
             for held in list(self._held.values()):
                 if (held.order.tenant, held.order.conversation) == (tenant, conversation):
                     self._end(held, "ended")

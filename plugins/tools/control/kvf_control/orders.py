@@ -118,7 +118,7 @@ def openapi() -> dict[str, Any]:
     def of(name: str) -> list[dict[str, Any]]:
         return [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
 
-    ends = path("End what a conversation holds", "Directive", "End")
+    ends = path("End a conversation, with its prefetches and pins", "Directive", "End")
     return {
         "openapi": "3.1.0",
         "info": {"title": "kvframework control", "version": "1"},

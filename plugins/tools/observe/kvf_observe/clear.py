@@ -44,11 +44,11 @@ def clear(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Delete KV with these salts, one per line ('-': standard input); with --tenant, more of its salts.",
+            help="Delete KV with these salts, one per line ('-': standard input); with --tenant, further salts.",
         ),
     ] = None,
     conversation: Annotated[
-        str, typer.Option(metavar="ID", help="Delete what requests of this conversation have used or stored.")
+        str, typer.Option(metavar="ID", help="Delete the objects that requests of this conversation used or stored.")
     ] = "",
     prefix: Annotated[
         Path | None,

@@ -39,7 +39,7 @@ ANSWERS = {
         "do nothing if the prompt is new; else check whether the engine's stores fail",
     ),
     "dropped_full": Answer(
-        "the store at {at} was dropped, because L1 was full of objects in use or guaranteed to others",
+        "the store at {at} was dropped, because L1 was full of objects in use, or guaranteed to other tenants",
         "raise [l1] capacity, or attach a tier",
     ),
     "dropped_share": Answer(

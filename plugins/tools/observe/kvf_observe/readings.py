@@ -185,7 +185,7 @@ def error_answers(document: Document) -> Iterator[tuple[Labels, Value]]:
 
 
 def accepting(document: Document) -> Iterator[tuple[Labels, Value]]:
-    """1 for each kind of newcomer that is accepted."""
+    """1 for each kind of new connection that is accepted."""
     descriptors = found(document, "messaging.descriptors") or {}
     yield from (((what,), int(descriptors.get(what, True))) for what in ("local", "readers", "sessions"))
 

@@ -109,7 +109,7 @@ class Subscription:
         self._keys = keys
         self._clock = clock
         self._connected = False
-        # Whether the last change ended a connection: the pause before the next attempt is told as a failed one is.
+        # Whether the last change ended a connection: the pause before the next attempt is shown as a failed attempt.
         self._ended = False
         self._changed_at = clock()
         self._ask_at = clock() + SILENT_S

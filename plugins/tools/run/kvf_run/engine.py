@@ -174,7 +174,7 @@ def _check_transfer(given: str, endpoint: str) -> None:
     connector = str(config.get("kv_connector", "")) if isinstance(config, Mapping) else ""
     nested = str(config.get("kv_connector_extra_config", "")) if isinstance(config, Mapping) else ""
     if not connector.startswith("KvFramework") and "KvFramework" not in nested:
-        raise _contradiction(f"{_TRANSFER} names the connector {connector!r}", "the connector of kvframework")
+        raise _contradiction(f"{_TRANSFER} names the connector {connector!r}", "kvframework's connector")
     options = config.get("kv_connector_extra_config")
     named = options.get(_ENDPOINT_OPTION, "") if isinstance(options, Mapping) else ""
     if named and named != endpoint:

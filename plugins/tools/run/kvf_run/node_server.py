@@ -125,7 +125,7 @@ def _found(wanted: Wanted, version: str) -> Found:
     notes = []
     if version != kvframework.__version__:
         notes.append(
-            f"the server at {wanted.endpoint} is release {version}, this is {kvframework.__version__}: "
+            f"the server at {wanted.endpoint} is release {version}, this command is release {kvframework.__version__}: "
             "`kvframework restart` replaces the server and keeps its cache"
         )
     if wanted.l1 is not None or wanted.config is not None:

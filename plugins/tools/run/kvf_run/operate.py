@@ -68,10 +68,10 @@ def _keeper(endpoint: str) -> int:
         raise EndpointError(
             f"`kvframework run` did not start this server; process {keeper['pid']} runs it",
             where=endpoint,
-            hint=f"stop the server where it was started, or run: kill {keeper['pid']}",
+            hint=f"stop the server in its own terminal, or run: kill {keeper['pid']}",
         )
     raise EndpointError(
         "no server of `kvframework run` runs at the endpoint",
         where=endpoint,
-        hint="start one with: kvframework run -- vllm serve MODEL; stop a server of `kvframework serve` with Ctrl-C",
+        hint="start a server: kvframework run -- vllm serve MODEL; stop a server of `kvframework serve` with Ctrl-C",
     )

@@ -60,7 +60,10 @@ def try_out(
     ] = 2000,
     model: Annotated[str, typer.Option(help="The model's name; default: the first model that the engine lists.")] = "",
     reset: Annotated[
-        bool, typer.Option("--reset", help="Reset the engine's own cache, instead of displacing the prompt by others.")
+        bool,
+        typer.Option(
+            "--reset", help="Reset the engine's own cache; default: send other prompts to displace the prompt."
+        ),
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation before a reset.")] = False,
     api_key_file: Annotated[Path | None, typer.Option(help="File with the API key. Default: $OPENAI_API_KEY.")] = None,

@@ -224,7 +224,7 @@ def _computed(model: Any, tokens: list[int], positions: list[int]) -> list[_Plan
                     hint="compute prompts of this model in full",
                 )
     if not layers:
-        raise BadRotary("the model does not fill a DynamicCache", where="model", hint="compute its prompts in full")
+        raise BadRotary("the model does not fill a DynamicCache", where="model", hint="compute prompts in full")
     return layers
 
 

@@ -34,7 +34,9 @@ def marked(tokens: bytes, separator: bytes, ranges: bytes) -> list[Span]:
     """
     for name, packed in (("tokens", tokens), ("separator", separator)):
         if len(packed) % TOKEN_BYTES:
-            raise BadSegments(f"it has {len(packed)} bytes", where=name, available=f"{TOKEN_BYTES} bytes a token id")
+            raise BadSegments(
+                f"the field has {len(packed)} bytes", where=name, available=f"{TOKEN_BYTES} bytes a token id"
+            )
     if separator and ranges:
         raise BadSegments("the request has a separator and ranges", available="a separator or ranges")
     spans = split(tokens, separator) if separator else unpack_ranges(ranges, len(tokens) // TOKEN_BYTES)
@@ -65,7 +67,7 @@ def unpack_ranges(ranges: bytes, length: int) -> list[Span]:
     tokens."""
     if len(ranges) % (2 * TOKEN_BYTES):
         raise BadSegments(
-            f"it has {len(ranges)} bytes", where="ranges", available="pairs of two packed u32, start and end"
+            f"the ranges have {len(ranges)} bytes", where="ranges", available="pairs of two packed u32, start and end"
         )
     spans = list(struct.iter_unpack("<2I", ranges))
     last = 0

@@ -61,8 +61,8 @@ def check_room(client: KVClient, object_bytes: int, groups: Sequence[tuple[int, 
     objects = sum(-(-min(window or longest, longest) // tokens) + bool(window) for tokens, window in groups)
     if objects * object_bytes > capacity:
         log.warning(
-            "one request of %d tokens (max_model_len) needs %s, but L1 has %s, so its first part is evicted for the "
-            "rest; raise l1.capacity in the server's TOML",
+            "one request of %d tokens (max_model_len) needs %s, but L1 has %s, so L1 evicts the request's first "
+            "part; raise l1.capacity in the server's TOML",
             longest,
             ByteSize(objects * object_bytes),
             ByteSize(capacity),

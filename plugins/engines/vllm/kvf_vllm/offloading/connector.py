@@ -169,8 +169,8 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
             raise
 
     def _within_step(self) -> tuple[int, int] | None:
-        """Return the tokens of a block and the bytes of a worker's chunk, if loads may be within steps. vLLM is told of
-        blocks that failed only where it has one group of them."""
+        """Return the tokens of a block and the bytes of a worker's chunk, if loads may be within steps. vLLM accepts
+        reports of failed blocks only where it has one group of them."""
         kinds = [type(spec).__name__ for each in self._kv_cache_config.kv_cache_groups for spec in [each.kv_cache_spec]]
         if kinds in (["FullAttentionSpec"], ["MLAAttentionSpec"]):
             return self._spec.tokens_per_block[0], self._spec.slot_bytes

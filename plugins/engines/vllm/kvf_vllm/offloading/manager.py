@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 class ArenaManager(OffloadingManager):  # type: ignore[misc]
     """See `OffloadingManager`. `register` makes the instance for the names of the workers' blocks. `loads` and `stores`
     are vLLM's role for this engine; `unread`: it must not use KV that it has not computed itself, so it does neither.
-    `within_step` has the tokens of a block and the bytes of a worker's chunk where vLLM can be told of blocks that
-    failed, and so load within a step. With an `event_block_size` (that of vLLM's block hashes) there are `events`. For
+    `within_step` has the tokens of a block and the bytes of a worker's chunk where vLLM accepts reports of blocks that
+    failed, and so loads within a step. With an `event_block_size` (that of vLLM's block hashes) there are `events`. For
     the scheduler's thread."""
 
     def __init__(

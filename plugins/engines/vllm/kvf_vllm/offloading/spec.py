@@ -69,7 +69,7 @@ class ArenaSpec(OffloadingSpec):  # type: ignore[misc]
         extra = config.extra_config
         if extra.get("sync_load_budget_bytes"):
             raise ConfigFieldError(
-                "sync_load_budget_bytes is set, but vLLM does not compute what such a load fails to load",
+                "sync_load_budget_bytes is set, but vLLM does not compute tokens that such a load fails to load",
                 where="kv_connector_extra_config",
                 hint='leave sync_load_budget_bytes out; "kvframework.load" chooses the loads within a step',
             )

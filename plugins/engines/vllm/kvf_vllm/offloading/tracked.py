@@ -123,7 +123,7 @@ class Engine:
     groups: Sequence[Group] = ()
     align: int | None = None
     tail: int = 0
-    # None until the workers have told what their blocks are named by.
+    # None until the workers have reported the name of their blocks.
     instance: OpaqueInstance | None = None
     # Whether requests without an adapter may have been computed by one.
     spoils_base: bool = False

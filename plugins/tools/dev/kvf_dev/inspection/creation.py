@@ -110,7 +110,7 @@ def _object_problems(made: object, contract: type[Any], title: str) -> Iterator[
         return
     for name in declared_attributes(contract):
         if not hasattr(made, name):
-            fact = f"it has no attribute {name}"
+            fact = f"the object has no attribute {name}"
             yield problem("missing-attribute", name_of_class, fact, f"{name}, see {contract.__name__}")
     for name, required in inspect.getmembers(contract, inspect.isfunction):
         own = inspect.getattr_static(type(made), name, None)

@@ -63,18 +63,18 @@ class Kind(NamedTuple):
     hint: str
 
 
-_IMPORT_LATER = "import it inside `create`, or in a module that only `create` imports"
+_IMPORT_LATER = "import the library inside `create`, or in a module that only `create` imports"
 _MARK = "mark the function that returns the providers with @kvframework.api.plugin.hookimpl"
 _LIST = "return a list of provider descriptors of the hook's kind"
-_PROJECT = "write it into [project] of pyproject.toml"
-_CONTRACT = "implement it as its base class describes it"
+_PROJECT = "add the entry to [project] of pyproject.toml"
+_CONTRACT = "implement the method as its base class describes"
 PROBLEMS = {
     "import-fails": Kind("error", _IMPORT_LATER),
     "import-dies": Kind("error", _IMPORT_LATER),
     "heavy-import": Kind("error", _IMPORT_LATER),
     "eager-import": Kind("warning", _IMPORT_LATER),
-    "internal-import": Kind("warning", "use only public modules: others change without notice"),
-    "misspelt-hook": Kind("error", "rename it"),
+    "internal-import": Kind("warning", "use only public modules: other modules change without notice"),
+    "misspelt-hook": Kind("error", "rename the hook"),
     "unmarked-hook": Kind("error", _MARK),
     "async-hook": Kind("error", "hooks run once, at startup, in a process without an event loop"),
     "hook-arguments": Kind("error", "hooks are called without arguments; options are passed to `create`"),
@@ -82,26 +82,28 @@ PROBLEMS = {
     "hook-fails": Kind("error", _LIST),
     "wrong-kind": Kind("error", _LIST),
     "api-version": Kind("error", "ask for a lower API version, or check with a newer kvframework"),
-    "name-conflict": Kind("error", "choose another name, or uninstall the other one"),
-    "entry-point-name": Kind("error", "rename one of them"),
+    "name-conflict": Kind("error", "choose another name, or uninstall the other plugin"),
+    "entry-point-name": Kind("error", "rename the entry point or the provider"),
     "plugin-name": Kind("error", "choose another name"),
-    "no-entry-point": Kind("error", f'write it into [project.entry-points."{ENTRY_POINT_GROUP}"]'),
+    "no-entry-point": Kind("error", f'add the plugin to [project.entry-points."{ENTRY_POINT_GROUP}"]'),
     "not-installed": Kind("warning", "install the plugin: pip install -e ."),
     "no-requires-python": Kind("warning", _PROJECT),
     "no-dependency": Kind("warning", _PROJECT),
-    "no-summary": Kind("warning", "`kvframework plugins info` shows it"),
-    "probe-fails": Kind("error", "find out with importlib.util.find_spec, without an import"),
-    "undocumented-option": Kind("error", "`kvframework plugins info` shows it"),
-    "wrong-default": Kind("error", "take a text, number, boolean, array, table or None; make the rest in `create`"),
-    "unreadable-option": Kind("error", "take a string, and build the rest from it in `create`"),
+    "no-summary": Kind("warning", "write a summary, which `kvframework plugins info` shows"),
+    "probe-fails": Kind("error", "test for a library with importlib.util.find_spec, without an import"),
+    "undocumented-option": Kind("error", "write a description, which `kvframework plugins info` shows"),
+    "wrong-default": Kind(
+        "error", "declare a text, number, boolean, array, table or None; build other objects in `create`"
+    ),
+    "unreadable-option": Kind("error", "declare a string, and build the object in `create`"),
     "reserved-option": Kind("error", "rename the option"),
-    "create-fails": Kind("error", "raise a KVFrameworkError, or report in the probe what is missing here"),
+    "create-fails": Kind("error", "raise a KVFrameworkError, or let the probe report the missing requirement"),
     "options-refused": Kind("error", "give other values"),
     "create-dies": Kind("error", "a plugin raises errors, and gives every wait a deadline"),
     "missing-method": Kind("error", _CONTRACT),
-    "missing-attribute": Kind("error", "set it in the class or in __init__"),
+    "missing-attribute": Kind("error", "set the attribute in the class or in __init__"),
     "wrong-signature": Kind("error", "use the contract's parameter names; give additional parameters defaults"),
-    "async-method": Kind("error", "write def; a handler returns a Future for what takes time"),
+    "async-method": Kind("error", "write def instead of async def; a handler returns a Future for slow work"),
 }
 
 

@@ -234,11 +234,11 @@ def must_be_the_engines(views: BlockViews, subject: LayoutSubject) -> None:
     for number, (place, view) in enumerate(places(views)):
         written = pattern(view, 2 * number)
         subject.view.write(*place, written)
-        assert same(view, written), f"{place}: the layout's view does not show what the engine wrote"
+        assert same(view, written), f"{place}: the layout's view does not show the bytes that the engine wrote"
         written = pattern(view, 2 * number + 1)
         view.copy_(written)
         found: torch.Tensor = subject.view.read(*place)
-        assert same(found, written), f"{place}: the engine does not read what was written through the layout's view"
+        assert same(found, written), f"{place}: the engine does not read the bytes written through the layout's view"
 
 
 class LayoutConformance(NamedKit):

@@ -104,7 +104,7 @@ class MemoryConformance(NamedKit):
     def test_every_view_shows_the_same_bytes(self, memory: Memory) -> None:
         one, other = memory.view(), memory.view()
         _mark(one, 5)
-        assert _wrong_page(other, 5) is None, "A view does not show what was written to another view"
+        assert _wrong_page(other, 5) is None, "A view does not show bytes written to another view"
         one.release()
         try:
             assert _wrong_page(other, 5) is None, "A view shows other bytes after another view was released"
@@ -112,7 +112,7 @@ class MemoryConformance(NamedKit):
             pytest.fail("Releasing one view released another: `view` must return a new view at each call")
         other.release()
         with memory.view() as later:
-            assert _wrong_page(later, 5) is None, "A new view does not show what was written to an earlier view"
+            assert _wrong_page(later, 5) is None, "A new view does not show bytes written to an earlier view"
 
     @_of_every_size
     def test_a_client_maps_the_descriptor_and_shares_the_bytes(self, memory: Memory) -> None:
@@ -123,9 +123,11 @@ class MemoryConformance(NamedKit):
             except OSError as error:
                 pytest.fail(f"A client cannot use the descriptor: {error}")
             with client, memoryview(client) as seen:
-                assert _wrong_page(seen, 1) is None, "A client's mapping does not show what the server wrote"
+                assert _wrong_page(seen, 1) is None, "A client's mapping does not show bytes that the server wrote"
                 _mark(seen, 2)
-            assert _wrong_page(view, 2) is None, "`view` does not show what a client wrote: the mapping is not shared"
+            assert _wrong_page(view, 2) is None, (
+                "`view` does not show bytes that a client wrote: the mapping is not shared"
+            )
 
     def test_two_have_nothing_in_common(self, make_memory: MakeMemory, memory: Memory) -> None:
         other = make_memory(_CAPACITY)

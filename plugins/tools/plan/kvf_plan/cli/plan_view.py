@@ -37,7 +37,7 @@ def print_plan(plan: Plan, *, as_json: bool) -> None:
     if any(row.figures.saturated for row in plan.rows):
         _print(
             f"* saturated, so never chosen: the tier is busy more than {MOST_BUSY:.0%} of the time, or too slow for "
-            f"more than {MOST_DROPPED:.0%} of what is written through"
+            f"more than {MOST_DROPPED:.0%} of the writes at commit"
         )
     if not plan.says_a_day and _tiers(plan):
         _print(f"{short_duration(plan.seconds)} of trace are too short to estimate writes per day")
@@ -79,7 +79,7 @@ def print_catalogue(*, as_json: bool) -> None:
     for said, number in sources.items():
         print_text(f"{number}: {said}")
     print_text(
-        f"others are assumed: {known.assumed.dense:.0%} of the peak of a GPU for dense models, "
+        f"other speeds are assumed: {known.assumed.dense:.0%} of the peak of a GPU for dense models, "
         f"{known.assumed.mixture:.0%} for mixtures of experts; GPUs: {', '.join(known.gpus)}"
     )
 
@@ -88,7 +88,7 @@ def verdict(plan: Plan) -> list[str]:
     """Return what to take, or which limit nothing keeps, by how much, and what comes closest."""
     goal = plan.goal
     if goal.ttft_s is None:
-        return ["no goal is set, so no row is chosen; set one with --ttft TIME"]
+        return ["no goal is set, so no row is chosen; set a goal with --ttft TIME"]
     if plan.chosen is not None:
         return [f"chosen, the cheapest that meets the goal: {_said(plan.chosen)}", *_wear(plan)]
     row = closest(plan.rows, goal)
@@ -148,7 +148,7 @@ def _needs(chunks: Chunks) -> str:
     live = chunks.live
     return (
         f"chunks of {chunks.chunk_tokens} tokens: the live set is {ByteSize(chunks.live_bytes)} ({live.most:,} chunks "
-        f"that will be requested again, at most at one time); {ByteSize(chunks.all_bytes)} were computed in all, "
+        f"at one time that later requests use); {ByteSize(chunks.all_bytes)} were computed in all, "
         f"{live.reused / max(live.stored, 1):.0%} of them are used again; the longest prompt has "
         f"{ByteSize(chunks.longest_bytes)}; an endless cache finds {chunks.endless_hit:.1%} of all tokens"
     )
@@ -207,7 +207,7 @@ def check_out(file: Path) -> None:
         raise PlanError(
             "the file exists, and plan does not overwrite files",
             where=f"--out {file}",
-            hint="give another file, or remove this one",
+            hint="give another file name, or remove the existing file",
         )
     if not os.access(file.parent, os.W_OK | os.X_OK):
         raise PlanError("the path cannot take the configuration", where=f"--out {file}")

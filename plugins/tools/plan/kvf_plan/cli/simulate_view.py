@@ -13,7 +13,7 @@ from kvframework.text import short_count, short_duration, short_number
 
 _NOT = (
     "not simulated: decoding, batching and chunked prefill (an engine computes one prompt at a time), the copy between "
-    "L1 and the engine, the engine's prefix cache, several nodes, tenants, codecs, and what a tier forgets by itself"
+    "L1 and the engine, the engine's prefix cache, several nodes, tenants, codecs, and evictions by a tier itself"
 )
 
 

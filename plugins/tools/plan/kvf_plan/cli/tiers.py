@@ -63,7 +63,7 @@ def gc(
     from kvframework.errors import KVFrameworkError, RequestError
 
     if delete and not model and older_than is None:
-        raise typer.BadParameter("say what to delete: --model, --older-than or both", param_hint="--delete")
+        raise typer.BadParameter("choose the KV to delete: --model, --older-than or both", param_hint="--delete")
     loaded, names = load_config(config, overrides or ()), model or ()
     found: list[Contents] = []
     failures: list[KVFrameworkError] = []

@@ -58,7 +58,7 @@ def tier_offers(speeds: Iterable[TierSpeed]) -> tuple[TierOffer, ...]:
             raise PlanError(
                 f"the same tier is given twice: {offer.name}",
                 where=f"--tier {speed.name}",
-                hint="leave out one of them, or give another speed or capacity",
+                hint="leave out one of the two, or give another speed or capacity",
             )
         offers.append(offer)
     return tuple(offers)

@@ -11,7 +11,7 @@ import msgspec
 
 from kvf_plan.errors import TraceError
 
-RECORD = "record one: kvframework trace record --for 10m -o trace.jsonl"
+RECORD = "record a trace: kvframework trace record --for 10m -o trace.jsonl"
 _READ = (
     "a trace of `kvframework trace record`, or of Mooncake (JSON lines with `timestamp`, `input_length`, `hash_ids`)"
 )

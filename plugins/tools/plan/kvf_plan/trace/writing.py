@@ -114,7 +114,7 @@ class TraceFile:
                 "the file exists",
                 where=str(self.path),
                 available="a new file",
-                hint="give another file, or remove this one",
+                hint="give another file name, or remove the existing file",
             ) from None
         except OSError as error:
             raise TraceError(

@@ -215,7 +215,7 @@ class TierKit(NamedKit):
     _where = "[[l2]] #1"
 
     shared: ClassVar[bool] = False
-    """Whether several nodes may use the store of a tier that comes from a fixture. With `use`, the provider says it."""
+    """Whether several nodes may use the store of a tier that comes from a fixture. With `use`, the provider sets it."""
 
     persistent: ClassVar[bool] = True
     """Whether values outlive the tier object. With `use`, or with `reopen`, they should."""

@@ -381,7 +381,7 @@ class WireFaultTests(TierKit):
         assert grown < FAILURES, f"The tier keeps {grown} descriptors after {3 * FAILURES} failures"
 
     def must_be_there(self, tier: WatchedTier, key: PackedKey, value: bytes) -> None:
-        persist(lambda: tier.must_load(key, value, "what was stored before the fault"), self.patience_s)
+        persist(lambda: tier.must_load(key, value, "the value stored before the fault"), self.patience_s)
 
     def in_time(self, call: Callable[..., object]) -> None:
 

@@ -209,9 +209,9 @@ class Memory(TransportKit):
         stored = [engine.snapshot(), other.snapshot()]
         loads = [engine.submit("load", requests[1]), other.submit("load", requests[0])]
         for load in loads:
-            must_succeed(load, "A load of what another device stored")
-        engine.must_have_loaded(stored[1], other.source(), what="A load of what another device stored")
-        other.must_have_loaded(stored[0], engine.source(), what="A load of what another device stored")
+            must_succeed(load, "A load of KV that another device stored")
+        engine.must_have_loaded(stored[1], other.source(), what="A load of KV that another device stored")
+        other.must_have_loaded(stored[0], engine.source(), what="A load of KV that another device stored")
 
     def test_memory_of_another_device_is_refused(self, engine: KitEngine) -> None:
         """A client may say any device of its memory."""

@@ -253,7 +253,7 @@ class Life(TransportKit):
                 stack.callback(engines[-1].close)
             for number, (one, other) in enumerate((engines, engines[::-1]), start=1):
                 assert one.ask("store", number) is True, "A store in a second process failed"
-                assert other.ask("load", number) is True, "One process missed what another had stored"
+                assert other.ask("load", number) is True, "One process missed KV that another process had stored"
             assert not engines[1].ask("check", 1), "A second process loaded wrong bytes"
             assert engines[0].ask("store", 1) is True, "A store of present objects failed; it must succeed"
 
