@@ -52,7 +52,7 @@ def _map_all(reference: weakref.ref[MappedArena]) -> None:
             later: list[int] = []
             for begin in begins:
                 if examined % _ROOM_EVERY == 0 and available_memory() < _ROOM:
-                    log.debug("no more of the arena is mapped ahead: too little memory is left")
+                    log.debug("the rest of the arena is not mapped ahead: too little memory is left")
                     return
                 examined += _STEP
                 started = time.monotonic()
@@ -66,7 +66,7 @@ def _map_all(reference: weakref.ref[MappedArena]) -> None:
     except _Gone:
         return
     except OSError as error:
-        log.debug("no more of the arena is mapped ahead: %s", error)
+        log.debug("the rest of the arena is not mapped ahead: %s", error)
 
 
 def _map_step(reference: weakref.ref[MappedArena], begin: int) -> bool:

@@ -114,7 +114,10 @@ def trusted_server_uid(environ: Mapping[str, str] = os.environ) -> int:
         return os.getuid()
     if not (named.isascii() and named.isdigit() and int(named) <= MAX_UID):
         raise EndpointError(
-            f"{named[:64]!r} is no user id", where=SERVER_UID_VARIABLE, available=f"0 to {MAX_UID}", hint="see `id -u`"
+            f"{named[:60]!r} is not a user id",
+            where=SERVER_UID_VARIABLE,
+            available=f"0 to {MAX_UID}",
+            hint="see `id -u`",
         )
     return int(named)
 

@@ -124,7 +124,10 @@ def test_a_namespace_that_comes_into_use_meanwhile_is_kept(redis: RedisServer) -
 def test_errors_say_where_and_what_to_do(redis: RedisServer, tmp_path: Path) -> None:
     options = ["--set", "l2.0.use=redis", "--set", f"l2.0.url={redis.url}"]
     write(redis, NAMESPACES[0], 40)
-    for wrong, said in ((["--delete"], "say what to delete"), (["--older-than", "soon"], "expected a time such as")):
+    for wrong, said in (
+        (["--delete"], "choose the KV to delete"),
+        (["--older-than", "soon"], "expected a time such as"),
+    ):
         refused = run("tiers", "gc", *options, *wrong)
         assert (refused.returncode, said in " ".join(refused.stderr.replace("│", " ").split())) == (2, True)
     unknown = run("tiers", "gc", *options, "--model", "n")

@@ -35,7 +35,7 @@ def test_strangers_and_a_bucket_without_a_bound_are_warned_of() -> None:
     ("answer", "fact", "advice"),
     [
         (Answer(403, "SignatureDoesNotMatch"), "refuses the secret key", "AWS_ACCESS_KEY_ID"),
-        (Answer(404, "NoSuchBucket"), "the bucket does not exist", "make the bucket"),
+        (Answer(404, "NoSuchBucket"), "the bucket does not exist", "create the bucket"),
         (Answer(404, body=b"404 page not found"), "no bucket answers at the endpoint", "the S3 API"),
         (Answer(403, "RequestTimeTooSkewed"), "the clocks of the store", "NTP"),
     ],

@@ -234,7 +234,7 @@ def test_the_bytes_are_signed_only_if_asked(peer: S3Peer, tmp_path: Path) -> Non
         (403, "AccessDenied", "refuses the access", "ListBucket"),
         (403, "RequestTimeTooSkewed", "the clocks of the store and of this machine differ", "NTP"),
         (400, "ExpiredToken", "have expired", "renew"),
-        (404, "NoSuchBucket", "the bucket does not exist", "make the bucket"),
+        (404, "NoSuchBucket", "the bucket does not exist", "create the bucket"),
         (301, "PermanentRedirect", "another endpoint", "region"),
         (400, "AuthorizationHeaderMalformed", "another region", "region"),
         (403, "SomethingNew", "refuses the access (SomethingNew, status 403)", ""),

@@ -236,7 +236,7 @@ def test_batches_and_empty_prompts_are_refused(tmp_path):
                 kv.restore(ids)
         two = transformers.DynamicCache()
         two.update(torch.zeros(2, 2, 40, 16), torch.zeros(2, 2, 40, 16), 0)
-        with pytest.raises(BadLayout, match="save the requests of a batch"):
+        with pytest.raises(BadLayout, match="save each request of a batch"):
             kv.save(prompt(), two)
         window = transformers.DynamicCache(config=transformers.MistralConfig(**SMALL, sliding_window=24))
         with torch.no_grad():

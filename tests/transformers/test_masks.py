@@ -238,7 +238,7 @@ def test_several_rows_from_a_restored_cache_are_right_or_refused_with_the_call_t
             restored.cache.batch_repeat_interleave(3)
             torch.manual_seed(3)
             assert plain_tokens(model, ids, past_key_values=restored.cache, **ROWS[rows]) == expected
-            with pytest.raises(BadLayout, match="save the requests of a batch"):
+            with pytest.raises(BadLayout, match="save each request of a batch"):
                 kv.save(ids, restored.cache)
             kv.generate(ids, 1)
 

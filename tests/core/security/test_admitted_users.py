@@ -73,7 +73,7 @@ def test_a_client_trusts_no_other_users_server_unless_it_is_named(server: Server
 
 @pytest.mark.parametrize("text", ["-1", "root", "4294967295", "1 ", "\u0661"])
 def test_a_user_is_named_by_its_number(text: str) -> None:
-    with pytest.raises(EndpointError, match="is no user id"):
+    with pytest.raises(EndpointError, match="is not a user id"):
         trusted_server_uid({VARIABLE: text})
 
 

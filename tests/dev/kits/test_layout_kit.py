@@ -257,7 +257,7 @@ KEPT = "test_nothing_is_kept_of_the_tensors"
 # fmt: off
 BUGS: dict[str, tuple[type[Layout], str, str]] = {
     # views
-    "planes swapped": (views(lambda all_: [planes[::-1] for planes in all_]), MEMORY, "what the engine wrote"),
+    "planes swapped": (views(lambda all_: [planes[::-1] for planes in all_]), MEMORY, "the bytes that the engine wrote"),
     "layers backwards": (views(lambda all_: [[layers[::-1] for layers in planes] for planes in all_]), MEMORY, "layer 0"),
     "layers of V shifted": (views(lambda all_: [[planes[0], [*planes[1][1:], planes[1][0]]] for planes in all_]), MEMORY, "plane 1"),
     "one block further": (each_view(lambda v, p, at: torch.cat([v[1:], v[:1]])), MEMORY, "block 0"),
@@ -267,17 +267,17 @@ BUGS: dict[str, tuple[type[Layout], str, str]] = {
     "strides of tokens and heads": (each_view(lambda v, p, at: v.as_strided(v.shape, (v.stride(0), 3, 12, 1), v.storage_offset())), MEMORY, "block 0"),
     "from the storage's beginning": (each_view(lambda v, p, at: v.as_strided(v.shape, v.stride(), 0)), MEMORY, "block"),
     "from the first layer's beginning": (views(lambda all_: [[[_at(planes[0][0], view) for view in layers] for layers in planes] for planes in all_]), MEMORY, "layer 1, plane 0"),
-    "heads backwards": (each_view(lambda v, p, at: v[:, :, [1, 0]]), MEMORY, "what the engine wrote"),
+    "heads backwards": (each_view(lambda v, p, at: v[:, :, [1, 0]]), MEMORY, "the bytes that the engine wrote"),
     "heads swapped in V": (each_view(lambda v, p, at: _swapped(v) if p else v), MEMORY, "plane 1"),
-    "tokens backwards": (each_view(lambda v, p, at: v.flip(1)), MEMORY, "what the engine wrote"),
-    "copies": (each_view(lambda v, p, at: v.clone()), MEMORY, "what the engine wrote"),
+    "tokens backwards": (each_view(lambda v, p, at: v.flip(1)), MEMORY, "the bytes that the engine wrote"),
+    "copies": (each_view(lambda v, p, at: v.clone()), MEMORY, "the bytes that the engine wrote"),
     "a copy of layer 10": (each_view(lambda v, p, at: v.clone() if at == 10 else v), MEMORY, "layer 10"),
-    "copies of what is not dense": (each_view(lambda v, p, at: v.contiguous()), MEMORY, "what the engine wrote"),
-    "one layer for all": (views(lambda all_: [[[layers[0]] * len(layers) for layers in planes] for planes in all_]), MEMORY, "what the engine wrote"),
+    "copies of what is not dense": (each_view(lambda v, p, at: v.contiguous()), MEMORY, "the bytes that the engine wrote"),
+    "one layer for all": (views(lambda all_: [[[layers[0]] * len(layers) for layers in planes] for planes in all_]), MEMORY, "the bytes that the engine wrote"),
     "K for V": (views(lambda all_: [[planes[0]] * 2 for planes in all_]), MEMORY, "plane 1"),
     "layers before planes": (views(lambda all_: [list(map(list, zip(*planes))) for planes in all_]), SHAPES, "[plane][layer]"),
-    "one block for all": (each_view(lambda v, p, at: v[:1].expand(v.shape)), MEMORY, "what the engine wrote"),
-    "overlapping blocks": (each_view(lambda v, p, at: v.as_strided(v.shape, (v.stride(0) // 2, *v.stride()[1:]), v.storage_offset())), MEMORY, "what the engine wrote"),
+    "one block for all": (each_view(lambda v, p, at: v[:1].expand(v.shape)), MEMORY, "the bytes that the engine wrote"),
+    "overlapping blocks": (each_view(lambda v, p, at: v.as_strided(v.shape, (v.stride(0) // 2, *v.stride()[1:]), v.storage_offset())), MEMORY, "the bytes that the engine wrote"),
     "another dtype": (each_view(lambda v, p, at: v.view(torch.int32)), SHAPES, "[plane][layer]"),
     "writes what it sees": (Clears, COPIES, "wrote to the engine's memory"),
     # declarations
@@ -315,7 +315,7 @@ BUGS: dict[str, tuple[type[Layout], str, str]] = {
     "divides by the block size": (DividesByTheBlockSize, "test_what_cannot_be_described_is_refused[block_size 0]", "ZeroDivisionError, expected BadLayout"),
     # instances
     "remembers the first": (RemembersTheFirst, INSTANCES, "must not depend on an instance"),
-    "remembers the last": (RemembersTheLast, INSTANCES, "what the engine wrote"),
+    "remembers the last": (RemembersTheLast, INSTANCES, "the bytes that the engine wrote"),
     "remembers blocks in its class": (RemembersBlocksOfTheClass, INSTANCES, "of another instance"),
     "keeps tensors": (KeepsTensors, KEPT, "that the engine has freed"),
 }

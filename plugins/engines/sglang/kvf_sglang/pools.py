@@ -36,7 +36,7 @@ _LATENT = {
     "page_first_direct": ("block", "layer", "token", "head", "dim"),
 }
 _STATE_LAYOUTS = ("page_first", "page_first_direct")
-TURNED = "the numbers of its states are not in the order of their shape"
+TURNED = "its states are not laid out in the order of their shape"
 # Exact classes: their subclasses hold other things in the same attributes.
 _MHA, _MLA, _MAMBA = "MHATokenToKVPoolHost", "MLATokenToKVPoolHost", "MambaPoolHost"
 

@@ -66,7 +66,7 @@ def simulate(
         typer.Option(
             min=0,
             metavar="PROMPTS",
-            help="Prompts per engine that are looked up before their turn; default: all, on arrival.",
+            help="Prompts per engine that are looked up ahead; default: each prompt on arrival.",
         ),
     ] = None,
     chunk_tokens: Annotated[

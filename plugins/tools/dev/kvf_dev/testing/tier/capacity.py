@@ -67,7 +67,7 @@ class CapacityTests(TierKit):
             if outcome is STORED:
                 values[key] = value
                 fillable.must_load(key, value, "The tier said STORED, but the value is missing")
-        assert len(values) >= 10, "The tier refused values long before its capacity_bytes"
+        assert len(values) >= 10, "The tier refused values long before it held capacity_bytes"
 
         last = list(values)[-1]
         values[last] = os.urandom(nbytes)

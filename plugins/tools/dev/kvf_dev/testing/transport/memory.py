@@ -193,7 +193,7 @@ class Memory(TransportKit):
         size = sum(len(image) for image in engine.model.images.values()) // engine.model.blocks[0] * 4 * engine.chunks
         count = (10 << 20) // size
         for number in range(count):
-            before = f"{number * size >> 10} KiB of others (`pin` must register each slice of the arena)"
+            before = f"{number * size >> 10} KiB of other data (`pin` must register each slice of the arena)"
             request = engine.stored(what=f"A store after {before}")
             if number == count // 2:
                 kept, stored = request, engine.snapshot()
