@@ -44,6 +44,7 @@ app = typer.Typer(
         "kvframework bench blend                   answers over shuffled documents",
         "kvframework bench serving --trace FILE    vLLM: time to first token",
         "kvframework bench decode                  vLLM's next token beside loads",
+        "kvframework bench disaggregated           by NIXL, or the cache",
         "kvframework bench outside --trace FILE --folder cells   others' benchmarks",
         "kvframework bench cuda --sweep            fragments and copy engines",
         "kvframework bench gpu-report gpu.tar.gz   all of a first run on a GPU",
@@ -589,6 +590,39 @@ def decode(
     sizes = QUICK if quick else FULL
     sizes = msgspec.structs.replace(sizes, rounds=rounds or sizes.rounds)
     _run("decode", lambda stage: bench_decode(sizes, model=model, stage=stage), quick, as_json, markdown, plot)
+
+
+@app.command("disaggregated")
+def disaggregated(
+    model: Annotated[pathlib.Path | None, typer.Option(help="A folder with a model. Default: a random model.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Number of rounds; each measures every case once.")] = None,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    markdown: Markdown = False,
+    plot: Plot = None,
+) -> None:
+    """Measure the first token of prompts that a second vLLM engine computes, by NIXL and through the cache.
+
+    Beside an engine that computes them itself, over length and number of requests at once. Needs vLLM and NIXL; takes
+    five minutes and 4 GB of memory.
+    """
+    import msgspec
+
+    from kvframework_bench.errors import require_vllm
+
+    require_vllm()
+    from kvframework_bench.disaggregated.run import FULL, QUICK, bench_disaggregated
+
+    sizes = QUICK if quick else FULL
+    sizes = msgspec.structs.replace(sizes, rounds=rounds or sizes.rounds)
+    _run(
+        "disaggregated",
+        lambda stage: bench_disaggregated(sizes, model=model, stage=stage),
+        quick,
+        as_json,
+        markdown,
+        plot,
+    )
 
 
 @app.command("outside")

@@ -8,6 +8,7 @@ from kvframework_bench.blend.figures import BlendFigures
 from kvframework_bench.contention.figures import ContentionFigures
 from kvframework_bench.cuda.figures import CudaFigures
 from kvframework_bench.decode.figures import DecodeFigures
+from kvframework_bench.disaggregated.figures import DisaggregatedFigures
 from kvframework_bench.events.figures import EventsFigures
 from kvframework_bench.l2.figures import L2Figures
 from kvframework_bench.machine import Load, Machine
@@ -161,6 +162,7 @@ Figures = (
     | NodeFigures
     | ServingFigures
     | DecodeFigures
+    | DisaggregatedFigures
     | OutsideFigures
 )
 
@@ -185,6 +187,7 @@ FIGURES: dict[str, type[Figures]] = {
     "blend": BlendFigures,
     "serving": ServingFigures,
     "decode": DecodeFigures,
+    "disaggregated": DisaggregatedFigures,
     "outside": OutsideFigures,
 }
 

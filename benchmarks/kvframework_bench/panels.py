@@ -10,6 +10,7 @@ from kvframework_bench.blend.figures import FULL, BlendFigures
 from kvframework_bench.contention.figures import ContentionFigures
 from kvframework_bench.cuda.figures import CudaFigures
 from kvframework_bench.decode.figures import DecodeFigures
+from kvframework_bench.disaggregated.figures import DisaggregatedFigures
 from kvframework_bench.document import Figures, HostFigures, LookupFigures, RestartFigures, StoreFigures
 from kvframework_bench.events.figures import EventsFigures
 from kvframework_bench.l2.figures import L2Figures
@@ -113,6 +114,19 @@ def panels(figures: Figures) -> list[Panel]:
         return [
             Bars("time between tokens, p99", "ms", [spread_bar(row.beside, row.p99_ms) for row in figures.rows]),
             Bars("time between tokens, p99, ratio to alone", "x", ratios),
+        ]
+    if isinstance(figures, DisaggregatedFigures):
+        return [
+            Bars(
+                f"time to the first token, {tokens} tokens",
+                "ms",
+                [
+                    spread_bar(f"{row.at_once} at once, {row.way}", row.first_ms)
+                    for row in figures.rows
+                    if row.prompt_tokens == tokens
+                ],
+            )
+            for tokens in sorted({row.prompt_tokens for row in figures.rows})
         ]
     if isinstance(figures, OutsideFigures):
         return [

@@ -12,6 +12,7 @@ from kvframework_bench.console import format_latency, format_range, format_rate,
 from kvframework_bench.contention.figures import ContentionFigures, contention_tables
 from kvframework_bench.cuda.figures import CudaFigures, cuda_tables
 from kvframework_bench.decode.figures import DecodeFigures, decode_tables
+from kvframework_bench.disaggregated.figures import DisaggregatedFigures, disaggregated_tables
 from kvframework_bench.document import (
     Document,
     HashFigures,
@@ -100,6 +101,8 @@ def tables(document: Document, *, markdown: bool = False) -> list[Table]:
         made = serving_tables(figures)
     elif isinstance(figures, DecodeFigures):
         made = decode_tables(figures)
+    elif isinstance(figures, DisaggregatedFigures):
+        made = disaggregated_tables(figures)
     elif isinstance(figures, OutsideFigures):
         made = outside_tables(figures)
     else:

@@ -1,7 +1,8 @@
 """A proxy for prefill and decode in two vLLM engines that share a kvframework server.
 
 Each completion is first sent to the prefill engine, for one token: that engine stores the prompt's KV. Then it is sent
-unchanged to the decode engine, which loads that KV, and its answer goes back as it comes. If the prefill engine does
+to the decode engine, which loads that KV, and its answer goes back as it comes. If the prefill engine answers where its
+KV lies, as with vLLM's NixlConnector, the decode engine is told and fetches it from there. If the prefill engine does
 not answer, the decode engine computes the prompt itself.
 
 python pd_proxy.py --prefill 127.0.0.1:8100 --decode 127.0.0.1:8200 [--port 8000]
@@ -60,18 +61,21 @@ def proxy(
                 return
             first = prefill_of(body) if self.path in PROMPTS else b""
             if first:
-                self._prefill(first)
+                body = decode_of(body, self._prefill(first))
             self._relay(decode, body)
 
-        def _prefill(self, body: bytes) -> None:
+        def _prefill(self, body: bytes) -> bytes:
+            """The answer of the prefill engine, b"" for none."""
             try:
                 with closing(http.client.HTTPConnection(prefill, timeout=timeout)) as connection:
                     reply = self._asked(connection, body)
-                    reply.read()
-                if reply.status != 200:
-                    self.log_error("prefill engine: status %s", reply.status)
+                    answer = reply.read(MAX_BODY_BYTES)
+                if reply.status == 200:
+                    return answer
+                self.log_error("prefill engine: status %s", reply.status)
             except FAILURES as error:
                 self.log_error("prefill engine: %r", error)
+            return b""
 
         def _relay(self, engine: str, body: bytes) -> None:
             # One request a connection: nothing of a client's bytes is taken for a second one.
@@ -117,17 +121,35 @@ def proxy(
 def prefill_of(body: bytes) -> bytes:
     """The request for the prefill engine: the same prompt, one token, no stream. b"" for what the decode engine shall
     refuse by itself."""
-    try:
-        request: Any = json.loads(body)
-    except (ValueError, RecursionError):
-        return b""
-    if not isinstance(request, dict):
+    request = _object(body)
+    if not request:
         return b""
     request = {name: value for name, value in request.items() if name not in ("stream_options", "min_tokens", "n")}
     request |= {"stream": False, "max_tokens": 1}
     if "max_completion_tokens" in request:
         request["max_completion_tokens"] = 1
+    return _with_transfer(request, {"do_remote_decode": True})
+
+
+def decode_of(body: bytes, answer: bytes) -> bytes:
+    """The request for the decode engine: the client's, with the place of the KV if the prefill engine names one."""
+    place = _object(answer).get("kv_transfer_params")
+    return _with_transfer(_object(body), place) if isinstance(place, dict) else body
+
+
+def _with_transfer(request: dict[str, Any], added: dict[str, Any]) -> bytes:
+    given = request.get("kv_transfer_params")
+    if given is None or isinstance(given, dict):
+        request["kv_transfer_params"] = {**(given or {}), **added}
     return json.dumps(request).encode()
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        found: Any = json.loads(body)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 if __name__ == "__main__":

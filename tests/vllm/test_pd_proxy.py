@@ -110,8 +110,23 @@ def test_a_prompt_is_prefilled_with_one_token_and_answered_by_the_other() -> Non
         assert asked(proxy, "POST", "/tokenize", b"{}")[0] == 200
     assert answer == (200, "decode!", "text/event-stream")
     one = {"prompt": [1, 2], "max_tokens": 1, "stream": False, "cache_salt": "s"}
+    one["kv_transfer_params"] = {"do_remote_decode": True}
     assert prefill.asked == [("/v1/completions", one, "Bearer t")]
     assert decode.asked == [("/v1/completions", request, "Bearer t"), ("/tokenize", {}, "")]
+
+
+def test_the_decode_engine_is_told_where_the_prefill_engine_keeps_the_kv() -> None:
+    request = {"prompt": "a", "kv_transfer_params": {"kvframework.salt": "s"}}
+    place = {"do_remote_prefill": True, "remote_block_ids": [[3]], "remote_port": 5600}
+    body = json.dumps(request).encode()
+    told = pd_proxy.decode_of(body, json.dumps({"choices": [], "kv_transfer_params": place}).encode())
+    assert json.loads(told) == {"prompt": "a", "kv_transfer_params": {"kvframework.salt": "s", **place}}
+    for answer in (b"", b"[1]", b'{"kv_transfer_params": null}', b'{"kv_transfer_params": [1]}', b"{", b"[" * 100_000):
+        assert pd_proxy.decode_of(body, answer) == body
+    asked = json.loads(pd_proxy.prefill_of(body))["kv_transfer_params"]
+    assert asked == {"kvframework.salt": "s", "do_remote_decode": True}
+    # What is no object is left to the engines to refuse.
+    assert json.loads(pd_proxy.prefill_of(b'{"prompt": "a", "kv_transfer_params": 7}'))["kv_transfer_params"] == 7
 
 
 @pytest.mark.parametrize("status", [500, 0])

@@ -20,6 +20,7 @@ from kvframework_bench.contention.figures import (
 )
 from kvframework_bench.cuda.figures import MatmulFigures, MatmulRow, Moved, StepFigures, SubmitRow, SweepRow
 from kvframework_bench.decode.figures import DecodeRow
+from kvframework_bench.disaggregated.figures import DisaggregatedRow
 from kvframework_bench.document import (
     Echo,
     HashFigures,
@@ -203,6 +204,7 @@ READINGS: dict[type[msgspec.Struct], dict[str, Reading | None]] = {
         "p99_to_held": LESS_RATIO,
         "first_ms": LESS,
     },
+    DisaggregatedRow: {"first_ms": LESS, "decoder_ms": LESS, "hit": MORE},
     OutsideRow: {
         "first_mean_ms": LESS,
         "first_p50_ms": LESS,

@@ -136,14 +136,21 @@ def transfer(connector: str, options: Mapping[str, Any]) -> list[str]:
 
 @contextmanager
 def running_engine(
-    name: str, settings: EngineSettings, offload: Sequence[str], cores: Sequence[int], directory: Path
+    name: str,
+    settings: EngineSettings,
+    offload: Sequence[str],
+    cores: Sequence[int],
+    directory: Path,
+    more: Mapping[str, str] | None = None,
 ) -> Iterator[Engine]:
     """Yield a server that was started, and does not answer yet. It computes on `cores` only: else the number of its
-    threads, and with them what it answers, would depend on whether it has a connector."""
+    threads, and with them what it answers, would depend on whether it has a connector. `more` is for its environment.
+    """
     port = free_port()
     connectors = directory / "connectors"
     connectors.mkdir(exist_ok=True)
     environment = {**_ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)), FOLDER: str(connectors)}
+    environment |= more or {}
     with ExitStack() as stack:
         command = vllm_command(settings, port, offload)
         child = stack.enter_context(running(name, command, directory, environment=environment))

@@ -234,7 +234,7 @@ class History:
 
     @staticmethod
     def _topic(engine: str, model: str) -> bytes:
-        return f"kv@{engine}@{model}".encode("utf-8", "replace")
+        return f"kv@{engine}@{model}".encode("utf-8", "replace") if engine else b""
 
 
 def _packs(news: Iterable[News], most_bytes: float) -> Iterator[tuple[str, list[News]]]:

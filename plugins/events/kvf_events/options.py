@@ -33,11 +33,11 @@ class EventsOptions(Options, frozen=True):
         ),
     ] = "withhold"
     engines: Annotated[
-        tuple[Annotated[str, msgspec.Meta(min_length=1, max_length=256, pattern="^[^@]+$")], ...],
+        tuple[Annotated[str, msgspec.Meta(max_length=256, pattern="^[^@]*$")], ...],
         msgspec.Meta(
             max_length=16,
             description="the router's names of this node's engines, such as `10.0.0.7:8000`, one topic"
-            " each; empty: one topic, with the name of the machine",
+            ' each; empty: one topic, with the name of the machine; `[""]`: no topic, as from vLLM, for vllm-router',
         ),
     ] = ()
     state: Annotated[

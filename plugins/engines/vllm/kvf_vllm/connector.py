@@ -36,6 +36,7 @@ except ImportError:  # vLLM before 0.32 does not ask for the source of hits
 
 from kvf_vllm.adapters import AdapterNames, LoadedAdapters
 from kvf_vllm.attach import AttachedInstance
+from kvf_vllm.beside_nixl import SideChannel, check_roles, nixl_of
 from kvf_vllm.canonical import BlockForm, CanonicalBlocks, prove_planes
 from kvf_vllm.events import BlocksRemoved, BlocksStored
 from kvf_vllm.facts import (
@@ -148,7 +149,7 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self._named: Named | None = None
         self._updates: WeightUpdates | None = None
         self._resets: CacheResets | None = None
-        self._is_beside_others = is_beside_others(transfer)
+        self._is_beside_others = others_beside(transfer, vllm_config.parallel_config)
         if role == KVConnectorRole.SCHEDULER:
             if self._unread:
                 log.warning("vLLM loads and stores no KV: %s", self._unread)
@@ -432,9 +433,17 @@ def _connectors(transfer: Any) -> list[Any]:
     return [transfer] if engine is None or engine is transfer else [transfer, engine]
 
 
-def is_beside_others(transfer: Any) -> bool:
-    """Whether the engine has other connectors. Only workers see it."""
-    return len(_connectors(transfer)) > 1
+def others_beside(transfer: Any, parallel: Any) -> SideChannel | bool:
+    """Whether the engine has other connectors, which only workers see. If one is NIXL, the claim on its port, which is
+    held for as long as the worker lives. Raises `ConfigFieldError` for settings by which NIXL would move nothing."""
+    engine = _connectors(transfer)[-1]
+    if engine is transfer:
+        return False
+    check_roles(engine)
+    if not nixl_of(engine) or parallel.rank:
+        return True
+    port = envs.VLLM_NIXL_SIDE_CHANNEL_PORT + parallel.data_parallel_index
+    return SideChannel(envs.VLLM_NIXL_SIDE_CHANNEL_HOST, port)
 
 
 def check_failure_policy(transfer: Any) -> None:

@@ -36,7 +36,7 @@ from kvf_vllm.connector import (
     check_failure_policy,
     connect,
     event_block_size,
-    is_beside_others,
+    others_beside,
     published,
 )
 from kvf_vllm.facts import model_of, packing_of, place_of, why_unread
@@ -104,7 +104,7 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
         self._slot_bytes = 0
         # Blocks that loads fill within the step that is planned now, by job.
         self._within: dict[int, list[int]] = {}
-        self._is_beside_others = is_beside_others(transfer)
+        self._is_beside_others = others_beside(transfer, vllm_config.parallel_config)
         self.connector_scheduler: Any = None
         self.connector_worker: Any = None
         if role == KVConnectorRole.SCHEDULER:
