@@ -56,12 +56,6 @@ def test_two_engines_with_one_port_of_nixl(both: Pair, tmp_path: Path) -> None:
     assert "set VLLM_NIXL_SIDE_CHANNEL_PORT to another number" in said
 
 
-def test_a_prefiller_whose_nixl_only_receives(both: Pair, tmp_path: Path) -> None:
-    given = transfer(both.server, "KvFrameworkConnector", ROLES[1])
-    said = refused(Engine(tmp_path, {**given, "kv_role": ROLES[0]}, 1))
-    assert "kv_role is 'kv_consumer' in NixlConnector, but 'kv_producer' in MultiConnector" in said
-
-
 def test_the_check_names_what_differs(both: Pair, tmp_path: Path) -> None:
     """Another decoder behind another server, which holds nothing of the prefiller's."""
     with ServerProcess(capacity="256MiB") as other:

@@ -36,7 +36,7 @@ except ImportError:  # vLLM before 0.32 does not ask for the source of hits
 
 from kvf_vllm.adapters import AdapterNames, LoadedAdapters
 from kvf_vllm.attach import AttachedInstance
-from kvf_vllm.beside_nixl import SideChannel, check_roles, nixl_of
+from kvf_vllm.beside_nixl import claimed
 from kvf_vllm.canonical import BlockForm, CanonicalBlocks, prove_planes
 from kvf_vllm.events import BlocksRemoved, BlocksStored
 from kvf_vllm.facts import (
@@ -433,17 +433,13 @@ def _connectors(transfer: Any) -> list[Any]:
     return [transfer] if engine is None or engine is transfer else [transfer, engine]
 
 
-def others_beside(transfer: Any, parallel: Any) -> SideChannel | bool:
-    """Whether the engine has other connectors, which only workers see. If one is NIXL, the claim on its port, which is
-    held for as long as the worker lives. Raises `ConfigFieldError` for settings by which NIXL would move nothing."""
+def others_beside(transfer: Any, parallel: Any) -> object:
+    """True if the engine has other connectors, which only workers see; for NIXL the claim on its port, to be kept."""
     engine = _connectors(transfer)[-1]
-    if engine is transfer:
-        return False
-    check_roles(engine)
-    if not nixl_of(engine) or parallel.rank:
-        return True
-    port = envs.VLLM_NIXL_SIDE_CHANNEL_PORT + parallel.data_parallel_index
-    return SideChannel(envs.VLLM_NIXL_SIDE_CHANNEL_HOST, port)
+    if "Nixl" in str(engine.kv_connector_extra_config.get("connectors")) and not parallel.rank:
+        port = envs.VLLM_NIXL_SIDE_CHANNEL_PORT + parallel.data_parallel_index
+        return claimed(envs.VLLM_NIXL_SIDE_CHANNEL_HOST, port)
+    return engine is not transfer
 
 
 def check_failure_policy(transfer: Any) -> None:
