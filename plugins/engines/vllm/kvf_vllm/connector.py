@@ -437,8 +437,7 @@ def others_beside(transfer: Any, parallel: Any) -> object:
     """True if the engine has other connectors, which only workers see; for NIXL the claim on its port, to be kept."""
     engine = _connectors(transfer)[-1]
     if "Nixl" in str(engine.kv_connector_extra_config.get("connectors")) and not parallel.rank:
-        port = envs.VLLM_NIXL_SIDE_CHANNEL_PORT + parallel.data_parallel_index
-        return claimed(envs.VLLM_NIXL_SIDE_CHANNEL_HOST, port)
+        return claimed(envs.VLLM_NIXL_SIDE_CHANNEL_PORT + parallel.data_parallel_index)
     return engine is not transfer
 
 
