@@ -153,8 +153,9 @@ def doctor(config: ConfigFile = None, overrides: Overrides = None, as_json: AsJs
 
 
 def _text(finding: Finding) -> Text:
-    """Two lines for people, one for a pipe. The name of the configuration's file is shown once, by `config.load`."""
-    place = finding.where.partition(": ")[2] or finding.where
+    """Two lines for people, one for a pipe. `config.load` shows the configuration's file, and each failure, as other
+    commands tell it."""
+    place = finding.where if finding.level == "fail" else finding.where.partition(": ")[2] or finding.where
     text = Text(f"{place}: {finding.fact}" if place else finding.fact)
     if finding.advice:
         text.append("\n" if stdout.is_terminal else "; ")

@@ -44,8 +44,13 @@ class Subject(msgspec.Struct, frozen=True):
 
 def refusal(error: KVFrameworkError) -> Finding:
     """The finding for an error with which a server would refuse to start; its name is the error's code."""
-    advice = error.hint or (f"expected: {error.available}" if error.available else "")
-    return Finding(error.code, "fail", error.fact, advice, error.where)
+    return Finding(error.code, "fail", error.fact, _advice(error), error.where)
+
+
+def _advice(error: KVFrameworkError) -> str:
+    """What an error says after its fact, in its words."""
+    hint = error.hint and f"hint: {error.hint}"
+    return "; ".join(filter(None, (f"expected: {error.available}", hint))) if error.available else error.hint
 
 
 def configured(config: Config, *, replaces: int | None = None, kept: bool = False) -> list[Subject]:
@@ -66,7 +71,7 @@ def common_findings(config: Config, *, serving: bool, deadline_s: float) -> list
 
 
 def table_findings(subject: Subject, *, deadline_s: float) -> Iterator[Finding]:
-    use, where = subject.table.use, subject.table.where
+    use, where = f"{subject.kind}.{subject.table.use}", subject.table.where
     held = subject.kind == "memory" and (subject.kept or subject.replaces is not None)
     request = msgspec.structs.replace(subject, diagnose_s=0.0 if held else deadline_s - _TO_END_S)
     ran = run_isolated(__name__, msgspec.msgpack.encode(request), function="check_plugin", deadline_s=deadline_s)
@@ -132,7 +137,7 @@ def _findings(subject: Subject, provider: AnyProvider, options: Options, deadlin
         placed = error.where.startswith(place)  # a plugin may name another place
         fact = error.fact if placed or not error.where else f"{error.where}: {error.fact}"
         where = error.where if placed else place
-        yield Finding("plugin.diagnose", "fail", fact, error.hint or error.available, where)
+        yield Finding("plugin.diagnose", "fail", fact, _advice(error), where)
     except Exception as error:  # noqa: BLE001  whatever a plugin raises
         fact = f"{use}: the plugin's diagnosis failed with {described(error)}"
         yield Finding("plugin.diagnose", "fail", fact, "ask the plugin's author")

@@ -70,6 +70,11 @@ def no_parameters():
     return Good()
 def raises(options):
     return {}["missing"]
+def forks(options):
+    if not os.fork():
+        return Good()
+    os.wait()
+    return Good()
 async def later(options):
     return Good()
 @hookimpl
@@ -88,6 +93,7 @@ def kvf_codecs():
         good("future", requires_api="1.999"),
         good("no_parameters", create=no_parameters),
         good("raises", create=raises),
+        good("forks", create=forks),
         good("later", create=later),
         good("text", create=lambda options: "text"),
         good("hidden"),
@@ -105,6 +111,7 @@ OPTIONS_TITLES = (
     "future",
     "no_parameters",
     "raises",
+    "forks",
     "later",
     "text",
     "gone",
@@ -176,6 +183,7 @@ PLANTED = {
             "api-version codec.future": "",
             "wrong-signature codec.no_parameters": "create",
             "create-fails codec.raises": "",
+            "create-dies codec.forks": "",
             "async-method codec.later": "create",
             "create-fails codec.text": "",
             "no-entry-point codec.hidden": "",

@@ -56,6 +56,14 @@ def test_a_sound_plugin_has_no_problem(site: Path) -> None:
         assert (report.problems, report.notes, report.checked) == ([], [], ["codec.one"])
 
 
+def test_an_inspection_that_ends_before_its_first_step_is_a_problem(site: Path) -> None:
+    """As on a machine so busy that the process has no time to import anything."""
+    install(site, "acme", {"codec.one": "sound"}, {"sound": SOUND}, metadata=PROPER)
+    (found,) = inspect_plugin("sound", deadline_s=0.001).problems
+    assert (found.id, found.where) == ("import-dies", "sound")
+    assert found.fact == "the start of the inspection: the process did not end within 0.001 s"
+
+
 def test_what_a_plugin_started_is_ended_with_the_process(site: Path) -> None:
     """It may hold what it was given open; nobody waits for it."""
     pids = site / "pids"
@@ -161,7 +169,8 @@ def test_a_plugin_with_required_options_is_made_with_those_that_are_given(site: 
     assert (refused.fact, refused.hint) == ("no such folder [storage.tier]", "make it")
     report = inspect_plugin("tier.deep", {"path": "/nowhere/at/all"})
     fails = next(each for each in report.problems if each.id == "create-fails")
-    assert fails.fact.startswith("create() with the options path raises FileNotFoundError: [Errno 2]")
+    assert fails.fact.startswith("create raised FileNotFoundError: [Errno 2]")
+    assert fails.fact.endswith(", with the options path")
 
 
 RAISES = SOUND + "\ndef kvf_codecs(): raise OSError('no luck')\nkvf_codecs = hookimpl(kvf_codecs)\n"

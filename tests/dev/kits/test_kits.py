@@ -58,7 +58,7 @@ def test_what_does_not_end_fails_by_its_name_and_the_rest_is_left_out(results: R
     by_test = {test: result for (name, test), result in results.items() if name == case}
     ((test, failed),) = [(t, each) for t, each in by_test.items() if each.outcomes & {"failure", "error"}]
     assert test in failed.text
-    assert "still runs after 1 s" in failed.text
+    assert "still runs after " in failed.text
     assert "hang_cases.py" in failed.text, "the traceback shows where it waits"
     assert any("did not end, so the other tests" in each.text for each in by_test.values())
 

@@ -80,8 +80,9 @@ def created(provider: AnyProvider, title: str, given: Mapping[str, object]) -> I
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         lacks_methods = isinstance(error, TypeError) and "instantiate abstract class" in cause
         options_text = f"the options {', '.join(given)}" if given else "default options"
-        fact = f"{step}() with {options_text} raises {cause}"
-        yield problem("missing-method" if lacks_methods else "create-fails", title, fact, _named(contract))
+        fact = f"{step} raised {cause}, with {options_text}"
+        expected = _named(contract) if step == "create" else "None"
+        yield problem("missing-method" if lacks_methods else "create-fails", title, fact, expected)
     else:
         if provider.kind == "requests":
             yield from _handler_problems(provider, made, title)
@@ -106,7 +107,7 @@ def _named(contract: Any) -> str:
 def _object_problems(made: object, contract: type[Any], title: str) -> Iterator[Problem]:
     name_of_class = f"{title}: {type(made).__name__}"
     if not isinstance(made, contract):
-        yield problem("create-fails", title, f"create() returns {type(made).__name__}", _named(contract))
+        yield problem("create-fails", title, f"create returned {type(made).__name__}", _named(contract))
         return
     for name in declared_attributes(contract):
         if not hasattr(made, name):
@@ -125,7 +126,7 @@ def _object_problems(made: object, contract: type[Any], title: str) -> Iterator[
 
 def _handler_problems(provider: AnyProvider, made: object, title: str) -> Iterator[Problem]:
     if not isinstance(made, (list, tuple)) or not all(isinstance(each, Handler) for each in made):
-        yield problem("create-fails", title, f"create() returns {type(made).__name__}", "a list of Handler")
+        yield problem("create-fails", title, f"create returned {type(made).__name__}", "a list of Handler")
         return
     for handler in made:
         name = handler.spec.name

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvf_dev.inspection.problems import MOST_S, Line, Problem, Target, cost_problems, name_fault, problem
+from kvf_dev.inspection.problems import FORKED, MOST_S, Line, Problem, Target, cost_problems, name_fault, problem
 from kvframework.api.plugin import API_VERSION, ENTRY_POINT_GROUP
 from kvframework.errors import ConfigFieldError, PluginNotFound, PluginWrongApi
 from kvframework.registry.discovery import KINDS, EntryPointInfo, discover
@@ -67,10 +67,12 @@ def _inspect(target: Target, deadline_s: float) -> Iterator[Line]:
     for each in cost_problems(target.module, {offer.distribution for offer in target.offers}, cost) if cost else ():
         yield Line(problem=each)
     yield from lines
-    if ran.ended:
-        last = [line for line in lines if line.step][-1]
+    if ran.ended or FORKED in ran.printed:
+        start = Line(step="the start of the inspection", dies="import-dies", where=target.module)
+        last = [start, *(line for line in lines if line.step)][-1]
         said = ran.printed.strip().rpartition("\n")[2]
-        fact = f"{last.step}: the process {ran.ended}: {said}".removesuffix(": ")
+        ended = f": the process {ran.ended}: {said}".removesuffix(": ") if ran.ended else f" {FORKED}, which ends"
+        fact = f"{last.step}{ended}"
         yield Line(problem=problem(last.dies, last.where, fact, "a call that returns"))
 
 

@@ -18,6 +18,7 @@ from kvframework.api.plugin import ENTRY_POINT_GROUP
 from kvframework.registry.discovery import EntryPointInfo
 
 Severity = Literal["error", "warning"]
+FORKED = "returned in a process that it has forked"
 
 
 class Cost(Struct, frozen=True):

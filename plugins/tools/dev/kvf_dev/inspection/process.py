@@ -16,7 +16,7 @@ import pluggy
 from msgspec import inspect as types
 
 from kvf_dev.inspection.creation import created, signature_problems
-from kvf_dev.inspection.problems import Line, Problem, Target, measured, problem
+from kvf_dev.inspection.problems import FORKED, Line, Problem, Target, measured, problem
 from kvframework.api import hookspecs
 from kvframework.api.memory import MemoryProvider
 from kvframework.api.plugin import ENTRY_POINT_GROUP, PROJECT, ByteSize, Options
@@ -34,8 +34,11 @@ _MARK = f"{PROJECT}_impl"
 
 def main() -> None:
     target = msgspec.json.decode(sys.stdin.buffer.read(), type=Target)
-    descriptor = int(sys.argv[1])
+    descriptor, pid = int(sys.argv[1]), os.getpid()
     for line in _inspect(target):
+        if os.getpid() != pid:  # else two processes would report
+            os.write(2, FORKED.encode())
+            os._exit(1)
         os.write(descriptor, msgspec.json.encode(line) + b"\n")
 
 

@@ -133,7 +133,8 @@ class Hooks:
             budgets = {what: each for (of, what), each in _BUDGETS.items() if of is case}
             terminalreporter.section(f"kit of {case.__name__}")
             counts = f"{ran.passed} passed, {ran.failed.total()} failed, {ran.skipped.total()} skipped"
-            terminalreporter.line(f"{counts}, in {ran.seconds:.0f} s (on two busy cores {case.usual_s:g} s)")
+            terminalreporter.line(f"{counts}, in {ran.seconds:.0f} s at load {os.getloadavg()[0]:.0f}")
+            terminalreporter.line(f"usually {case.usual_s:g} s, on two cores at load 20 to 40")
             for reason, count in ran.skipped.most_common():
                 terminalreporter.line(f"skipped {count}: {reason}")
             for what, (took, limit) in budgets.items():
@@ -145,8 +146,9 @@ class Hooks:
     @contextlib.contextmanager
     def _limited(self, item: pytest.Item) -> Iterator[None]:
         case = _kit_of(item)
+        limit_s = (case or Kit).limit_s * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
         others_s = signal.getitimer(signal.ITIMER_REAL)[0]  # pytest-timeout, for example
-        if case is None or 0 < others_s <= case.limit_s or threading.current_thread() is not threading.main_thread():
+        if case is None or 0 < others_s <= limit_s or threading.current_thread() is not threading.main_thread():
             return (yield)
         began = time.monotonic()
 
@@ -154,14 +156,14 @@ class Hooks:
             __tracebackhide__ = True
             self._ended.setdefault(case, item.name)
             others = [each for each in threading.enumerate() if each is not threading.current_thread()]
-            told = f"{item.nodeid} still runs after {case.limit_s:g} s (`limit_s`). Other threads:"
+            told = f"{item.nodeid} still runs after {limit_s:.3g} s (`limit_s`, and the load). Other threads:"
             told += stacks(others) or " none"
-            signal.setitimer(signal.ITIMER_REAL, case.limit_s)  # what it ends may wait once more on its way out
+            signal.setitimer(signal.ITIMER_REAL, limit_s)  # what it ends may wait once more on its way out
             raise DoesNotEnd(told)
 
         before = signal.signal(signal.SIGALRM, end)
-        signal.setitimer(signal.ITIMER_REAL, case.limit_s)
-        faulthandler.dump_traceback_later(2 * case.limit_s + 3, exit=True, file=self._stderr)
+        signal.setitimer(signal.ITIMER_REAL, limit_s)
+        faulthandler.dump_traceback_later(2 * limit_s + 3, exit=True, file=self._stderr)
         try:
             try:
                 yield
@@ -297,8 +299,8 @@ class Kit:
     """Base class of the kits' test classes. pytest's own collection of them installs the hooks that they need."""
 
     limit_s: ClassVar[float] = 60.0
-    """Seconds after which a test, or its setup or teardown, is ended and fails with the stacks of all threads. The rest
-    of its class is then skipped."""
+    """Seconds after which a test, or its setup or teardown, is ended and fails with the stacks of all threads; on a
+    busy machine, times its load average per core. The rest of its class is then skipped."""
 
     stop_after: ClassVar[int] = 4
     """After so many tests have failed the rest of the class is skipped: they would fail for the same reason."""

@@ -283,7 +283,7 @@ class TransportKit(Kit):
         before = len(rig.problems())
         with ExitStack() as self._engines:
             yield
-        wait_until(lambda: held_by(status_of(client)) == (0, 0), "all pins and reservations to be released")
+        self.must_be_given_back("a test")
         if found := rig.problems()[before:]:
             pytest.fail(f"The device recorded a misuse: {found[0]}", pytrace=False)
 
@@ -314,8 +314,7 @@ class TransportKit(Kit):
         wait_until(lambda: all(read() is not None for read in reads), what, self.patience_s)
 
     def must_be_given_back(self, of: str) -> None:
-        what = f"{of} to release its ranges and pins"
-        wait_until(lambda: held_by(status_of(self.client)) == (0, 0), what, SOON_S)
+        wait_until(lambda: held_by(status_of(self.client)) == (0, 0), f"{of} to release its ranges and pins")
 
     def copiers(self) -> dict[str, int | None]:
         transports = status_of(self.client)["transports"]
@@ -334,8 +333,7 @@ class TransportKit(Kit):
     def driver(self) -> EngineDriver[Any]:
         provider, _ = self.provider()
         options = registry_for(self.rig).options(provider, dict(self.rig.engine_options), where="the kit")
-        driver: EngineDriver[Any] = provider.create_engine(options)
-        return driver
+        return cast("EngineDriver[Any]", provider.create_engine(options))
 
 
 if __name__ == "__main__":

@@ -151,10 +151,14 @@ _POLL_S = 0.002
 class Stops:
     """Files in a directory, by which a test stops or fails the next copy in any process."""
 
+    lacks: str = ""  # why no copy looks into it
+
     def __init__(self, directory: str | Path) -> None:
         self._at = Path(directory)
 
     def ask(self, what: str) -> None:
+        if self.lacks:
+            pytest.skip(self.lacks)
         (self._at / what).touch()
 
     def takes(self, what: str) -> bool:
@@ -221,6 +225,8 @@ class DeviceRig(StoppingRig):
         self._restore: Callable[[], None] = lambda: None
         if self.copies:
             self._see_copies()
+        else:
+            self.stops.lacks = "Define `copies` in the rig: the call with which the transport queues a copy"
 
     @abstractmethod
     def queue(self, address: int, host: memoryview, stream: object | None, *, to_device: bool) -> object:
@@ -288,21 +294,9 @@ class DeviceRig(StoppingRig):
         event = self.queue(tensor.data_ptr(), memoryview(found), stream, to_device=False)
         return lambda: bytes(found) if self.reached(event) else None
 
-    def holding_copies(self) -> AbstractContextManager[None]:
-        self._need_copies()
-        return super().holding_copies()
-
-    def fail_copy(self) -> None:
-        self._need_copies()
-        super().fail_copy()
-
     def close(self) -> None:
         self._wait_for_late()
         self._restore()
-
-    def _need_copies(self) -> None:
-        if not self.copies:
-            pytest.skip("Define `copies` in the rig: the call with which the transport queues a copy")
 
     def _see_copies(self) -> None:
         module, _, name = self.copies.partition(":")
