@@ -67,12 +67,14 @@ def _inspect(target: Target, deadline_s: float) -> Iterator[Line]:
     for each in cost_problems(target.module, {offer.distribution for offer in target.offers}, cost) if cost else ():
         yield Line(problem=each)
     yield from lines
-    if ran.ended or FORKED in ran.printed:
+    forked = {each.removesuffix(FORKED) for each in ran.printed.splitlines() if each.endswith(FORKED)}
+    for line in (line for line in lines if line.step in forked):
+        yield Line(problem=problem(line.dies, line.where, f"{line.step}{FORKED}", "a call that returns once"))
+    if ran.ended:
         start = Line(step="the start of the inspection", dies="import-dies", where=target.module)
         last = [start, *(line for line in lines if line.step)][-1]
         said = ran.printed.strip().rpartition("\n")[2]
-        ended = f": the process {ran.ended}: {said}".removesuffix(": ") if ran.ended else f" {FORKED}, which ends"
-        fact = f"{last.step}{ended}"
+        fact = f"{last.step}: the process {ran.ended}: {said}".removesuffix(": ")
         yield Line(problem=problem(last.dies, last.where, fact, "a call that returns"))
 
 

@@ -18,7 +18,7 @@ from kvframework.api.plugin import ENTRY_POINT_GROUP
 from kvframework.registry.discovery import EntryPointInfo
 
 Severity = Literal["error", "warning"]
-FORKED = "returned in a process that it has forked"
+FORKED = " returned in a process that it has forked, which ends"
 
 
 class Cost(Struct, frozen=True):

@@ -35,10 +35,12 @@ _MARK = f"{PROJECT}_impl"
 def main() -> None:
     target = msgspec.json.decode(sys.stdin.buffer.read(), type=Target)
     descriptor, pid = int(sys.argv[1]), os.getpid()
+    step = ""
     for line in _inspect(target):
         if os.getpid() != pid:  # else two processes would report
-            os.write(2, FORKED.encode())
+            os.write(2, f"{step}{FORKED}\n".encode())
             os._exit(1)
+        step = line.step or step
         os.write(descriptor, msgspec.json.encode(line) + b"\n")
 
 

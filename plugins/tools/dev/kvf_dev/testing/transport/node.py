@@ -333,7 +333,7 @@ class TransportKit(Kit):
     def driver(self) -> EngineDriver[Any]:
         provider, _ = self.provider()
         options = registry_for(self.rig).options(provider, dict(self.rig.engine_options), where="the kit")
-        return cast("EngineDriver[Any]", provider.create_engine(options))
+        return provider.create_engine(options)
 
 
 if __name__ == "__main__":
