@@ -38,13 +38,6 @@ class CpuGatherOptions(Options, frozen=True):
     threads: Annotated[
         int, Meta(ge=0, le=64, description="most threads of the compiled kernel for one large copy; 0: one per core")
     ] = 0
-    pin: Annotated[
-        bool,
-        Meta(
-            description="register the server's memory with a CUDA or ROCm device, for copies without staging; the "
-            "device's driver may delay the engine's calls meanwhile"
-        ),
-    ] = True
 
 
 def _create(options: CpuGatherOptions, link: EngineLink) -> TransferContext:
@@ -61,7 +54,7 @@ def _create(options: CpuGatherOptions, link: EngineLink) -> TransferContext:
             "transport cpu_gather was installed without its compiled copy kernel",
             hint='install it with a C compiler in PATH, or set kernel = "auto"',
         )
-    return CpuGather(link, options.path, kernel, pin=options.pin)
+    return CpuGather(link, options.path, kernel)
 
 
 @hookimpl

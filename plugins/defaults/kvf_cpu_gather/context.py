@@ -8,24 +8,20 @@ the future's outcome, and one line in the log.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import TypeVar, cast
 
 import torch
 
-from kvf_cpu_gather.engine_memory import Moves, RegisteredMemory, gather_blocks, tensors_of
+from kvf_cpu_gather.engine_memory import Moves, RegisteredMemory, gather_blocks
 from kvf_cpu_gather.kernel import CopyKernel
-from kvf_cpu_gather.pinning import PinnedArena, pinned
 from kvf_cpu_gather.transfer_steps import Ended, Steps, TaskRunner, load_from_arena, store_in_arena
 from kvf_cpu_gather.wire_path import WirePath
 from kvframework.api.futures import Future
 from kvframework.api.layout import CANONICAL, OPAQUE, LayerTensors, Layout
 from kvframework.api.process import LogLimit
 from kvframework.api.transport import (
-    Arena,
     EngineDrivenLink,
     LoadOutcome,
     Registration,
@@ -44,39 +40,17 @@ _log = logging.getLogger(__name__)
 class CpuGather(TransferContext):
     """See `TransferContext`. Futures are returned resolved, unless the server is slow or bytes go over the wire; then
     they hold the tensors. Otherwise only the registration, the tensors' addresses, and over the wire some staging
-    memory are kept between calls. `path` "auto": the arena where it is mapped, else the wire. `pin`: the arena is
-    registered with the tensors' device."""
+    memory are kept between calls. `path` "auto": the arena where it is mapped, else the wire."""
 
-    def __init__(
-        self, link: EngineDrivenLink, path: str = "auto", kernel: CopyKernel | None = None, *, pin: bool = True
-    ) -> None:
+    def __init__(self, link: EngineDrivenLink, path: str = "auto", kernel: CopyKernel | None = None) -> None:
         self._link = link
         self._kernel = kernel
         self._path = path
-        self._pins = pin and path != "wire"
-        # A session may end, in the connection's thread, while the instance registers.
-        self._offering = threading.Lock()
-        self._offered: Arena | None = None
-        self._pinned: PinnedArena | None = None
         self._wire = WirePath(link)
         self._registered: RegisteredMemory | None = None
         # A server that is down must not fill the engine's log.
         self._limit = LogLimit(1)
         self._tasks = TaskRunner()
-
-    def on_arena(self, arena: Arena | None) -> None:
-        with self._offering:
-            if self._pinned is not None:
-                self._pinned.end()
-            self._offered, self._pinned = arena if self._pins else None, None
-
-    def memory_handles(self, kv_caches: Mapping[str, LayerTensors]) -> tuple[bytes, ...]:
-        """Return none. Before each registration, this call tells the device with which to register a new arena."""
-        with self._offering:
-            arena, self._offered = self._offered, None
-            if arena is not None:
-                self._pinned = pinned(next(tensors_of(kv_caches)).device, arena)
-        return ()
 
     def on_registered(self, registration: Registration, layout: Layout) -> None:
         """Raise `BadLayout` if objects are neither canonical nor opaque blocks."""
@@ -132,7 +106,7 @@ class CpuGather(TransferContext):
         cache."""
         if self._registered is None:
             raise NotRegistered("no instance is registered with this transport", where="cpu_gather")
-        moves = Moves(transfer, self._registered.of(transfer.kv_caches), self._pinned or nullcontext())
+        moves = Moves(transfer, self._registered.of(transfer.kv_caches))
         try:
             mapped = self._uses_arena()
             ready = cast("torch.Event | None", transfer.event) or moves.memory.mark()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
@@ -216,10 +215,10 @@ def memory_of(
 
 
 class Moves:
-    """The moves of one transfer, each within `copying`. Borrows the engine's tensors. Raises `BadBlockIds` for blocks
-    that these tensors do not have, which a registration without a number of blocks cannot check."""
+    """The moves of one transfer. Borrows the engine's tensors. Raises `BadBlockIds` for blocks that these tensors do
+    not have, which a registration without a number of blocks cannot check."""
 
-    def __init__(self, transfer: Transfer, memory: EngineMemory, copying: AbstractContextManager[None]) -> None:
+    def __init__(self, transfer: Transfer, memory: EngineMemory) -> None:
         for index, (blocks, count) in enumerate(zip(transfer.blocks, memory.block_counts, strict=True)):
             if blocks.highest >= count:
                 raise BadBlockIds(
@@ -228,23 +227,19 @@ class Moves:
                     available=f"0 to {count - 1}",
                 )
         self.memory = memory
-        self._copying = copying
         self._tokens = transfer.tokens
         self._chunk_tokens = transfer.registration.desc.chunk_tokens
         self._copies = memory.copies(transfer.blocks)
 
     def gather(self, memory: Buffer, places: Sequence[ArenaRange]) -> None:
         """Fill the ranges of `memory` from the engine's blocks."""
-        with self._copying:
-            self._copies.gather(_seen(memory), places)
+        self._copies.gather(_seen(memory), places)
 
     def scatter(self, memory: Buffer, places: Sequence[ArenaRange], skip_tokens: int) -> None:
         """Write the ranges of `memory` into the engine's blocks, limited to a group's window and without the first
         `skip_tokens` tokens. A state is written whole, unless all tokens are skipped."""
         if skip_tokens < self._tokens:
-            with self._copying:
-                self._copies.scatter(_seen(memory), places, skip_tokens)
-                self.memory.wait()
+            self._copies.scatter(_seen(memory), places, skip_tokens)
 
     def scatter_each(self, parts: Iterable[tuple[Buffer, ArenaRange]], skip_tokens: int) -> None:
         """Do `scatter` for objects that arrived one by one, each whole in a separate buffer."""

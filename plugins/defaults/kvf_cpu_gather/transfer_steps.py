@@ -276,6 +276,7 @@ def load_from_arena(
                 room = (yield point) if transfer.in_pieces else None
                 piece = left[: _that_fit(left, room)]
                 moves.scatter(plan.arena, piece, skip_tokens)
+                moves.memory.wait()
                 left, point.moved = left[len(piece) :], sum(place.length for place in piece)
         committed: LoadOutcome = yield plan.commit()
         return committed
