@@ -44,13 +44,9 @@ class Subject(msgspec.Struct, frozen=True):
 
 def refusal(error: KVFrameworkError) -> Finding:
     """The finding for an error with which a server would refuse to start; its name is the error's code."""
-    return Finding(error.code, "fail", error.fact, _advice(error), error.where)
-
-
-def _advice(error: KVFrameworkError) -> str:
-    """What an error says after its fact, in its words."""
-    hint = error.hint and f"hint: {error.hint}"
-    return "; ".join(filter(None, (f"expected: {error.available}", hint))) if error.available else error.hint
+    hint = f"hint: {error.hint}" if error.hint and error.available else error.hint
+    advice = "; ".join(filter(None, (error.available and f"expected: {error.available}", hint)))
+    return Finding(error.code, "fail", error.fact, advice, error.where)
 
 
 def configured(config: Config, *, replaces: int | None = None, kept: bool = False) -> list[Subject]:
@@ -137,7 +133,7 @@ def _findings(subject: Subject, provider: AnyProvider, options: Options, deadlin
         placed = error.where.startswith(place)  # a plugin may name another place
         fact = error.fact if placed or not error.where else f"{error.where}: {error.fact}"
         where = error.where if placed else place
-        yield Finding("plugin.diagnose", "fail", fact, _advice(error), where)
+        yield Finding("plugin.diagnose", "fail", fact, error.hint or error.available, where)
     except Exception as error:  # noqa: BLE001  whatever a plugin raises
         fact = f"{use}: the plugin's diagnosis failed with {described(error)}"
         yield Finding("plugin.diagnose", "fail", fact, "ask the plugin's author")

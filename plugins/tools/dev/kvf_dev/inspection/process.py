@@ -34,8 +34,7 @@ _MARK = f"{PROJECT}_impl"
 
 def main() -> None:
     target = msgspec.json.decode(sys.stdin.buffer.read(), type=Target)
-    descriptor, pid = int(sys.argv[1]), os.getpid()
-    step = ""
+    descriptor, pid, step = int(sys.argv[1]), os.getpid(), ""
     for line in _inspect(target):
         if os.getpid() != pid:  # else two processes would report
             os.write(2, f"{step}{FORKED}\n".encode())

@@ -92,8 +92,7 @@ def held_by(status: dict[str, object]) -> tuple[int, int]:
 
 def status_of(client: KVClient) -> dict[str, object]:
     reply = client.request("REPORT_STATUS", Empty(), StatusReply, timeout=5.0)
-    document: dict[str, object] = msgspec.json.decode(reply.document)
-    return document
+    return msgspec.json.decode(reply.document, type=dict[str, object])
 
 
 class Program:
@@ -164,16 +163,16 @@ def _serve(rig: TransportRig, endpoint: str) -> None:
         server.stop()
 
     threading.Thread(target=stop_with_input, daemon=True).start()
-    _say(_READY)
+    print(_READY, flush=True)
     server.serve_forever()
 
 
 def _compute(rig: TransportRig, endpoint: str, instance: str, case: str) -> None:
     with client_of(rig, endpoint) as client:
         engine = KitEngine(rig, client, int(instance), CASES[case], seed=int(instance))
-        _say(_READY)
+        print(_READY, flush=True)
         for line in sys.stdin:
-            _say(json.dumps(_done(engine, *json.loads(line))))
+            print(json.dumps(_done(engine, *json.loads(line))), flush=True)
         engine.close()
 
 
@@ -185,11 +184,6 @@ def _done(engine: KitEngine, what: str, *words: object) -> object:
         return engine.differences()
     future = engine.submit(str(words[0]) if what == "begin" else what, engine.request(number))
     return what == "begin" or future.result(PATIENCE_S).ok
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
 
 
 def rig_told(argument: str) -> TransportRig:
