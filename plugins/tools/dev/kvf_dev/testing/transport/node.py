@@ -163,16 +163,16 @@ def _serve(rig: TransportRig, endpoint: str) -> None:
         server.stop()
 
     threading.Thread(target=stop_with_input, daemon=True).start()
-    print(_READY, flush=True)
+    os.write(1, f"{_READY}\n".encode())
     server.serve_forever()
 
 
 def _compute(rig: TransportRig, endpoint: str, instance: str, case: str) -> None:
     with client_of(rig, endpoint) as client:
         engine = KitEngine(rig, client, int(instance), CASES[case], seed=int(instance))
-        print(_READY, flush=True)
+        os.write(1, f"{_READY}\n".encode())
         for line in sys.stdin:
-            print(json.dumps(_done(engine, *json.loads(line))), flush=True)
+            os.write(1, f"{json.dumps(_done(engine, *json.loads(line)))}\n".encode())
         engine.close()
 
 
