@@ -171,9 +171,10 @@ DEPENDENCIES = {
     "kvf_events": {"xxhash", "zmq"},
     "kvf_layouts": {"torch"},
     "kvf_mooncake": {"mooncake", "xxhash"},
+    "kvf_filesystem": {"kvf_quota"},
     "kvf_peers": {"redis"},
-    "kvf_redis": {"redis"},
-    "kvf_s3": {"obstore", "xxhash"},
+    "kvf_redis": {"kvf_quota", "redis"},
+    "kvf_s3": {"kvf_quota", "obstore", "xxhash"},
 }
 # Those with a half in the engine, which is a client.
 CLIENTS = {"kvf_blend"}

@@ -4,6 +4,7 @@ doctor tells of other nodes: who answers, whether they can share, and how bytes 
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -45,6 +46,7 @@ class TestPeers(TierConformance):
         with FaultProxy((host, int(port))) as proxy:
             reader = peers_tier(token_file(tmp_path), peers=[f"127.0.0.1:{proxy.port}"], ask_s=0.5)
             tier = StoredAtPeers(reader, [lenders[0].node])
+            tier._await_all(time.monotonic() + 60)  # the first call waits half of `ask_s` for a connection
             yield tier, proxy
             tier.close()
 

@@ -172,6 +172,6 @@ def test_the_catalogue_names_its_sources() -> None:
     done = run("plan", "--catalogue")
     assert done.returncode == 0
     assert "https://docs.nvidia.com/nim/benchmarking" in done.stdout
-    tables = [line for line in done.stdout.splitlines() if not re.match(r"\d+: |others are", line)]
+    tables = [line for line in done.stdout.splitlines() if not re.match(r"\d+: |other speeds", line)]
     assert max(map(len, tables)) <= 80, "notes and sources stand below"
     assert json.loads(run("plan", "--catalogue", "--json").stdout)["models"]["deepseek-v3"]["latent"] == 576

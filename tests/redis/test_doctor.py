@@ -111,7 +111,8 @@ def test_a_url_that_serve_refuses_is_the_same_finding() -> None:
     found = ask("redis", url="redis://127.0.0.1:eighteen/0")
     assert levels(found) == {"config.field": "fail"}
     assert found["config.field"].where == f"{WHERE}.url"
-    assert found["config.field"].advice.startswith("write redis://HOST:PORT/DB; percent-encode a password in url, or")
+    assert found["config.field"].advice.startswith("expected: redis://host:6379/0, ")
+    assert "; hint: write redis://HOST:PORT/DB; percent-encode a password in url, or" in found["config.field"].advice
 
 
 def test_one_that_writes_snapshots_is_warned_of(tmp_path: Path) -> None:

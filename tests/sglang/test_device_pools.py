@@ -73,7 +73,7 @@ def turned_states() -> pools.MambaPool:
         (type("MHATokenToKVPool", (pools.MHATokenToKVPool,), {"kv_cache_layout": "hnd"}), "layout is 'hnd'"),
         (type("MLATokenToKVPool", (pools.MLATokenToKVPool,), {"page_size": 16}), "pages have 16 tokens"),
         (type("MambaPool", (pools.MambaPool,), {"_slot_siblings": (SimpleNamespace(),)}), "further tensors"),
-        (turned_states, "are not in the order"),
+        (turned_states, "are not laid out in the order"),
     ],
 )
 def test_a_device_pool_that_is_not_known_to_convert_is_refused(make: Callable[[], Any], why: str) -> None:

@@ -341,7 +341,7 @@ def of_turned_states() -> MambaPoolHost:
         (type("MHATokenToKVPoolHost", (MHATokenToKVPoolHost,), {"v_head_dim": 3}), "values 3"),
         (type("MLATokenToKVPoolHost", (MLATokenToKVPoolHost,), {"dcp_size": 2}), "decode context"),
         (lambda: MambaPoolHost("layer_first"), "layout is 'layer_first'"),
-        (of_turned_states, "are not in the order"),
+        (of_turned_states, "are not laid out in the order"),
     ],
 )
 def test_a_pool_that_is_not_known_to_convert_is_left_out(

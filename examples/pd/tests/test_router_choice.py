@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from pair import Api, running_router
 
-from kvframework.wire import messages as m
+from tests.core.cli.command import run
 from tests.events.node import Engine as Storing
 from tests.events.node import prompt
 from tests.events.test_announced import TellingServer
@@ -108,6 +108,6 @@ def test_the_choice_follows_what_a_server_forgets(fleet: Fleet) -> None:
     tokens = prompt(5, 4)
     fleet.storing[1].store(tokens)
     wait_until(lambda: fleet.chosen(tokens) == 1, 60, "the events")
-    fleet.storing[1].client.call("CLEAR", m.Clear())
+    assert run("clear", "--endpoint", fleet.servers[1].endpoint).returncode == 0
     fleet.storing[0].store(tokens)
     wait_until(lambda: fleet.chosen(tokens) == 0, 60, "the removal")

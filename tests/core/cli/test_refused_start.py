@@ -270,7 +270,9 @@ def test_the_three_refuse_with_the_same_text(
     assert (doctor.returncode, [each["id"] for each in failed]) == (1, [code])
     said = failed[0]
     assert f"[{code}] {said['where']}: {said['fact']}\n" in served.err
-    assert said["advice"] in served.err
+    expected, _, hint = said["advice"].rpartition("; hint: ")
+    assert hint in served.err
+    assert case == "huge" or expected in served.err, "the memory that is available changes between two commands"
     assert sorted(served.bench.path.rglob("*")) == served.before
 
 

@@ -97,7 +97,7 @@ def test_the_directory_is_private_or_told(tmp_path: Path) -> None:
     assert "socket.directory" not in by_id(socket_findings(endpoint))
     with pytest.raises(EndpointError, match="other users may write to the directory"):
         check_directory(folder)
-    with pytest.raises(EndpointError, match="this user may not make the directory in /proc"):
+    with pytest.raises(EndpointError, match="this user may not create the directory in /proc"):
         check_directory(Path("/proc/self/status/run"))
 
 

@@ -69,6 +69,7 @@ OTHER = {
     "tenants.acme.salts": ['tenants.acme.salts=["{digest}"]'],
     "tenants.acme.min": ['tenants.acme.salts=["{digest}"]', "tenants.acme.min=10%"],
     "tenants.acme.load_bandwidth": ['tenants.acme.salts=["{digest}"]', "tenants.acme.load_bandwidth=1GB/s"],
+    "tenants.acme.l2_max": ['tenants.acme.salts=["{digest}"]', "tenants.acme.l2_max=1GiB"],
     "tenants.acme.max": ['tenants.acme.salts=["{digest}"]', "tenants.acme.max=50%"],
     "l2.0.codec": ["l2.0.codec=zstd"],
     "l2.0.timeout_s": ["l2.0.timeout_s=3"],

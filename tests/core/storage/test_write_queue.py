@@ -35,7 +35,7 @@ class Writers(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.counts: Counter[str] = Counter()
-        self.queue = WriteQueue(Watching(lambda key: self.queue._holds(key)), BOUND, self.count)
+        self.queue = WriteQueue(Watching(lambda key: self.queue.holds(key)), BOUND, self.count)
         self.here: set[PackedKey] = set()
         self.taken: list[Batch] = []
         self.sending: list[tuple[Batch, list[PackedKey]]] = []
@@ -48,7 +48,7 @@ class Writers(RuleBasedStateMachine):
     def commit(self, numbers: list[int]) -> None:
         fresh = list(dict.fromkeys(K[number] for number in numbers if K[number] not in self.here))
         self.here.update(fresh)
-        self.offered += sum(not self.queue._holds(key) for key in fresh)
+        self.offered += sum(not self.queue.holds(key) for key in fresh)
         self.queue.offer(fresh)
 
     @rule(number=st.integers(0, 39))

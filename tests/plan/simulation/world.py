@@ -72,7 +72,7 @@ class Ledger:
 
         def offered(keys: Iterable[PackedKey]) -> None:
             keys = list(keys)
-            fresh = len({key for key in keys if not queue._holds(key)})
+            fresh = len({key for key in keys if not queue.holds(key)})
             pending, dropped = queue.pending, counters["write_dropped"]
             offer(keys)
             taken = queue.pending - pending
