@@ -81,7 +81,7 @@ class Server:
         hasher = self._maker(config.hasher, HasherProvider, KeyHasher)()
         layouts = {table.use: self._maker(table, LayoutProvider, Layout)() for table in config.layout}
         self._observer = ObserveSupervisor(self.endpoint, config.observe) if config.observe else None
-        self._listeners = Listeners(RecordRing(wanted=bool(config.listeners)))
+        self._listeners = Listeners(RecordRing(wanted=bool(config.listener)))
         self._tiers: list[tuple[L2Config, Tier]] = []
         identity = partial(self._identity, hasher)
         storage = self._storage(identity)
@@ -106,7 +106,7 @@ class Server:
             tenants=config.tenants,
             listeners=self._listeners,
         )
-        for table in config.listeners:
+        for table in config.listener:
             self._listen(table, hasher, curve)
         self._node = PeerExport(
             storage, NodeIdentity(self.service.boot_id, self.service.chunk_size, hasher.fingerprint)
@@ -132,7 +132,7 @@ class Server:
             tcp=config.server.tcp,
             curve=curve,
             admit_uids=config.server.admit_uids,
-            admit_readers=self._listeners.doors.admit if config.listeners else None,
+            admit_readers=self._listeners.doors.admit if config.listener else None,
         )
         self.service.lookups.waits.wake = self._messages.wake
         # When an engine was last connected.

@@ -74,7 +74,7 @@ def _summary(config: Config) -> str:
         "transport": config.transport,
         "layout": config.layout,
         "requests": config.requests,
-        "listener": config.listeners,
+        "listener": config.listener,
     }
     return ", ".join(f"{name} {'+'.join(table.use for table in named)}" for name, named in tables.items() if named)
 

@@ -21,7 +21,9 @@ from kvframework.errors import ConfigFieldError, ConfigFileError, EndpointError
 _K = TypeVar("_K", schema.L1Keys, schema.L2Keys)
 # The tables of a file that come in arrays, and all.
 ARRAYS = ("transport", "layout", "l2", "requests", "listener")
-_TABLES = ("server", "log", "l1", "codecs", "hasher", "observe", "events", "tenants", *ARRAYS)
+# Tables of the listeners that have these names.
+OF_LISTENERS = ("events", "control")
+_TABLES = ("server", "log", "l1", "codecs", "hasher", "observe", *OF_LISTENERS, "tenants", *ARRAYS)
 
 
 class _Allow(msgspec.Struct, frozen=True):
@@ -47,10 +49,10 @@ def assemble(layers: Layers) -> schema.Config:
     tables = {name: _table(raw.get(name, {}), f"{where}: [{name}]") for name in _TABLES if name not in ARRAYS}
     arrays = {name: _array(raw.get(name, []), name, where) for name in ARRAYS}
     plugins = {name: tuple(_plugin(table, place) for table, place in arrays[name]) for name in ARRAYS if name != "l2"}
-    events = schema.PluginTable("events", tables["events"], f"{where}: [events]", ()) if "events" in raw else None
-    for named in (plugins["transport"], plugins["layout"], plugins["requests"]):
-        _check_named_once(named)
-    _check_named_once((events, *plugins["listener"]) if events else plugins["listener"])
+    named = (schema.PluginTable(name, tables[name], f"{where}: [{name}]", ()) for name in OF_LISTENERS if name in raw)
+    plugins["listener"] = (*named, *plugins["listener"])
+    for tables_of_kind in plugins.values():
+        _check_named_once(tables_of_kind)
     l1 = _l1(tables["l1"], where)
     return schema.Config(
         server=_server(tables["server"], f"{where}: [server]"),
@@ -65,7 +67,6 @@ def assemble(layers: Layers) -> schema.Config:
         source=layers.source,
         tenants=_tenants(tables["tenants"], where),
         observe=_observe(tables["observe"], f"{where}: [observe]") if "observe" in raw else None,
-        events=events,
         listener=plugins["listener"],
     )
 

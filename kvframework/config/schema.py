@@ -233,13 +233,7 @@ class Config(Struct, frozen=True):
     codecs: CodecsConfig = CodecsConfig()
     tenants: tuple[TenantConfig, ...] = ()
     observe: ObserveConfig | None = None
-    events: PluginTable | None = None
     listener: tuple[PluginTable, ...] = ()
-
-    @property
-    def listeners(self) -> tuple[PluginTable, ...]:
-        """Every table of a listener: `[events]` is that of the one of this name."""
-        return (self.events, *self.listener) if self.events else self.listener
 
 
 # With this limit, none of the tested crowds took the last descriptor between two checks; figures: docs/security.md.

@@ -41,6 +41,7 @@ KINDS: dict[str, Kind] = {
 
 # Plugins of this project that are separate distributions, by their entry points.
 FIRST_PARTY = {
+    "listener.control": "kvframework-control",
     "listener.events": "kvframework-events",
     "requests.blend": "kvframework-blend",
     "tier.filesystem": "kvframework-filesystem",

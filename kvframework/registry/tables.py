@@ -165,7 +165,6 @@ def _with_tables(
         l2=tuple(replace(l2, tier=changed(l2.tier, TierProvider)) for l2 in config.l2),
         codecs=replace(config.codecs, options=tuple(changed(table, CodecProvider) for table in codecs)),
         requests=tuple(changed(table, RequestsProvider) for table in config.requests),
-        events=changed(config.events, ListenerProvider) if config.events else None,
         listener=tuple(changed(table, ListenerProvider) for table in config.listener),
     )
 

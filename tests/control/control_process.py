@@ -19,16 +19,11 @@ CHUNK = 256
 OBJECT = 32768
 
 
-class ControlProcess(ListeningProcess):
-    """Beside a server; `folder` is for the file of its token."""
+class ControlAt:
+    """The way to order at an address."""
 
-    says = "orders"
-
-    def __init__(self, server: ServerProcess, folder: Path) -> None:
-        file = folder / "token"
-        file.write_text(TOKEN)
-        options = ("--listen", "127.0.0.1:0", "--token-file", str(file), "--endpoint", server.endpoint)
-        super().__init__("control", *options)
+    def __init__(self, url: str) -> None:
+        self.url = url
 
     def ask(self, method: str, path: str, body: object = None, *, token: str = TOKEN) -> tuple[int, Any]:
         """Return the status, and what the answer's JSON says; its text where it is none."""
@@ -50,9 +45,25 @@ class ControlProcess(ListeningProcess):
         return answer
 
     def directive(self, name: str) -> dict[str, Any]:
+        return next(each for each in self.listed() if each["id"] == name)
+
+    def listed(self) -> list[dict[str, Any]]:
         status, listed = self.ask("GET", "/v1/directives")
         assert status == 200
-        return next(each for each in listed if each["id"] == name)
+        assert isinstance(listed, list)
+        return listed
+
+
+class ControlProcess(ListeningProcess, ControlAt):
+    """Beside a server; `folder` is for the file of its token."""
+
+    says = "orders"
+
+    def __init__(self, server: ServerProcess, folder: Path) -> None:
+        file = folder / "token"
+        file.write_text(TOKEN)
+        options = ("--listen", "127.0.0.1:0", "--token-file", str(file), "--endpoint", server.endpoint)
+        ListeningProcess.__init__(self, "control", *options)
 
 
 def prompt(number: int, chunks: int, *, after: Sequence[int] = ()) -> list[int]:

@@ -30,7 +30,7 @@ def refusal(settings: list[str]) -> ConfigError | None:
 
 
 def test_without_the_table_nothing_is_announced() -> None:
-    assert load_config().events is None
+    assert load_config().listener == ()
 
 
 def test_what_is_not_named_has_its_default() -> None:

@@ -18,6 +18,7 @@ import msgspec
 from kvf_control import orders
 from kvf_control.holder import Busy, Holder
 from kvf_control.settings import ControlConfig
+from kvf_control.texts import Texts
 from kvf_observe.http.exposition import TEXT, Metric, Reader, Type, exposition
 from kvf_observe.http.listener import Listener, listen_until_signal
 from kvf_observe.http.messages import (
@@ -75,8 +76,8 @@ METRICS = (
 class App:
     """`answer` is called in the event loop, which never waits for the server: `threads` do."""
 
-    def __init__(self, holder: Holder, rights: Rights, threads: ThreadPoolExecutor) -> None:
-        self._holder, self._rights, self._threads = holder, rights, threads
+    def __init__(self, holder: Holder, texts: Texts, rights: Rights, threads: ThreadPoolExecutor) -> None:
+        self._holder, self._texts, self._rights, self._threads = holder, texts, rights, threads
         self._waiting = self._refused = 0
         self._openapi = msgspec.json.encode(orders.openapi())
 
@@ -135,7 +136,12 @@ class App:
 
     def _order(self, kind: type[T], carry_out: Callable[[T], object]) -> Callable[[], Answer]:
         def ordered(body: bytearray) -> Any:
-            return self._asked(lambda: carry_out(msgspec.json.decode(bytes(body) or b"{}", type=kind)))
+            given = bytes(body)
+
+            def call() -> object:
+                return carry_out(self._texts.tokenized(msgspec.json.decode(given or b"{}", type=kind)))
+
+            return self._asked(call)
 
         return lambda: WantsBody(MOST_BODY, ordered)
 
@@ -167,11 +173,16 @@ def _failed(status: HTTPStatus, why: str) -> Reply:
 def control(endpoint: str, config: ControlConfig) -> None:
     """Take orders until SIGINT or SIGTERM, whether or not the server is there. In the main thread, after `check`.
     Raises `ConfigError`, also of what has changed since."""
-    holder = Holder(endpoint)
+    holder = Holder(endpoint, config.state)
     try:
         with ThreadPoolExecutor(THREADS, thread_name_prefix="kvf-control") as threads:
             host, _ = parse_listen(config.listen)
-            app = App(holder, Rights(partial(read_token, config), loopback=is_loopback(host)), threads)
+            app = App(
+                holder,
+                Texts(config.tokenizers),
+                Rights(partial(read_token, config), loopback=is_loopback(host)),
+                threads,
+            )
             listener = Listener(app.answer, tls=tls_context(config))
             asyncio.run(listen_until_signal(listener, config, WHERE, "orders"))
     finally:

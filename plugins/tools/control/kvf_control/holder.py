@@ -9,19 +9,19 @@ import itertools
 import logging
 import threading
 import time
-from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from kvf_control.orders import Deletion, Directive, Pin, Prefetch
-from kvframework.api.hasher import KeyHasher
-from kvframework.api.keys import DIGEST_BYTES, Retain
-from kvframework.client import Forgotten, KVClient, LookupResult, RequestHashes, SchedulerAdapter, StatusSource
+from kvf_control.runs import Held, Place, Run, may_mean, new_run, shared
+from kvf_control.state import StateFile
+from kvframework.api.keys import Retain
+from kvframework.client import Forgotten, KVClient, StatusSource
 from kvframework.errors import RequestError, ServerGone
 
 log = logging.getLogger(__name__)
@@ -42,79 +42,12 @@ class Busy(RequestError):
     """Too much is under way, or pinned."""
 
 
-@dataclass(eq=False)
-class Run:
-    """Chunks of one namespace, under one salt."""
-
-    adapter: SchedulerAdapter
-    hasher: KeyHasher
-    hashes: RequestHashes
-    scope: tuple[str, str]
-    nbytes: int
-    result: LookupResult = field(default_factory=lambda: LookupResult(0))
-
-    @cached_property
-    def digests(self) -> bytes:
-        return self.hashes.digests(self.hashes.hashed_tokens)
-
-    def ask(self) -> None:
-        """Look up once more, and then free what the lookup before has pinned."""
-        before, self.result = self.result, self.adapter.lookup(self.hashes, ahead=True)
-        self.adapter.free(before)
-
-    def free(self) -> None:
-        self.adapter.free(self.result)
-
-    def again(self, retain: Retain | None = None) -> Run:
-        """Return the same chunks with what is to be expected of them."""
-        hashes = RequestHashes(
-            self.hasher,
-            self.adapter.chunk_tokens,
-            request_id="control",
-            cache_salt=self.scope[1],
-            digests=self.digests,
-            retain=(retain,) if retain else (),
-        )
-        return Run(self.adapter, self.hasher, hashes, self.scope, self.nbytes)
-
-
-@dataclass(eq=False)
-class Held:
-    """An order under way. `until` of a pin is of the monotonic clock, 0 for none."""
-
-    id: str
-    do: str
-    order: Prefetch
-    runs: list[Run]
-    until: float = 0.0
-    state: str = "loading"
-    at: float = field(default_factory=time.time)
-    asked_at: float = field(default_factory=time.monotonic)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(run.nbytes for run in self.runs)
-
-    def told(self) -> Directive:
-        return Directive(
-            id=self.id,
-            do=self.do,
-            state=self.state,
-            asked_tokens=sum(run.hashes.hashed_tokens for run in self.runs),
-            l1_tokens=sum(run.result.hit_tokens for run in self.runs),
-            nbytes=self.nbytes,
-            tenant=self.order.tenant,
-            at=round(self.at, 3),
-            until=round(time.time() + self.until - time.monotonic(), 3) if self.until else 0.0,
-        )
-
-
 class Holder:
     """Carries out orders at the server at `endpoint`. Thread-safe; orders block for some answers of the server. They
     raise `RequestError` for what no engine has registered or no order has named, `Busy` beyond a bound, and the errors
     of `StatusSource`."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, state: Path | None = None) -> None:
         self._client = KVClient(endpoint, name="control")
         self._source = StatusSource(endpoint, ANSWER_S, name="control")
         self._lock = threading.RLock()
@@ -125,14 +58,18 @@ class Holder:
         self._numbers = itertools.count(1)
         self._orders: Counter[str] = Counter()
         self._status: tuple[float, Mapping[str, Any]] = (-STATUS_S, {})
+        self._state = StateFile(state) if state else None
+        self._changed = False
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="kvf-control", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End all orders, and the connection."""
+        """End all orders, and the connection; the file of the state keeps pins and conversations."""
         self._ended.set()
         self._thread.join(ANSWER_S)
+        with self._lock:
+            self._save()
         for held in list(self._held.values()):
             self._end(held, "ended")
         self._client.close()
@@ -176,7 +113,7 @@ class Holder:
     def end_conversation(self, conversation: str, tenant: str) -> Directive:
         """End its orders, and let what no other conversation shares leave first. Raises `RequestError`."""
         with self._lock:
-            runs = self._conversations.pop((tenant, conversation), None)
+            runs, self._changed = self._conversations.pop((tenant, conversation), None), True
             if runs is None:
                 raise RequestError("no order has named this conversation", hint="first announce a turn")
             for held in list(self._held.values()):
@@ -185,8 +122,7 @@ class Holder:
             others = [run for each in self._conversations.values() for run in each]
             ending = []
             for run in runs:
-                shared = max((_shared(run, other) for other in others), default=0)
-                start = shared * run.adapter.chunk_tokens
+                start = max((shared(run, other) for other in others), default=0) * run.adapter.chunk_tokens
                 if start < run.hashes.hashed_tokens:
                     ending.append(run.again(Retain("done", start=start)))
             order = Prefetch(conversation=conversation, tenant=tenant)
@@ -206,7 +142,7 @@ class Holder:
         """Delete; the pins of what may be meant end before. Blocks for `wait_s` and longer."""
         with self._lock:
             for held in list(self._held.values()):
-                if _may_mean(order, held):
+                if may_mean(order, held):
                     self._end(held, "ended")
             self._orders["forget"] += 1
             source = StatusSource(self._source.endpoint, ANSWER_S, name="control")
@@ -249,7 +185,7 @@ class Holder:
         self._orders[held.do] += 1
         for run in held.runs:
             run.ask()
-        self._held[held.id] = held
+        self._held[held.id], self._changed = held, True
         self._settle(held)
         log.info(
             "order %s of tenant %r: %s of %d tokens", held.id, held.order.tenant, held.do, held.told().asked_tokens
@@ -272,7 +208,7 @@ class Holder:
         told = held.told()
         for run in held.runs:
             run.free()
-        self._held.pop(held.id, None)
+        self._changed |= self._held.pop(held.id, None) is not None
         self._past.append(told)
         if state == "ended":
             log.info("order %s of tenant %r has ended", held.id, held.order.tenant)
@@ -283,6 +219,8 @@ class Holder:
         while not self._ended.wait(TICK_S):
             with self._lock:
                 if self._client.usable and boot_id != self._client.boot_id:  # another server has none of the pins
+                    if boot_id is None:
+                        self._restore()
                     boot_id = self._client.boot_id
                     for held in self._held.values():
                         held.asked_at = -AGAIN_S
@@ -292,6 +230,8 @@ class Holder:
                     except Exception:
                         log.exception("an order failed")
                         self._end(held, "ended")
+                if boot_id is not None:  # not before what was saved has been read
+                    self._save()
 
     def _tick(self, held: Held, now: float) -> None:
         if held.until and now >= held.until:
@@ -306,6 +246,22 @@ class Holder:
             for run in held.runs:
                 run.result = run.adapter.poll(run.result)
             self._settle(held)
+
+    def _restore(self) -> None:
+        if self._state is None:
+            return
+        pins, conversations = self._state.read(partial(new_run, self._client))
+        self._held |= {held.id: held for held in pins}
+        for name, runs in conversations.items():
+            self._conversations.setdefault(name, runs)
+        if pins or conversations:
+            log.info("%d pins and %d conversations go on", len(pins), len(conversations))
+
+    def _save(self) -> None:
+        if self._state is not None and self._changed and (self._ended.is_set() or self._state.is_due):
+            self._changed = False
+            pins = [held for held in self._held.values() if held.until]
+            self._state.write(pins, self._conversations)
 
     def _document(self) -> Mapping[str, Any]:
         at, document = self._status
@@ -345,24 +301,11 @@ class Holder:
     def _run(self, order: Prefetch, instance: Mapping[str, Any]) -> Run:
         if not self._client.usable and not self._client.wait_up(ANSWER_S):
             raise ServerGone("the server does not answer")
-        adapter = SchedulerAdapter(
-            self._client,
-            model_name=instance["model"],
-            namespace=bytes.fromhex(instance["namespace"]),
-            chunk_tokens=instance["chunk_tokens"],
-            world_size=instance["world_size"],
-        )
-        hasher = self._client.hasher
-        hashes = RequestHashes(
-            hasher,
-            adapter.chunk_tokens,
-            request_id="control",
-            cache_salt=order.salt,
-            digests=bytes.fromhex("".join(order.digests)),
-        )
-        hashes.extend(order.tokens)
-        nbytes = int(hashes.hashed_tokens * instance["bytes_per_token"] * instance["world_size"])
-        return Run(adapter, hasher, hashes, (instance["namespace"], order.salt), nbytes)
+        place = Place(instance["namespace"], instance["model"], instance["chunk_tokens"], instance["world_size"])
+        digests = bytes.fromhex("".join(order.digests))
+        run = new_run(self._client, place, order.salt, tokens=order.tokens, digests=digests)
+        run.nbytes = int(run.hashes.hashed_tokens * instance["bytes_per_token"] * place.world_size)
+        return run
 
     def _bound(self, runs: list[Run], part: float, what: str) -> None:
         capacity = self._document()["l1"]["capacity_bytes"]
@@ -371,7 +314,7 @@ class Holder:
             raise Busy(f"{nbytes} bytes would be {what}", available=f"{int(part * capacity)}, {part:.0%} of L1")
 
     def _remember(self, order: Prefetch, runs: list[Run]) -> None:
-        name = order.tenant, order.conversation
+        name, self._changed = (order.tenant, order.conversation), True
         before = self._conversations.get(name, [])
         # A turn that continues a run takes its place.
         kept = [
@@ -384,32 +327,3 @@ class Holder:
         nbytes = sum(len(run.digests) for each in self._conversations.values() for run in each)
         while len(self._conversations) > MOST_CONVERSATIONS or nbytes > MOST_DIGEST_BYTES:
             nbytes -= sum(len(run.digests) for run in self._conversations.popitem(last=False)[1])
-
-
-def _shared(one: Run, other: Run) -> int:
-    """Return with how many chunks both begin: a digest stands for all before it, too."""
-    mine, theirs = one.digests, other.digests
-    if one.scope != other.scope or mine[:DIGEST_BYTES] != theirs[:DIGEST_BYTES]:
-        return 0
-    ends = range(DIGEST_BYTES, min(len(mine), len(theirs)) + 1, DIGEST_BYTES)
-    return bisect_left(ends, True, key=lambda end: mine[end - DIGEST_BYTES : end] != theirs[end - DIGEST_BYTES : end])
-
-
-def _may_mean(order: Deletion, held: Held) -> bool:
-    """Whether a deletion may be about what is held, which would keep it in L1."""
-    for given, own in ((order.tenant, held.order.tenant), (order.conversation, held.order.conversation)):
-        if given and own and given != own:
-            return False
-    return any(_may_mean_run(order, run) for run in held.runs)
-
-
-def _may_mean_run(order: Deletion, run: Run) -> bool:
-    namespace, salt = run.scope
-    if order.namespace not in ("", namespace) or (order.salts and salt not in order.salts):
-        return False
-    first, digests = run.digests[:DIGEST_BYTES], bytes.fromhex("".join(order.digests[:1]))
-    if order.tokens:
-        hashes = RequestHashes(run.hasher, run.adapter.chunk_tokens, request_id="control")
-        hashes.extend(order.tokens[: run.adapter.chunk_tokens])
-        digests = hashes.digests(hashes.hashed_tokens)
-    return digests in (b"", first)

@@ -16,6 +16,8 @@ MOST_NEXT_S = 3600.0
 
 Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 Tokens = Annotated[tuple[Token, ...], msgspec.Meta(max_length=MOST_TOKENS, description="token ids from the first on")]
+# A prompt as the engine sees it; a token has a byte at least.
+Prompt = Annotated[str, msgspec.Meta(max_length=1 << 20, description="a text, where its model has a tokenizer here")]
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 Digests = Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MOST_DIGESTS, description="digests of the chunks")]
 Text = Annotated[str, msgspec.Meta(max_length=256)]
@@ -24,11 +26,13 @@ Namespace = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{32})?$", description
 
 
 class Prefetch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Loads a run of chunks from the tiers into L1. It is named by `tokens` or `digests`, or by the `conversation` of
-    an earlier order that had either. `tenant` is whose pins it counts in; an empty `model` stands for all."""
+    """Loads a run of chunks from the tiers into L1. It is named by `tokens`, `digests` or a `text`, or by the
+    `conversation` of an earlier order that had one of them. `tenant` is whose pins it counts in; an empty `model`
+    stands for all."""
 
     tokens: Tokens = ()
     digests: Digests = ()
+    text: Prompt = ""
     conversation: Text = ""
     salt: Salt = ""
     tenant: Text = ""
@@ -49,6 +53,7 @@ class Turn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     seconds: Annotated[float, msgspec.Meta(gt=0, le=MOST_NEXT_S)]
     tokens: Tokens = ()
     digests: Digests = ()
+    text: Prompt = ""
     salt: Salt = ""
     tenant: Text = ""
     model: Text = ""
@@ -71,6 +76,7 @@ class Deletion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     conversation: Text = ""
     tokens: Tokens = ()
     digests: Digests = ()
+    text: Prompt = ""
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)] = 5.0
 
     def forget(self) -> Forget:
