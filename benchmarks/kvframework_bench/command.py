@@ -534,7 +534,7 @@ def serving(
 
     Without offload, with an endless KV cache (ideal), with vLLM's own offload, with LMCache's server, with kvframework:
     time to first token, tokens per second, hits, CPU time, and whether the tokens are equal. Needs vLLM; takes
-    ten minutes and 16 GB of memory.
+    half an hour and 16 GB of memory.
     """
     import msgspec
 

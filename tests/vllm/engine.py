@@ -29,8 +29,8 @@ class Ask:
     too. `embeds`: the seed of embeddings that stand for the prompt; `pool`: the answer is an embedding. `wait_file`:
     waits until it is there, after announcing on stdout that it waits. `adapters`: the prompt is asked once for each of
     them in one batch, [name, number, path] or [] for none, and the answers stand one behind the other. `update`: the
-    weights become those of a folder first, [how, folder], see `tests.vllm.updates`; `settle`: waits until the
-    connector serves again; `logprobs`: those of the tokens are told too."""
+    weights become those of a folder first, [how, folder, version or nothing], see `tests.vllm.updates`; `settle`: waits
+    until the connector serves again; `logprobs`: those of the tokens are told too."""
 
     prompt: list[int]
     tokens: int = 32
@@ -137,8 +137,9 @@ def main() -> None:
     llm.llm_engine.engine_core.shutdown()
 
 
-def _update(llm: Any, how: str, folder: str) -> None:
-    """Each way in which vLLM changes the weights of a running engine."""
+def _update(llm: Any, how: str, folder: str, version: str = "") -> None:
+    """Each way in which vLLM changes the weights of a running engine, and what `finish_weight_update` of its
+    asynchronous engine does with a version."""
     if how == "reload":
         llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
     elif how == "load_weights":
@@ -147,6 +148,8 @@ def _update(llm: Any, how: str, folder: str) -> None:
         llm.collective_rpc("start_weight_update")
         llm.collective_rpc("update_weights", args=({"folder": folder},))
         llm.collective_rpc("finish_weight_update")
+    if version:
+        llm.llm_engine.set_weight_version(version)
 
 
 def _settle(llm: Any) -> None:

@@ -3,11 +3,14 @@ another one of the same server, and after an update back."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.server_process import ServerProcess
 from tests.vllm import rows
 from tests.vllm.engine import Ask
 from tests.vllm.model import cached, prompt
@@ -156,3 +159,35 @@ def test_every_worker_of_an_engine_is_updated(checkpoints: Checkpoints) -> None:
         assert (equal(back, checkpoints.cold["old"][1]), back.cached) == (True, 0)
         other = replace(split, model=checkpoints.new.model).run(server, ask(2))[0]
         assert (equal(other, checkpoints.cold["new"][2]), other.cached) == (True, STORED)
+
+
+def test_replicas_of_one_run_share_each_version_of_the_weights(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """Two engines at the same time through 20 updates, then one that finds all that they have stored."""
+    secret = tmp_path / "run.secret"
+    secret.write_text("a secret of one training run")
+    secret.chmod(0o600)
+    options = {**rows.PATIENT, "kvframework.weights_secret": str(secret)}
+    bench = replace(checkpoints.old, options=options)
+    folders = {"old": str(checkpoints.old.model), "new": str(checkpoints.new.model)}
+    weights = [("new", "old")[number % 2] for number in range(20)]
+
+    def replica(server: ServerProcess, *, version: str = "v{}", prompts: int = 2) -> list[Answer]:
+        asks = [
+            ask((number + at) % len(PROMPTS), forget=not at, update=[] if at else update)
+            for number, each in enumerate(weights)
+            for update in [["session", folders[each], *([version.format(number)] if version else [])]]
+            for at in range(prompts)
+        ]
+        answers = bench.run(server, *asks)
+        for number, answer in enumerate(answers):
+            place, at = divmod(number, prompts)
+            assert equal(answer, checkpoints.cold[weights[place]][(place + at) % len(PROMPTS)]), number
+        return answers
+
+    with rows.server_for() as server:
+        with ThreadPoolExecutor() as pool:
+            for each in [pool.submit(replica, server) for _ in range(2)]:
+                each.result()
+        assert [each.cached for each in replica(server)] == [STORED] * 40
+        assert [each.cached for each in replica(server, version="", prompts=1)] == [0] * 20
+        assert [each.cached for each in replica(server, version="w{}", prompts=1)] == [0] * 20

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +17,26 @@ from kvf_vllm.engine_names import EngineNames
 from kvf_vllm.options import VllmOptions
 from kvf_vllm.scheduler import SchedulerSide
 from kvf_vllm.step_messages import Served, StepPlan, StepReport, TransferOp, Weights
-from kvf_vllm.weights import EngineWeights
+from kvf_vllm.weights import EngineWeights, WeightVersions, run_secret
 from kvf_vllm.worker import WorkerSide
 from kvframework.api.futures import Future, Promise
 from kvframework.api.transport import LoadOutcome, StoreOutcome
+from kvframework.errors import ConfigFieldError
 from tests.vllm.stand_ins import BLOCK, CHUNK, ONE_GROUP, Clock, FakeRequest, FakeServer, digest, scheduler
+
+
+class Core:
+    """vLLM's engine core, as far as versions of weights go."""
+
+    def __init__(self) -> None:
+        self.scheduler = SimpleNamespace(kv_cache_manager=object())
+
+    def set_weight_version(self, weight_version: str) -> None:
+        return
+
+    def collective_rpc(self, method: str) -> None:
+        return
+
 
 # the model: one engine of two workers, vLLM's prefix cache, and the server
 
@@ -30,6 +47,8 @@ class SharedServer(FakeServer):
     def __init__(self) -> None:
         super().__init__()
         self.objects: dict[tuple[bytes, int, str, bytes], int] = {}
+        # Tokens of all hits.
+        self.found = 0
 
     def lookup(self, request: Any, start: int, end: int, wait_s: float = 0.0, speed: Any = None) -> Any:
         workers = range(self.served[0].world_size)
@@ -39,7 +58,9 @@ class SharedServer(FakeServer):
             if all((namespace, worker, salt, each) in self.objects for worker in workers)
             and namespace == self.served[0].namespace
         }
-        return super().lookup(request, start, end, wait_s, speed)
+        result = super().lookup(request, start, end, wait_s, speed)
+        self.found += result.hit_tokens
+        return result
 
 
 class Worker:
@@ -111,13 +132,16 @@ class Engine:
     """vLLM around both sides: plans may be executed later than the next one is made, blocks of requests that have ended
     are found by their tokens until the prefix cache is reset."""
 
-    def __init__(self, caches_prefixes: bool) -> None:
-        self.server = SharedServer()
+    def __init__(self, caches_prefixes: bool, server: SharedServer | None = None, secret: bytes = b"of a run") -> None:
+        self.server = server or SharedServer()
         self.caches_prefixes = caches_prefixes
-        weights = EngineWeights(caches_prefixes=caches_prefixes)
+        self.versions = WeightVersions(secret)
+        weights = EngineWeights(caches_prefixes=caches_prefixes, versions=self.versions)
         self.side = SchedulerSide(self.server, ONE_GROUP, VllmOptions(), workers=2, weights=weights, clock=Clock())
         self.workers = [Worker(index, self.server) for index in range(2)]
         self.side.heard(StepReport(served={0: named(0), 1: named(0)}))
+        self.core = Core()
+        self.side.names.follow_versions(Core, self.core.scheduler.kv_cache_manager)
         self.waiting: list[FakeRequest] = []
         self.loading: dict[str, tuple[FakeRequest, int]] = {}
         self.running: dict[str, FakeRequest] = {}
@@ -125,6 +149,16 @@ class Engine:
         self.cached: dict[tuple[int, ...], int] = {}
         self.plans: deque[tuple[StepPlan, list[int]]] = deque()
         self.count, self.next_block = 0, 1
+
+    def update(self, *weights: int | None, from_files: bool = False) -> None:
+        """Calls come between two executions. None: this worker keeps its weights."""
+        self.core.collective_rpc("update_weights")
+        for worker, each in zip(self.workers, weights, strict=True):
+            if each is not None:
+                worker.update(each, from_files=from_files)
+
+    def announce(self) -> None:
+        self.core.set_weight_version(str([worker.weights for worker in self.workers]))
 
     def come(self, prompt: int, chunks: int) -> None:
         self.count += 1
@@ -233,7 +267,8 @@ EVENTS = st.one_of(
     st.tuples(st.just("name"), st.integers(0, 1)),
     # From the files of the start, or of another checkpoint; or tensors, of all or of one worker.
     st.tuples(st.just("files"), st.integers(0, 1)),
-    st.tuples(st.just("tensors"), st.lists(st.integers(0, 1), min_size=1, max_size=2, unique=True)),
+    st.tuples(st.just("tensors"), st.integers(2, 4), st.sampled_from(["all", "first", "second"])),
+    st.tuples(st.just("announce")),
     st.tuples(st.just("reset"), st.booleans(), st.booleans()),
 )
 
@@ -242,16 +277,13 @@ EVENTS = st.one_of(
 @given(events=st.lists(EVENTS, max_size=25), caches_prefixes=st.booleans())
 def test_whatever_happens_weights_never_mix(events: list[Any], caches_prefixes: bool) -> None:
     """What must not be says `Worker`. In the end an update from files, with a reset, shares again."""
-    engine, trained = Engine(caches_prefixes), 2
+    engine = Engine(caches_prefixes)
     for name, *arguments in events:
         if name == "files":
-            # Calls come between two executions, to all workers.
-            for worker in engine.workers:
-                worker.update(arguments[0], from_files=True)
+            engine.update(arguments[0], arguments[0], from_files=True)
         elif name == "tensors":
-            trained += 1
-            for index in arguments[0]:
-                engine.workers[index].update(trained + 100 * index, from_files=False)
+            trained, whose = arguments
+            engine.update(trained if whose != "second" else None, 100 + trained if whose != "first" else None)
         elif name == "name":
             engine.workers[arguments[0]].name()
         elif name == "reset":
@@ -259,8 +291,7 @@ def test_whatever_happens_weights_never_mix(events: list[Any], caches_prefixes: 
         else:
             getattr(engine, name)(*arguments)
     engine.settle()
-    for worker in engine.workers:
-        worker.update(1, from_files=True)
+    engine.update(1, 1, from_files=True)
     engine.reset(running=False, connector=False)
     for prompt in (7, 8):
         engine.answer(prompt, 2)
@@ -268,6 +299,45 @@ def test_whatever_happens_weights_never_mix(events: list[Any], caches_prefixes: 
     other = scheduler(engine.server, workers=2)
     other.heard(StepReport(served={0: named(1), 1: named(1)}))
     assert other.matched_tokens(FakeRequest("x", [800 + at for at in range(2 * CHUNK + 1)]), 0) == (2 * CHUNK, True)
+
+
+def test_who_has_the_secret_and_announces_the_same_version_shares() -> None:
+    server = SharedServer()
+
+    def cached(secret: bytes, weights: int, version: str = "", before: str = "") -> int:
+        engine = Engine(True, server, secret)
+        if before:
+            engine.core.set_weight_version(before)
+        engine.update(weights, weights)
+        if version:
+            engine.core.set_weight_version(version)
+        engine.reset(running=False, connector=True)
+        server.found = 0
+        engine.answer(3, 2)
+        assert [worker.wrong for worker in engine.workers] == [[], []]
+        return server.found
+
+    assert cached(b"one", 2, "v2") == 0
+    assert cached(b"one", 2, "v2") == 2 * CHUNK
+    assert cached(b"one", 3, "v3") == 0
+    assert cached(b"two", 4, "v2") == 0
+    assert cached(b"one", 5) == 0, "an update without a version"
+    assert cached(b"one", 6, before="v2") == 0, "the version was announced before the update"
+    assert cached(b"one", 7, "v2", before="v2") == 0, "one version for two weights"
+    assert cached(b"one", 2, "v2", before="v1") == 2 * CHUNK
+
+
+def test_a_version_that_comes_after_the_news_counts_from_then_on() -> None:
+    server = SharedServer()
+    for found in (0, 2 * CHUNK):
+        engine = Engine(True, server)
+        engine.update(2, 2)
+        engine.reset(running=False, connector=False)
+        engine.answer(1, 1)
+        engine.announce()
+        server.found = 0
+        engine.answer(2, 2)
+        assert server.found == found
 
 
 def test_a_reset_after_the_news_of_an_update_hides_no_kv_of_its_weights() -> None:
@@ -282,3 +352,31 @@ def test_a_reset_after_the_news_of_an_update_hides_no_kv_of_its_weights() -> Non
     names.planned(writes=True)
     names.hide()
     assert names.generation
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "why"),
+    [
+        ("short", 0o600, "has 5 bytes\n  expected: 16 to 4096"),
+        ("x" * 5000, 0o600, "has 4097 bytes"),
+        ("x" * 32, 0o644, "other users may read or write"),
+        (None, 0, "cannot be read: No such file or directory"),
+    ],
+)
+def test_a_secret_that_is_none_ends_the_start(tmp_path: Path, content: str | None, mode: int, why: str) -> None:
+    file = tmp_path / "secret"
+    if content is not None:
+        file.write_text(content)
+        file.chmod(mode)
+    with pytest.raises(ConfigFieldError) as raised:
+        run_secret(str(file), "the option")
+    assert why in str(raised.value)
+    assert str(file) in str(raised.value)
+    assert raised.value.hint
+
+
+def test_a_secret_is_read_as_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text("0123456789abcdef\n")
+    file.chmod(0o600)
+    assert run_secret(str(file), "") == b"0123456789abcdef"

@@ -58,7 +58,7 @@ from kvf_vllm.options import VllmOptions, caches_adapters_by_path, check_version
 from kvf_vllm.registration import NAME, join_log, register
 from kvf_vllm.scheduler import SchedulerSide
 from kvf_vllm.step_messages import StepPlan, StepReport
-from kvf_vllm.weights import CacheResets, EngineWeights, WeightUpdates
+from kvf_vllm.weights import CacheResets, WeightUpdates, engine_weights
 from kvf_vllm.worker import WorkerSide
 from kvframework.client import ErrorNotes, KVClient, harmless
 from kvframework.errors import ConfigFieldError, KVFrameworkError
@@ -182,7 +182,7 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             unread=bool(self._unread),
             event_block_size=event_block_size(config, self._kv_cache_config),
             adapters=AdapterNames(config.parallel_config.world_size, by_path=caches_adapters_by_path(vllm.__version__)),
-            weights=EngineWeights(caches_prefixes=bool(config.cache_config.enable_prefix_caching)),
+            weights=engine_weights(config, self._options),
         )
 
     def _start(self, what: str, start: Callable[[], None]) -> None:
@@ -327,8 +327,11 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     @harmless()
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        from vllm.v1.engine.core import EngineCore  # only in the engine core's process
+
         super().bind_kv_cache_manager(kv_cache_manager)
         self._resets = CacheResets(kv_cache_manager, self._cache_was_reset)
+        self._scheduling().names.follow_versions(EngineCore, kv_cache_manager)
 
     @harmless()
     def _cache_was_reset(self) -> None:

@@ -7,7 +7,7 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvf_vllm.requests import Asking
 from kvf_vllm.step_messages import Served, Weights
@@ -91,6 +91,15 @@ class EngineNames:
             self._learn()
         return not was_alone
 
+    def follow_versions(self, core: type, manager: Any) -> None:
+        """Follow the engine core of this class that has this manager of KV."""
+        self.weights.follow_versions(core, manager, self.version_was_announced)
+
+    def version_was_announced(self) -> None:
+        """The engine has announced a version of its weights, maybe after their news."""
+        if self.weights.updates and not self.weights.are_changing and not self.weights.are_shared:
+            self.generation = self.weights.version_salt or self.generation
+
     def _hear_of_weights(self, news: Mapping[int, Weights]) -> bool:
         """What is named by files is shared again; what is not has a name that no other engine has, for as long as these
         weights stay."""
@@ -103,7 +112,7 @@ class EngineNames:
             log.info("the engine's weights were updated: KV of the old weights is neither loaded nor stored")
         if (were_changing or is_updated) and not self.weights.are_changing:
             if not self.weights.are_shared:
-                self.generation = secrets.token_hex(16)
+                self.generation = self.weights.version_salt or secrets.token_hex(16)
             if not self.weights.are_alone:
                 log.warning(
                     "vLLM loads and stores no KV until its prefix cache, which holds KV of the old weights, is reset"

@@ -57,6 +57,14 @@ class VllmOptions(EngineOptions, frozen=True):
             "false: salted blocks are not announced"
         ),
     ] = False
+    weights_secret: Annotated[
+        str,
+        msgspec.Meta(
+            description="file with a secret of 16 bytes or more, equal on all replicas of one training run: after an "
+            "update that vLLM is given a weight_version for, replicas that announced the same version share KV; empty: "
+            "updated weights are shared only if they come from files"
+        ),
+    ] = ""
     min_hit_tokens: Annotated[
         int,
         msgspec.Meta(

@@ -112,7 +112,7 @@ class SchedulerSide:
         self._mode = "async" if only_between_steps(self._groups) else options.load
         self._whole_prompt = self._mode != "sync" and whole_prompt_loadable(self._groups)
         self._pace = LoadPace(clock)
-        self._names = EngineNames(workers, weights or EngineWeights(), service.serve)
+        self.names = EngineNames(workers, weights or EngineWeights(), service.serve)
         self._first_asked: float | None = None
         self._tracked: dict[str, _Tracked] = {}
         # A step that computes any request is held up by no lookup, others by one at most.
@@ -140,7 +140,7 @@ class SchedulerSide:
         tracked.miss, tracked.own_end = "", computed
         if self._unread:
             return self._no_hit(tracked, "no_prefix_caching")
-        if self._names.are_awaited(tracked):
+        if self.names.are_awaited(tracked):
             return None, False
         if unnamed := self._adapters.lacks(tracked):
             return self._no_hit(tracked, unnamed)
@@ -151,10 +151,10 @@ class SchedulerSide:
             return self._no_hit(tracked, tracked.wish.reason or "opted_out")
         if tracked.failed:
             return self._no_hit(tracked, "load_failed")
-        hashes = self._hashed(tracked) if self._names.served is not None else None
-        if self._names.served is None or hashes is None:
-            return self._no_hit(tracked, self._names.why_none)
-        chunk = self._names.served.chunk_tokens
+        hashes = self._hashed(tracked) if self.names.served is not None else None
+        if self.names.served is None or hashes is None:
+            return self._no_hit(tracked, self.names.why_none)
+        chunk = self.names.served.chunk_tokens
         start = computed // chunk * chunk
         end = min(request.num_tokens - (0 if self._whole_prompt else 1), hashes.hashed_tokens) // chunk * chunk
         if end <= computed:
@@ -243,7 +243,7 @@ class SchedulerSide:
         """The plan of the workers for this step, vLLM's `build_connector_meta`. `scheduled` gives the number of
         tokens to compute for each request; `tables` gives a request's blocks; `new_blocks` were given out since the
         last step; `states` are complete after it."""
-        self._names.planned(writes=bool(scheduled or self._planned_loads))
+        self.names.planned(writes=bool(scheduled or self._planned_loads))
         self._has_waited = False
         written = self._foreign.union(new_blocks)
         self._foreign = set()
@@ -251,7 +251,7 @@ class SchedulerSide:
             written.update(_behind(self._groups, load.block_ids, load.skip))
         fence = [number for number, store in self._unfinished.items() if not written.isdisjoint(store.blocks)]
         stores: list[TransferOp] = []
-        if self._stores and self._names.served is not None:
+        if self._stores and self.names.served is not None:
             for request_id, tokens in scheduled.items():
                 tracked = self._tracked.get(request_id)
                 if tracked is not None and tracked.wish.store:
@@ -259,7 +259,7 @@ class SchedulerSide:
         loads, self._planned_loads = self._planned_loads, []
         self._prefill.begin_step(scheduled, counts=not any(load.is_within for load in loads))
         self._pace.begin_step(computes=bool(scheduled))
-        return StepPlan(loads, stores, fence, bool(scheduled), self._names.step, self._names.weights.updates)
+        return StepPlan(loads, stores, fence, bool(scheduled), self.names.step, self.names.weights.updates)
 
     def step_ended(self) -> None:
         self._prefill.end_step()
@@ -268,16 +268,16 @@ class SchedulerSide:
     def plan_in_doubt(self) -> StepPlan:
         """Replace `plan_step` after that has raised: planned loads stay, nothing is stored, and all stores end before
         the step, since any of their blocks may be written in it."""
-        self._names.planned(writes=True)
+        self.names.planned(writes=True)
         loads, self._planned_loads = self._planned_loads, []
         self._prefill.begin_step({}, counts=False)
         self._pace.begin_step(computes=False)
         self._foreign = set()
         self._has_waited = False
-        return StepPlan(loads, [], list(self._unfinished), step=self._names.step, updates=self._names.weights.updates)
+        return StepPlan(loads, [], list(self._unfinished), step=self.names.step, updates=self.names.weights.updates)
 
     def heard(self, report: StepReport) -> None:
-        if self._names.heard(report):
+        if self.names.heard(report):
             self._leave_all_out("weights_changed")
         for worker, news in report.adapters.items():
             self._adapters.heard(worker, news)
@@ -321,12 +321,12 @@ class SchedulerSide:
     def reset(self) -> None:
         """Hide all earlier KV from this engine: the weights may have changed. Objects in the server stay, since they
         belong to other engines too."""
-        self._names.hide()
+        self.names.hide()
         self._leave_all_out("reset")
 
     def cache_was_reset(self) -> None:
         """vLLM has emptied its own prefix cache, and no request has blocks."""
-        if self._names.cache_was_reset():
+        if self.names.cache_was_reset():
             self._leave_all_out("weights_changed")
 
     def close(self) -> None:
@@ -338,7 +338,7 @@ class SchedulerSide:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             search = PrefixSearch(self._service, deadline_s=self._options.lookup_deadline_s, clock=self._clock)
-            wish = current_wish(request, self._once, weights_updated=bool(self._names.weights.updates))
+            wish = current_wish(request, self._once, weights_updated=bool(self.names.weights.updates))
             tracked = self._tracked[request.request_id] = _Tracked(request, wish, search)
         return tracked
 
@@ -362,15 +362,15 @@ class SchedulerSide:
             self._first_asked = now
         if now - self._first_asked >= self._options.lookup_deadline_s:
             return False
-        return not self._names.have_come if self._names.served is None else self._hashed(tracked) is None
+        return not self.names.have_come if self.names.served is None else self._hashed(tracked) is None
 
     def _hashed(self, tracked: _Tracked) -> RequestHashes | None:
         """The request's digests of all tokens that are known now, None as long as they have no name."""
-        assert self._names.served is not None
+        assert self.names.served is not None
         if tracked.adapter is None and self._adapters.lacks(tracked):
             return None
         if tracked.hashes is None:
-            salt = salted(tracked.wish.salt, self._names.generation)
+            salt = salted(tracked.wish.salt, self.names.generation)
             wish = tracked.wish
             tracked.hashes = self._service.hashes(
                 tracked.request.request_id, salt, traceparent(tracked.request), wish.retain, wish.conversation
@@ -379,7 +379,7 @@ class SchedulerSide:
             tokens = tracked.request.all_token_ids[tracked.fed :]
             content = tracked.adapter.content if tracked.adapter is not None else ""
             has_more = bool(content or tracked.request.mm_features)
-            extras = chunk_extras(tracked.request, self._names.served.chunk_tokens, content) if has_more else None
+            extras = chunk_extras(tracked.request, self.names.served.chunk_tokens, content) if has_more else None
             tracked.hashes.extend(tokens, extras)
             tracked.fed += len(tokens)
         return tracked.hashes
@@ -387,8 +387,8 @@ class SchedulerSide:
     def _plan_store(
         self, tracked: _Tracked, scheduled: int, tables: Callable[[str], GroupBlocks | None], handed: Iterable[Handover]
     ) -> Iterable[TransferOp]:
-        assert self._names.served is not None
-        request, chunk = tracked.request, self._names.served.chunk_tokens
+        assert self.names.served is not None
+        request, chunk = tracked.request, self.names.served.chunk_tokens
         # Drafted tokens may be rejected: only known tokens count.
         end = min(request.num_computed_tokens + scheduled, request.num_tokens) // chunk * chunk
         # A load of another connector within this step may fail: the next step shows it.

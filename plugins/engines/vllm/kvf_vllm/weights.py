@@ -8,14 +8,25 @@ its prefix cache: steps that write KV are numbered, and an update and a reset ea
 
 from __future__ import annotations
 
+import hmac
+import logging
+import os
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from kvf_vllm.options import WHERE, VllmOptions
 from kvf_vllm.step_messages import StepPlan, Weights
 from kvframework.api.futures import Future
 from kvframework.client import WatchedCall, watch_calls
+from kvframework.errors import ConfigFieldError
+
+log = logging.getLogger(__name__)
+
+_LEAST_SECRET_BYTES, _MOST_SECRET_BYTES = 16, 4096
 
 
 class WorkerWeights:
@@ -49,9 +60,11 @@ class WorkerWeights:
 
 
 class EngineWeights:
-    """The weights of all workers, as far as the scheduler has heard. `caches_prefixes`: vLLM has a prefix cache."""
+    """The weights of all workers, as far as the scheduler has heard. `caches_prefixes`: vLLM has a prefix cache;
+    `versions`: their names, None if replicas share no secret."""
 
-    def __init__(self, *, caches_prefixes: bool = True) -> None:
+    def __init__(self, *, caches_prefixes: bool = True, versions: WeightVersions | None = None) -> None:
+        self._versions = versions
         self._caches_prefixes = caches_prefixes
         self._heard: dict[int, Weights] = {}
         self._clean_after = 0
@@ -65,6 +78,16 @@ class EngineWeights:
     def cache_was_reset(self, step: int) -> None:
         """vLLM holds no KV of this step or an earlier one."""
         self._clean_after = step
+
+    def follow_versions(self, core: type, manager: Any, then: Callable[[], None]) -> None:
+        """Follow the engine core of this class that has this manager of KV; `then` is called after announcements."""
+        if self._versions is not None:
+            self._versions.follow(core, manager, then)
+
+    @property
+    def version_salt(self) -> str:
+        """The salt of the version announced for the weights of now, "" for none."""
+        return self._versions.salt if self._versions is not None else ""
 
     @property
     def are_changing(self) -> bool:
@@ -171,6 +194,70 @@ class WeightUpdates:
             (worker.get_draft_model(), ("load_weights",)),
         ):
             watch_calls(type(subject), [name for name in names if hasattr(type(subject), name)], self)
+
+
+def run_secret(file: str, where: str) -> bytes:
+    """Return the secret of a training run. Raises `ConfigFieldError` for a file that cannot be read, that others may
+    read, or that is too short or long."""
+    path, new = (
+        Path(file).expanduser(),
+        f"make it once, and copy it to all replicas: (umask 077; openssl rand -hex 32 > {file})",
+    )
+    try:
+        with path.open("rb") as opened:
+            mode, secret = os.fstat(opened.fileno()).st_mode, opened.read(_MOST_SECRET_BYTES + 1).strip()
+    except OSError as error:
+        raise ConfigFieldError(f"{path} cannot be read: {error.strerror}", where=where, hint=new) from None
+    if mode & stat.S_IRWXO:
+        raise ConfigFieldError(f"other users may read or write {path}", where=where, hint=f"chmod o-rwx {path}")
+    if not _LEAST_SECRET_BYTES <= len(secret) <= _MOST_SECRET_BYTES:
+        need = f"{_LEAST_SECRET_BYTES} to {_MOST_SECRET_BYTES}"
+        raise ConfigFieldError(f"the secret in {path} has {len(secret)} bytes", where=where, available=need, hint=new)
+    return secret
+
+
+class WeightVersions:
+    """The version that vLLM's engine core announced last, as a salt that only engines with the same secret make. A
+    version stands for the weights of its time: any later call to the workers may have changed them."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._last: str | None = None
+        # "" if none was announced since the last call to the workers.
+        self.salt = ""
+
+    def follow(self, core: type, manager: Any, then: Callable[[], None]) -> None:
+        self._manager, self._then = manager, then
+        if hasattr(core, "set_weight_version"):  # from vLLM 0.32 on
+            watch_calls(core, ("set_weight_version", "collective_rpc"), self)
+
+    @contextmanager
+    def around(self, call: WatchedCall) -> Iterator[None]:
+        is_ours = call.args[0].scheduler.kv_cache_manager is self._manager
+        if is_ours and call.name == "collective_rpc":
+            self.salt = ""
+        yield
+        if is_ours and call.name == "set_weight_version":
+            self.announced(call.argument(1, "weight_version"))
+            self._then()
+
+    def announced(self, version: str) -> None:
+        if version == self._last and not self.salt:
+            log.warning(
+                "vLLM announced version %r of its weights twice: their KV is shared with no other engine", version
+            )
+        else:
+            self.salt = hmac.new(self._secret, b"kvframework weights " + version.encode(), "sha256").hexdigest()
+        self._last = version
+
+
+def engine_weights(config: Any, options: VllmOptions) -> EngineWeights:
+    """Those of the engine with this configuration of vLLM. Raises as `run_secret` does."""
+    secret, where = options.weights_secret, f"{WHERE} kvframework.weights_secret"
+    return EngineWeights(
+        caches_prefixes=bool(config.cache_config.enable_prefix_caching),
+        versions=WeightVersions(run_secret(secret, where)) if secret else None,
+    )
 
 
 class CacheResets:

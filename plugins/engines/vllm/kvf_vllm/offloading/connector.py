@@ -51,7 +51,7 @@ from kvf_vllm.offloading.tracked import Group
 from kvf_vllm.offloading.worker import CpuWorker, ServedArena, WorkerSide
 from kvf_vllm.options import caches_adapters_by_path, check_offloading, check_version, parse_options
 from kvf_vllm.registration import join_log
-from kvf_vllm.weights import CacheResets, EngineWeights, WeightUpdates
+from kvf_vllm.weights import CacheResets, WeightUpdates, engine_weights
 from kvframework.api.layout import MAX_PACKING
 from kvframework.client import ErrorNotes, KVClient, OpaqueInstance, OpaqueObjects, harmless
 from kvframework.errors import BadLayout, ConfigFieldError, KVFrameworkError
@@ -148,7 +148,7 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
             stores=bool(transfer.is_kv_producer),
             unread=bool(self._unread),
             adapters=AdapterNames(workers, by_path=caches_adapters_by_path(vllm.__version__)),
-            weights=EngineWeights(caches_prefixes=bool(config.cache_config.enable_prefix_caching)),
+            weights=engine_weights(config, self._options),
             event_block_size=event_block_size(config, self._kv_cache_config),
             within_step=self._within_step(),
         )
@@ -185,8 +185,11 @@ class KvFrameworkOffloading(OffloadingConnector):  # type: ignore[misc]
 
     @harmless()
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        from vllm.v1.engine.core import EngineCore  # only in the engine core's process
+
         super().bind_kv_cache_manager(kv_cache_manager)
         self._resets = CacheResets(kv_cache_manager, lambda: self._manager.cache_was_reset())
+        self._manager.names.follow_versions(EngineCore, kv_cache_manager)
 
     @harmless()
     def on_new_request(self, request: Any) -> None:
