@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import unquote
 
 import msgspec
@@ -135,15 +135,10 @@ class App:
         return self._holder.end_conversation(conversation, end.tenant)
 
     def _order(self, kind: type[T], carry_out: Callable[[T], object]) -> Callable[[], Answer]:
-        def ordered(body: bytearray) -> Any:
-            given = bytes(body)
+        def ordered(given: bytes) -> object:
+            return carry_out(self._texts.tokenized(msgspec.json.decode(given or b"{}", type=kind)))
 
-            def call() -> object:
-                return carry_out(self._texts.tokenized(msgspec.json.decode(given or b"{}", type=kind)))
-
-            return self._asked(call)
-
-        return lambda: WantsBody(MOST_BODY, ordered)
+        return lambda: WantsBody(MOST_BODY, lambda body: self._asked(partial(ordered, bytes(body))))
 
     async def _asked(self, call: Callable[[], object]) -> Reply:
         if self._waiting >= MOST_WAITING:

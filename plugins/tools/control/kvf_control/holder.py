@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from kvf_control.orders import Deletion, Directive, Pin, Prefetch
+from kvf_control.orders import MOST_PINS, Deletion, Directive, Pin, Prefetch
 from kvf_control.runs import Held, Place, Run, may_mean, new_run, shared
 from kvf_control.state import StateFile
 from kvframework.api.keys import Retain
@@ -27,7 +27,7 @@ from kvframework.errors import RequestError, ServerGone
 log = logging.getLogger(__name__)
 
 # Orders under way at once, and ended ones that are remembered.
-MOST_LOADS, MOST_PINS, MOST_PAST = 16, 256, 64
+MOST_LOADS, MOST_PAST = 16, 64
 # The parts of L1 that pins may take in all and for each tenant, and that one prefetch may.
 PINNED, PINNED_OF_TENANT, LOADED = 0.5, 0.25, 0.25
 # The server lets a pin lapse after its ticket_s, 60 s unless configured.

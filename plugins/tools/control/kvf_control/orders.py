@@ -10,7 +10,7 @@ from kvframework.client import Forget
 
 MOST_TOKENS = 1 << 18
 MOST_DIGESTS = 1 << 14
-MOST_PIN_S = 7 * 86400.0
+MOST_PINS, MOST_PIN_S = 256, 7 * 86400.0
 # The longest that the eviction policy takes.
 MOST_NEXT_S = 3600.0
 

@@ -7,7 +7,9 @@ import time
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+import msgspec
 
 from kvf_control.orders import Deletion, Directive, Prefetch
 from kvframework.api.hasher import KeyHasher
@@ -18,10 +20,10 @@ from kvframework.client import KVClient, LookupResult, RequestHashes, SchedulerA
 class Place(NamedTuple):
     """A namespace, in hexadecimal digits, and the model, the chunks and the ranks of the engines that use it."""
 
-    namespace: str
+    namespace: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
     model: str
-    chunk_tokens: int
-    world_size: int
+    chunk_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 
 
 @dataclass(eq=False)

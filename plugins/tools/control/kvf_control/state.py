@@ -8,14 +8,15 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated
 
 import msgspec
 
-from kvf_control.orders import Prefetch
+from kvf_control.orders import MOST_PIN_S, MOST_PINS, Prefetch
 from kvf_control.runs import Held, Place, Run
+from kvframework.api.keys import DIGEST_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +30,12 @@ PAUSE = 20.0
 class SavedRun(msgspec.Struct, frozen=True, array_like=True):
     place: Place
     salt: str
-    nbytes: int
-    digests: bytes
+    nbytes: Annotated[int, msgspec.Meta(ge=0)]
+    digests: Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES)]
+
+    def __post_init__(self) -> None:
+        if len(self.digests) % DIGEST_BYTES:
+            raise ValueError("a digest is incomplete")
 
 
 class SavedPin(msgspec.Struct, frozen=True, array_like=True):
@@ -40,18 +45,14 @@ class SavedPin(msgspec.Struct, frozen=True, array_like=True):
     tenant: str
     conversation: str
     at: float
-    until: float
+    until: Annotated[float, msgspec.Meta(ge=0)]
     runs: tuple[SavedRun, ...]
 
 
 class Saved(msgspec.Struct, frozen=True, array_like=True):
     format: int
-    pins: tuple[SavedPin, ...]
+    pins: Annotated[tuple[SavedPin, ...], msgspec.Meta(max_length=MOST_PINS)]
     conversations: tuple[tuple[str, str, tuple[SavedRun, ...]], ...]
-
-
-class MakesRun(Protocol):
-    def __call__(self, place: Place, salt: str, *, digests: bytes, nbytes: int) -> Run: ...
 
 
 class StateFile:
@@ -66,7 +67,7 @@ class StateFile:
         """Whether enough time has passed since the last write."""
         return time.monotonic() >= self._due
 
-    def read(self, make: MakesRun) -> tuple[list[Held], dict[tuple[str, str], list[Run]]]:
+    def read(self, make: Callable[..., Run]) -> tuple[list[Held], dict[tuple[str, str], list[Run]]]:
         """Return the pins whose time has not passed, and the conversations by tenant and name."""
         try:
             saved = self._read()
@@ -84,7 +85,7 @@ class StateFile:
         for pin in saved.pins:
             if pin.until > now:
                 order = Prefetch(tenant=pin.tenant, conversation=pin.conversation)
-                until = clock + pin.until - now
+                until = clock + min(pin.until - now, MOST_PIN_S)
                 pins.append(Held(pin.id, "pin", order, runs(pin.runs), until, "held", pin.at, clock))
         return pins, {(tenant, name): runs(given) for tenant, name, given in saved.conversations}
 
