@@ -124,8 +124,7 @@ def _answering(endpoint: str) -> RunningServer | None:
 
 
 def check_room(config: Config, registry: PluginRegistry, running: RunningServer) -> None:
-    """Refuse an L1 that is larger than that of the running server by more than the available memory. Raises
-    `ArenaError`."""
+    """Raise `ArenaError` for an L1 larger than the running server's by more than the available memory."""
     _, options = resolve_table(registry, config.l1.memory, MemoryProvider)
     capacity, available = getattr(options, "capacity", 0), available_memory()
     if capacity - running.capacity > available:

@@ -40,11 +40,10 @@ class PlainConsole(Console):
         """Yield the segments with every control character of their text escaped."""
         for segment in super().render(renderable, options):
             text, style, control = segment
-            yield segment if control or text.isprintable() else Segment(_printable(text), style)
-
-
-def _printable(text: str) -> str:
-    return "".join(letter if letter.isprintable() or letter == "\n" else _escape(letter) for letter in text)
+            if not control and not text.isprintable():
+                shown = (letter if letter.isprintable() or letter == "\n" else _escape(letter) for letter in text)
+                segment = Segment("".join(shown), style)
+            yield segment
 
 
 def _escape(letter: str) -> str:

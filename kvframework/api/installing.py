@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 __all__ = ["install_command", "load_library", "requirement"]
 
 _PACKAGES = {
+    "codecs": ("crypto",),
     "devices": ("cuda",),
     "engines": ("blend", "sglang", "transformers", "vllm"),
     "tiers": ("filesystem", "mooncake", "peers", "quota", "redis", "s3"),

@@ -191,8 +191,7 @@ class Sockets(ABC):
     refused: int
     """How many peers had an unknown key."""
     guard: zmq.Socket[bytes] | None
-    """To be polled; once it is readable, call `serve_guard`: until then no peer over tcp:// gets in. None: there is
-    nothing to do."""
+    """To be polled; once readable, call `serve_guard`: until then no peer over tcp:// gets in. None: nothing."""
 
     @abstractmethod
     def socket(self, kind: int) -> zmq.Socket[bytes]:

@@ -21,8 +21,7 @@ class TensorLike(Protocol):
     `MemoryTensor` for each of its arrays. `dtype` is anything whose text is torch's name of it, see `dtype_name`;
     `device` is the engine's name of the device, on which `data_ptr` is the address of the first element. Strides are in
     elements. The last three methods return views of the same memory; `as_strided` one with the same first element.
-    There is no access to contents: only the device's own calls read its memory, see `MemoryTensor.contents` for the
-    host's."""
+    There is no access to contents: only the device's own calls read its memory; the host's: `MemoryTensor.contents`."""
 
     @property
     def shape(self) -> Sequence[int]: ...

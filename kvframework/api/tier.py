@@ -59,8 +59,7 @@ class TierUsage:
 @dataclass(frozen=True)
 class TierEntry:
     """One value that `scan` found. `used_at` is the time of its last store or touch, in Unix seconds; None: the store
-    does not record it, which a tier with `usage` must not return. A time to come is until when the value is promised:
-    it is no victim."""
+    does not record it, which a tier with `usage` must not return. Ahead of now: the value is promised until then."""
 
     key: PackedKey
     nbytes: int

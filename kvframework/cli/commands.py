@@ -58,6 +58,7 @@ SECTIONS = {
         "control": ("kvframework-control", "Accept orders over HTTP to prefetch, pin, hint and delete KV."),
         "drain": ("kvframework-observe", "Make a running server write all of L1 to its tiers, and end."),
         "dump": ("kvframework-observe", "Write the data for a bug report into one file."),
+        "crypto": ("kvframework-crypto", "Show, rotate and destroy the keys of sealed values."),
         "keys": ("kvframework-observe", "Make CURVE keys, which protect tcp:// connections."),
         "tenants": ("kvframework-observe", "Show tenants, and make digests of their salts."),
         "tiers": ("kvframework-plan", "Find the KV of retired models in the L2 tiers, and delete it."),

@@ -151,7 +151,8 @@ def check_held(transfer: Transfer, ranges: Sequence[ArenaRange], others: StoreOu
     held = sum(transfer.chunks - first for first in firsts)
     if min(counts) < 0 or len(ranges) + sum(counts) != held:
         raise ProtocolError(
-            f"the server asked for {len(ranges)} objects and named {others} other objects", available=f"{held} objects"
+            f"the server asked for {len(ranges)} objects, and said of the rest of the STORE: {others}",
+            available=f"{held} objects in all",
         )
 
 

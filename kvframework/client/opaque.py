@@ -62,8 +62,7 @@ class Prompt(NamedTuple):
 
 
 class ArenaTicket(NamedTuple):
-    """The ticket with which another process of the engine maps the arena, see `map_arena`. It is as secret as the
-    session."""
+    """The ticket with which another process of the engine maps the arena, see `map_arena`; as secret as the session."""
 
     path: str
     session: bytes

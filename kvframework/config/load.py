@@ -1,5 +1,4 @@
-"""Loading of `Config`, once, at startup, from its layers: default, file, `--set table.key=value`, merged in this order,
-with origins."""
+"""Loading of `Config`, once, at startup, from its layers: default, file, then `--set table.key=value`, with origins."""
 
 from __future__ import annotations
 

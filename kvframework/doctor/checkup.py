@@ -153,8 +153,7 @@ def doctor(config: ConfigFile = None, overrides: Overrides = None, as_json: AsJs
 
 
 def _text(finding: Finding) -> Text:
-    """Two lines for people, one for a pipe. `config.load` shows the configuration's file, and each failure, as other
-    commands tell it."""
+    """Two lines for people, one for a pipe. `config.load` shows the file, and each failure as other commands do."""
     place = finding.where if finding.level == "fail" else finding.where.partition(": ")[2] or finding.where
     text = Text(f"{place}: {finding.fact}" if place else finding.fact)
     if finding.advice:

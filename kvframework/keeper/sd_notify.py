@@ -20,8 +20,7 @@ NOTIFY_VARIABLE = "NOTIFY_SOCKET"
 FIRST_FD = 3
 PID_VARIABLE, COUNT_VARIABLE, NAMES_VARIABLE = "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"
 LISTEN_VARIABLES = (PID_VARIABLE, COUNT_VARIABLE, NAMES_VARIABLE, "LISTEN_PIDFDID")
-# Names the directory of `kvframework hold`, if that is not the endpoint's: pods of one node share that one. It lasts as
-# long as its pod.
+# Names the directory of `kvframework hold`, if that is not the endpoint's, which pods of one node share.
 KEEPER_VARIABLE = "KVFRAMEWORK_KEEPER_DIRECTORY"
 # When `kvframework hold`, or its pod, began, by the machine's monotonic clock, which all of its containers share.
 SINCE_VARIABLE = "KVFRAMEWORK_HOLD_SINCE"

@@ -41,8 +41,10 @@ KINDS: dict[str, Kind] = {
 
 # Plugins of this project that are separate distributions, by their entry points.
 FIRST_PARTY = {
+    "codec.aead": "kvframework-crypto",
     "listener.control": "kvframework-control",
     "listener.events": "kvframework-events",
+    "listener.usage": "kvframework-quota",
     "requests.blend": "kvframework-blend",
     "tier.filesystem": "kvframework-filesystem",
     "tier.mooncake": "kvframework-mooncake",

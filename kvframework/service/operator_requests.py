@@ -197,7 +197,7 @@ class HandOver:
                 next_one.connect(payload.path)
                 socket.send_fds(next_one, [b"arena, journal"], list(descriptors))
                 if payload.confirms and not next_one.recv(1):
-                    raise ValueError("the next server has ended, or cannot use it")
+                    raise ValueError("the server that asked has ended, or refuses the memory")
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise RequestError(f"L1 cannot be handed over: {reason}", where=os.path.basename(payload.path)) from None

@@ -24,6 +24,7 @@ import xxhash
 from msgspec import Meta
 
 from kvframework.api.codec import MAX_CODEC_NAME, NO_CODEC
+from kvframework.api.copying import joined
 from kvframework.api.keys import LAYER_ORDER_BYTES, ObjectKey, PackedKey
 from kvframework.api.layout import CANONICAL, MAX_GROUPS, MAX_OBJECT_BYTES, MemoryLayoutDesc
 from kvframework.api.plugin import Buffer, Message
@@ -37,6 +38,8 @@ _MAGIC = b"KVFO"
 _FIELDS = struct.Struct("<4sHH16s16s16sQQ")
 _CHECKSUM = struct.Struct("<Q")
 HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
+# Where the header has the layout.
+LAYOUT = slice(24, 40)
 
 
 class Damaged(ValueError):
@@ -73,11 +76,17 @@ def seal(
 
 
 def unseal(
-    header: Buffer, key: PackedKey, place: memoryview, *, received: int, layout: bytes = UNKNOWN_LAYOUT
+    header: Buffer,
+    key: PackedKey,
+    place: memoryview,
+    tail: Buffer = b"",
+    *,
+    received: int,
+    layout: bytes = UNKNOWN_LAYOUT,
 ) -> tuple[str, memoryview]:
-    """Return the codec's name, and the beginning of `place` that holds the packed bytes. `received` bytes of the value
-    were read into header and place together; bytes behind them are from earlier use. `place` is as long as the object;
-    no packed form is longer. Raises `Damaged`."""
+    """Return the codec's name, and the beginning of `place` that holds the packed bytes, or a copy of longer ones.
+    `received` bytes of the value were read into header, place and tail together; bytes behind them are from earlier
+    use. `place` is as long as the object. Raises `Damaged`."""
     if memoryview(header).nbytes != HEADER_BYTES or received < HEADER_BYTES:
         raise Damaged("the value has no header of kvframework")
     fields = bytes(header)[: _FIELDS.size]
@@ -90,11 +99,11 @@ def unseal(
         raise Damaged("the value is of another namespace")
     if UNKNOWN_LAYOUT not in (written, layout) and written != layout:
         raise Damaged("the value is of another object layout")
-    if object_bytes != place.nbytes or size > place.nbytes:
+    if object_bytes != place.nbytes or size > place.nbytes + len(tail):
         raise Damaged(f"the object has {object_bytes} bytes, packed into {size}, expected {place.nbytes}")
     if received != HEADER_BYTES + size:
         raise Damaged(f"the value has {received - HEADER_BYTES} of {size} bytes after its header")
-    packed = place[:size]
+    packed = place[:size] if size <= place.nbytes else joined([place, tail[: size - place.nbytes]])
     if _CHECKSUM.unpack_from(header, _FIELDS.size)[0] != _checksum(key, fields, [packed]):
         raise Damaged("the value has a wrong checksum")
     codec = name.rstrip(b"\0").decode("ascii", "replace")

@@ -19,8 +19,8 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
 ROOMS = PAGE.parents[1] / "kvframework"
 PATH = re.compile(r"`([a-z_0-9]+(?:/[a-z_0-9]+)*\.py)`")
 THREADS = ("engine", "serving", "storage")
-# What every trip enters and no list names: types, error classes, clocks.
-EVERYWHERE = ("api/", "errors.py", "logs/", "supervise/", "text.py")
+# What every trip enters and no list names: types, error classes, clocks; and the package that tiers have beside them.
+EVERYWHERE = ("api/", "errors.py", "logs/", "supervise/", "text.py", "kvf_quota/")
 
 
 def sections() -> dict[str, str]:

@@ -27,10 +27,9 @@ import kvframework
 from kvframework import __version__
 from kvframework.api.installing import SOURCES
 from kvframework.cli.commands import KNOWN
-from kvframework.registry.discovery import FIRST_PARTY
+from kvframework.registry.discovery import ENTRY_POINT_GROUP, FIRST_PARTY
 from tests.core.api.surface import MODULES
 from tests.core.registry.fake_distributions import install
-from tests.docs.shown import entry_points
 
 ROOT = Path(__file__).resolve().parents[2]
 # Python 3.11 has it.
@@ -78,7 +77,7 @@ def test_every_command_and_plugin_names_its_distribution() -> None:
         found = project(file)
         groups: dict[str, dict[str, str]] = found.get("entry-points", {})  # type: ignore[assignment]
         commands |= dict.fromkeys(groups.get("kvframework.commands", {}), found["name"])
-        plugins |= dict.fromkeys(entry_points(file.read_text()), found["name"])
+        plugins |= dict.fromkeys(groups.get(ENTRY_POINT_GROUP, {}), found["name"])
     assert commands == {name: distribution for name, (distribution, _) in KNOWN.items() if name != "bench"}
     assert plugins == FIRST_PARTY
 
@@ -166,6 +165,7 @@ DEPENDENCIES = {
     "kvf_blend": {"torch", "transformers", "kvf_transformers"},
     "kvf_codecs": {"numpy", "xxhash", "zstandard"},
     "kvf_cpu_gather": {"torch"},
+    "kvf_crypto": {"boto3", "botocore", "cryptography", "hvac", "typer", "zstandard"},
     "kvf_cuda_ipc": {"cuda"},
     "kvf_devices": {"torch"},
     "kvf_events": {"xxhash", "zmq"},
@@ -177,7 +177,7 @@ DEPENDENCIES = {
     "kvf_s3": {"kvf_quota", "obstore", "xxhash"},
 }
 # Those with a half in the engine, which is a client.
-CLIENTS = {"kvf_blend"}
+CLIENTS = {"kvf_blend", "kvf_crypto"}
 ALLOWED = {*sys.stdlib_module_names, "msgspec"}
 LOAD = """
 import json, sys

@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from kvframework.api.codec import NO_CODEC, Codec
+from kvframework.api.codec import MAX_OVERHEAD, NO_CODEC, Codec, ValueName, ValueRefused
 from kvframework.api.copying import joined
 from kvframework.api.keys import PackedKey
 from kvframework.api.tier import Outcome, Terms, Tier, TierEntry, TierUsage
@@ -32,8 +32,9 @@ log = logging.getLogger(__name__)
 class CodecTable:
     """Codecs by name, created on first use. A name stored in L2 only selects among `makers`. Thread-safe."""
 
-    def __init__(self, makers: Mapping[str, Callable[[], Codec]] | None = None) -> None:
+    def __init__(self, makers: Mapping[str, Callable[[], Codec]] | None = None, required: Collection[str] = ()) -> None:
         self._makers = dict(makers or {})
+        self.required = frozenset(required)
         self._codecs: dict[str, Codec | None] = {}
         self._lock = threading.Lock()
 
@@ -50,18 +51,24 @@ class CodecTable:
                     self._codecs[name] = None
             return self._codecs[name]
 
-    def pack(self, name: str, data: memoryview, dtype: str = "") -> tuple[str, Sequence[memoryview]]:
+    def pack(self, name: str, data: memoryview, dtype: str, value: ValueName) -> tuple[str, Sequence[memoryview]]:
         """Return the codec's name and the packed form of elements of `dtype` ("" for unknown ones); `none` and the
-        unchanged data where packing does not make it smaller."""
+        unchanged data where packing does not make it smaller. Raises `TierError` where a required codec fails."""
         codec = None if name == NO_CODEC else self.get(name)
+        required = name in self.required
+        if codec is None and required:
+            raise TierError(f"codec {name} could not be made")
         try:
-            parts = codec.encode_elements(data, dtype) if codec is not None else [data]
+            parts = codec.encode_named(data, dtype, value) if codec is not None else [data]
             # Tiers rely on flat bytes.
             packed = [part if part.format == "B" and part.ndim == 1 else part.cast("B") for part in parts]
         except Exception as error:  # noqa: BLE001  any error of a plugin, which costs nothing but this value's packing
+            if required:
+                raise TierError(f"codec {name}: {error}") from None
             log.error("codec %s failed, so %d bytes are stored unpacked: %r", name, data.nbytes, error)
             return NO_CODEC, [data]
-        return (name, packed) if sum(part.nbytes for part in packed) < data.nbytes else (NO_CODEC, [data])
+        smaller = sum(part.nbytes for part in packed) < data.nbytes
+        return (name, packed) if smaller or required else (NO_CODEC, [data])
 
 
 @dataclass(frozen=True)
@@ -167,6 +174,8 @@ class L2Store(TierCalls):
         self._tier = tier
         self._codec = codec
         self._codecs = codecs or CodecTable()
+        # Loaded values whose form is an old one, which the writer takes and writes again.
+        self.stale: set[PackedKey] = set()
         self._layout_of = layout_of
         self._dtype_of = dtype_of
         self.watermarks = watermarks
@@ -183,6 +192,7 @@ class L2Store(TierCalls):
         self._details: Mapping[str, object] = {}
         # Used by a tier that knows its capacity and lists its values.
         self.shares = Shares()
+        self.tenants: Sequence[str] = ("",)
         self._making_space = threading.Lock()
         # The tier's speed, measured by loads; guarded by `pricing`.
         self.speed = TierSpeed(clock())
@@ -241,7 +251,9 @@ class L2Store(TierCalls):
         received straight into the ranges. Packed bytes are copied out once and unpacked into their place. A value that
         is damaged, foreign or of another format is deleted and counted."""
         headers = [bytearray(namespaces.HEADER_BYTES) for _ in keys]
-        parts = [[memoryview(header), view] for header, view in zip(headers, ranges, strict=True)]
+        tails = [memoryview(bytearray(MAX_OVERHEAD if self._codecs.required else 0)) for _ in keys]
+        read = zip(headers, ranges, tails, strict=True)
+        parts = [[memoryview(header), view, *([tail] if tail else ())] for header, view, tail in read]
 
         def receive(deadline: float) -> list[int | Outcome]:
             answers = self._tier.get_into(keys, parts, deadline=deadline)
@@ -252,20 +264,21 @@ class L2Store(TierCalls):
         outcomes = self._ask("get_into", keys, receive)
         if Outcome.FAILED in outcomes:
             self.read_trouble = self._clock(), "a value could not be read"
-        good = list(map(self._open, keys, headers, ranges, outcomes))
-        read = [self._stands_for(key, view.nbytes) for key, view, ok in zip(keys, ranges, good, strict=True) if ok]
-        self.count(hits=len(read), bytes_read=sum(read))
-        if len(read) < len(keys):
+        good = list(map(self._open, keys, headers, ranges, tails, outcomes))
+        sizes = [self._stands_for(key, view.nbytes) for key, view, ok in zip(keys, ranges, good, strict=True) if ok]
+        self.count(hits=len(sizes), bytes_read=sum(sizes))
+        if len(sizes) < len(keys):
             self.count(misses=outcomes.count(Outcome.MISSING), read_failed=outcomes.count(Outcome.FAILED))
         return good
 
     def put(self, keys: Sequence[PackedKey], values: Sequence[memoryview]) -> list[bool]:
-        """Store each value behind its header, sent straight from the given memory if no codec packs it."""
+        """Store each value behind its header, sent straight from the given memory if no codec packs it. Stores none if
+        a required codec cannot pack one."""
         parts: list[list[memoryview]] = []
         plain: dict[PackedKey, int] = {}
         for key, value in zip(keys, values, strict=True):
-            name, packed = self._codecs.pack(self._codec, value, self._dtype_of(key))
             layout = self._layout_of(key[:16])
+            name, packed = self._codecs.pack(self._codec, value, self._dtype_of(key), self._name(key, layout))
             header = namespaces.seal(key, packed, object_bytes=value.nbytes, codec=name, layout=layout)
             parts.append([memoryview(header), *packed])
             if name == NO_CODEC:
@@ -372,13 +385,21 @@ class L2Store(TierCalls):
             **super().status(),
         }
 
-    def _open(self, key: PackedKey, header: bytearray, place: memoryview, outcome: int | Outcome) -> bool:
-        if isinstance(outcome, Outcome):
-            if outcome is Outcome.DAMAGED:
+    def _name(self, key: PackedKey, layout: bytes) -> ValueName:
+        return ValueName(key, layout, self.tenants[self.shares.tenant_of(key)])
+
+    def _open(
+        self, key: PackedKey, header: bytearray, place: memoryview, tail: memoryview, read: int | Outcome
+    ) -> bool:
+        if isinstance(read, Outcome):
+            if read is Outcome.DAMAGED:
                 self._discard(key, "kvframework did not store it")
             return False
         try:
-            name, packed = namespaces.unseal(header, key, place, received=outcome, layout=self._layout_of(key[:16]))
+            layout = self._layout_of(key[:16])
+            name, packed = namespaces.unseal(header, key, place, tail, received=read, layout=layout)
+            if self._codec in self._codecs.required and name not in self._codecs.required:
+                raise ValueRefused("unsealed", f"it was packed by {name!r}, and values here are sealed")
             if name == NO_CODEC:
                 return True
             codec = self._codecs.get(name)
@@ -386,9 +407,11 @@ class L2Store(TierCalls):
                 self._pass_over(name)
                 self.on_damaged(key)
                 return False
-            codec.decode_into(joined([packed]), place)
+            source = packed if packed.nbytes > place.nbytes else joined([packed])
+            if codec.decode_named(source, place, self._name(key, bytes(header[namespaces.LAYOUT]))):
+                self.stale.add(key)
         except ValueError as error:
-            self._discard(key, str(error))
+            self._discard(key, str(error), error.reason if isinstance(error, ValueRefused) else "corrupt")
             return False
         except Exception as error:  # noqa: BLE001  a bug of the codec is no evidence about this value or the others
             self.count(codec_failed=1)
@@ -403,26 +426,28 @@ class L2Store(TierCalls):
             self._foreign.add(codec)
             log.warning("tier %s: values packed by codec %r are misses: [codecs] allow lacks it", self.name, codec)
 
-    def _discard(self, key: PackedKey, problem: str) -> None:
-        self.count(corrupt=1)
+    def _discard(self, key: PackedKey, problem: str, reason: str = "corrupt") -> None:
+        self.count(**{reason: 1})
         self.on_damaged(key)
-        if self.read_only:
-            log.warning("tier %s: a value is unusable: %s (key %s)", self.name, problem, key.hex())
-            try:
-                self._tier.rejected(key)
-            except Exception:
-                log.exception("tier %s: the plugin's `rejected` failed", self.name)
+        if reason != "corrupt":
+            self.read_trouble = self._clock(), f"a value is refused ({reason}): {problem}"
+        if reason == "no_key":
             return
-        log.warning("tier %s: a value is unusable and is deleted: %s (key %s)", self.name, problem, key.hex())
+        deleted = "" if self.read_only else " and is deleted"
+        log.warning("tier %s: a value is unusable%s: %s (key %s)", self.name, deleted, problem, key.hex())
         try:
-            self.delete([key])
+            self._tier.rejected(key) if self.read_only else self.delete([key])
         except TierError:
             log.debug("tier %s: the value could not be deleted", self.name)
+        except Exception:
+            log.exception("tier %s: the plugin's `rejected` failed", self.name)
 
     def _ask_for_facts(self) -> None:
         """For the status: what the tier says of itself. A bug of it is a problem there, and raises nothing."""
         try:
-            self._problems = [str(each) for each in list(self._tier.problems())[:MAX_PROBLEMS]]
+            codec = None if self._codec == NO_CODEC else self._codecs.get(self._codec)
+            told = [*(codec.problems() if codec is not None else ()), *self._tier.problems()]
+            self._problems = [str(each) for each in told[:MAX_PROBLEMS]]
         except Exception as error:  # noqa: BLE001  a bug of the plugin
             self._problems = [f"the plugin's `problems` raised {type(error).__name__}"]
         try:

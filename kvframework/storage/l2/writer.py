@@ -364,7 +364,8 @@ class TierWriter:
         """Objects of L1 that were looked up, read, stored again, or loaded from this tier."""
         with self.changed:
             if self._rest is None:
-                self._offer(self._policy.used(keys))
+                self._offer([*self._policy.used(keys), *self.store.stale.intersection(keys)])
+                self.store.stale.difference_update(keys)
             if self.store.wants_touches and len(self._touches) < MAX_TOUCHES:
                 self._touches.update(dict.fromkeys(keys))
 

@@ -60,9 +60,8 @@ class VllmOptions(EngineOptions, frozen=True):
     weights_secret: Annotated[
         str,
         msgspec.Meta(
-            description="file with a secret of 16 bytes or more, equal on all replicas of one training run: after an "
-            "update that vLLM is given a weight_version for, replicas that announced the same version share KV; empty: "
-            "updated weights are shared only if they come from files"
+            description="file with a secret, equal on all replicas of one training run: replicas that announced the "
+            "same weight_version share KV; empty: only weights from files are shared"
         ),
     ] = ""
     min_hit_tokens: Annotated[

@@ -108,7 +108,9 @@ def open_tier(config: Config, table: L2Config) -> Iterator[OpenTier]:
         provider, options = resolve_table(registry, of, descriptor)
         return creator.one(descriptor.kind, of, contract, provider.create, options, *args)
 
-    codecs = CodecTable({each.use: partial(make, each, CodecProvider, Codec) for each in codec_tables(config)})
+    tables = codec_tables(config)
+    required = [each.use for each in tables if resolve_table(registry, each, CodecProvider)[0].required]
+    codecs = CodecTable({each.use: partial(make, each, CodecProvider, Codec) for each in tables}, required)
     tier = make(table.tier, TierProvider, Tier, TableContext(table.tier.where))
     store = L2Store(tier, timeout_s=table.keys.timeout_s, codecs=codecs)
     # A record that is damaged stays while nothing is to be deleted.

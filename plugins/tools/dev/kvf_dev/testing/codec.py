@@ -20,7 +20,7 @@ from typing import ClassVar
 import pytest
 
 from kvf_dev.testing.kit import NamedKit, held, interleaved, must_be_equal
-from kvframework.api.codec import MAX_CODEC_NAME, Codec, CodecProvider
+from kvframework.api.codec import MAX_CODEC_NAME, MAX_OVERHEAD, Codec, CodecProvider, ValueName
 from kvframework.api.plugin import DTYPE_BYTES
 from kvframework.errors import ConfigFieldError
 
@@ -183,6 +183,25 @@ class CodecConformance(NamedKit):
         self.must_be_named(codec.name)
         assert codec.name.isascii(), f"The codec's name {codec.name!r} must be ASCII"
         assert len(codec.name) <= MAX_CODEC_NAME, f"{codec.name!r} must have at most {MAX_CODEC_NAME} characters"
+
+    def test_a_required_codec_binds_a_value_to_its_name(self, codec: Codec) -> None:
+        if not self.use or not self.resolve()[0].required:
+            pytest.skip("The codec is not `required`")
+        data, place = CONTENTS["noise"], bytearray(len(CONTENTS["noise"]))
+        name = ValueName(bytes(range(72)), bytes(range(16)), "a tenant")
+        packed = memoryview(b"".join(codec.encode_named(memoryview(data), "", name)))
+        assert packed.nbytes <= len(data) + MAX_OVERHEAD, f"The packed form is more than {MAX_OVERHEAD} bytes longer"
+        assert codec.decode_named(packed, memoryview(place), name) is False, "What was packed just now is no old form"
+        must_be_equal(place, data, "The codec unpacked wrong bytes")
+        others = [name._replace(key=name.key[:at] + b"\xff" + name.key[at + 1 :]) for at in range(72)]
+        for other in (
+            *others,
+            name._replace(layout=bytes(16)),
+            name._replace(tenant="another"),
+            name._replace(tenant=""),
+        ):
+            with pytest.raises(ValueError):
+                codec.decode_named(packed, memoryview(place), other)
 
     @pytest.mark.parametrize("content", CONTENTS)
     def test_what_is_packed_is_unpacked(self, codec: Codec, content: str) -> None:
