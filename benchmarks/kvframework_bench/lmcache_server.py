@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import random
 import socket
 import sys
 import time
@@ -79,10 +80,13 @@ def running_lmcache(directory: Path, *, shared: bool, l1_gb: float = 1) -> Itera
 
 
 def free_port() -> int:
-    """Return a TCP port of the loopback that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a TCP port of the loopback that is free now, below those that the kernel gives to connections: an engine
+    listens minutes later."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_768)
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _await_port(port: int, child: BenchChild) -> None:

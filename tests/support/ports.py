@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import socket
+from contextlib import suppress
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Below the ports that the kernel gives to connections: an engine listens minutes later."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_768)
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port

@@ -15,10 +15,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.support.ports import free_port
 from tests.support.server_process import ServerProcess
@@ -84,9 +84,10 @@ class Engine:
         assert process.poll() is None, self.log.read_text()[-6000:]
 
     def signal(self, number: int) -> None:
-        """To all processes of the engine."""
+        """To all processes of the engine; none may be left."""
         if self.process is not None:
-            os.killpg(self.process.pid, number)
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
 
     def kill(self) -> None:
         if self.process is not None:
@@ -189,15 +190,27 @@ def running_router(
 TOKEN_BYTES = 4 * 2 * 4 * 32 * 4
 
 
-def ours_tokens(engine: Engine) -> int:
-    """Tokens that the engine has loaded through the cache."""
+class Counts(NamedTuple):
+    """Tokens of an engine's prompts that were not computed, by what vLLM says it found and by what each connector says
+    it moved. NIXL moves whole blocks."""
+
+    local: int
+    external: int
+    ours: int
+    nixl: int
+
+    def since(self, before: Counts) -> Counts:
+        return Counts(*(now - then for now, then in zip(self, before, strict=True)))
+
+
+def counted(engine: Engine) -> Counts:
     metrics = settled(engine)
-    return int(metrics.get("kvframework:loaded_tokens_total", 0) or metrics.get(OFFLOADED, 0) / TOKEN_BYTES)
-
-
-def nixl_tokens(engine: Engine) -> int:
-    """Tokens of the blocks that the engine has fetched by NIXL."""
-    return int(settled(engine).get("vllm:nixl_bytes_transferred_sum", 0)) // TOKEN_BYTES
+    local, external = (
+        int(metrics.get(f"vllm:prompt_tokens_by_source_total|{source}", 0))
+        for source in ("local_cache_hit", "external_kv_transfer")
+    )
+    ours = metrics.get("kvframework:loaded_tokens_total", 0) or metrics.get(OFFLOADED, 0) / TOKEN_BYTES
+    return Counts(local, external, int(ours), int(metrics.get("vllm:nixl_bytes_transferred_sum", 0)) // TOKEN_BYTES)
 
 
 def settled(engine: Engine) -> dict[str, float]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
-from pair import CHUNK, Answer, Engine, Pair, answered, nixl_tokens, ours_tokens, pair
+from pair import CHUNK, Answer, Counts, Engine, Pair, answered, counted, pair
 
 from kvf_vllm.registration import CONNECTORS
 from tests.support.waiting import wait_until
@@ -37,49 +36,103 @@ def conversations() -> list[Conversation]:
     ]
 
 
+@pytest.fixture(scope="module")
+def cold(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """An engine without connectors; it starts while the pair does."""
+    engine = Engine(tmp_path_factory.mktemp("cold"), None, 0)
+    try:
+        engine.start()
+        yield engine
+    finally:
+        engine.kill()
+
+
 @pytest.fixture(scope="module", params=CONNECTORS)
 def both(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Pair]:
     with pair(tmp_path_factory.mktemp("pd"), str(request.param)) as running:
         yield running
 
 
+class Expected:
+    """What both engines find of each prompt: blocks of their own, what any of them has stored, and what NIXL brings."""
+
+    def __init__(self) -> None:
+        self._stored: set[tuple[int, ...]] = set()
+        self._own: list[set[tuple[int, ...]]] = [set(), set()]
+        self.counts = [Counts(0, 0, 0, 0), Counts(0, 0, 0, 0)]
+
+    def reset(self) -> None:
+        self._own = [set(), set()]
+
+    def turn(self, tokens: list[int], answer: list[int]) -> None:
+        """The prefiller computes one token, the decoder all; the last one of an answer has no KV."""
+        for index, known in enumerate((tokens, [*tokens, *answer[:-1]])):
+            local = _found(tokens, self._own[index])
+            stored = max(_found(tokens, self._stored) - local, 0)
+            missing = len(tokens) - local
+            new = (
+                Counts(local, stored, stored, 0)
+                if index == 0
+                else Counts(local, missing, 0, -(-missing // CHUNK) * CHUNK)
+            )
+            self.counts[index] = Counts(*map(sum, zip(self.counts[index], new, strict=True)))
+            blocks = {tuple(known[:end]) for end in range(CHUNK, len(known) + 1, CHUNK)}
+            self._own[index] |= blocks
+            self._stored |= blocks
+
+
+def _found(tokens: list[int], held: set[tuple[int, ...]]) -> int:
+    """The last token is always computed."""
+    end = 0
+    while end + CHUNK < len(tokens) and tuple(tokens[: end + CHUNK]) in held:
+        end += CHUNK
+    return end
+
+
 @pytest.mark.engine_feature("vLLM", "prefill and decode")
-def test_fifty_conversations_have_the_tokens_of_one_engine(both: Pair, tmp_path: Path) -> None:
-    cold = Engine(tmp_path, None, 0)
-    talks = conversations()
-    try:
-        cold.start()
-        cold.wait()
-        wanted = [cold.ask(talk.prompt, max_tokens=NEW).tokens for talk in talks]
-        with both.router() as front:
-            for talk in talks:
-                talk.answers.append(answered(front, talk.prompt, max_tokens=NEW))
-            assert [talk.answers[0].tokens for talk in talks] == wanted
-            # By NIXL, and no token a second time through the cache. The router's answer names the prefiller's hits.
-            assert nixl_tokens(both.decode)
-            # Half of the second turns find the blocks of both engines; the others find what the cache has.
-            for number, talk in enumerate(talks):
-                if number == COUNT // 2:
-                    for engine in (both.prefill, both.decode):
-                        engine.post("/reset_prefix_cache")
-                talk.answers.append(answered(front, talk.next(number), max_tokens=NEW))
-        assert ours_tokens(both.decode) == 0
-        assert nixl_tokens(both.prefill) == 0
-        wanted = [cold.ask(talk.next(number), max_tokens=NEW).tokens for number, talk in enumerate(talks)]
-        assert [talk.answers[1].tokens for talk in talks] == wanted
-        wait_until(lambda: nothing_held(both), 120, "the end of all leases")
-    finally:
-        cold.kill()
+def test_fifty_conversations_have_the_tokens_of_one_engine(cold: Engine, both: Pair) -> None:
+    cold.wait()
+    engines = (both.prefill, both.decode)
+    talks, expected = conversations(), Expected()
+    wanted = [cold.ask(talk.prompt, max_tokens=NEW).tokens for talk in talks]
+    with both.router() as front:
+        began = [counted(engine) for engine in engines]
+
+        def since() -> list[Counts]:
+            return [counted(engine).since(before) for engine, before in zip(engines, began, strict=True)]
+
+        for talk in talks:
+            talk.answers.append(answered(front, talk.prompt, max_tokens=NEW))
+            expected.turn(talk.prompt, talk.answers[0].tokens)
+        assert [talk.answers[0].tokens for talk in talks] == wanted
+        # By NIXL, and no token a second time through the cache.
+        assert since() == expected.counts
+        # Half of the second turns find the blocks of both engines; the others find what the cache has.
+        for number, talk in enumerate(talks):
+            if number == COUNT // 2:
+                assert since() == expected.counts
+                wait_until(lambda: nothing_held(both), 120, "the end of all leases")
+                for engine in engines:
+                    engine.post("/reset_prefix_cache")
+                expected.reset()
+            talk.answers.append(answered(front, talk.next(number), max_tokens=NEW))
+            expected.turn(talk.next(number), talk.answers[1].tokens)
+        assert since() == expected.counts
+    # The prefiller has loaded tokens that the decoder has computed, and after the reset the shared chunks, too.
+    assert since()[0].ours > COUNT // 5 * CHUNK
+    wanted = [cold.ask(talk.next(number), max_tokens=NEW).tokens for number, talk in enumerate(talks)]
+    assert [talk.answers[1].tokens for talk in talks] == wanted
+    wait_until(lambda: nothing_held(both), 120, "the end of all leases")
 
 
 def test_the_decoder_loads_from_the_cache_what_no_prefiller_has_computed_for_it(both: Pair) -> None:
     """A request that comes without a prefiller, as when none is there."""
     tokens = prompt(3 * CHUNK + 1, seed=77)
     first = both.prefill.ask(tokens)
-    before = nixl_tokens(both.decode)
+    before = counted(both.decode)
     second = both.decode.ask(tokens)
     assert (second.tokens, second.hit) == (first.tokens, 3 * CHUNK)
-    assert (ours_tokens(both.decode), nixl_tokens(both.decode) - before) == (3 * CHUNK, 0)
+    assert counted(both.decode).since(before) == Counts(0, 3 * CHUNK, 3 * CHUNK, 0)
 
 
 def nothing_held(both: Pair) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from pair import CHUNK, Answer, Pair, answered, nixl_tokens, pair, prefilled
+from pair import CHUNK, Answer, Pair, answered, counted, pair, prefilled
 
 from kvf_vllm.registration import CONNECTORS
 from tests.support.waiting import wait_until
@@ -94,10 +94,10 @@ def test_the_prefiller_dies_before_the_decoder_has_fetched_anything(living: Pair
     wanted = cold(living, tokens)
     place = prefilled(living.prefill, tokens)
     living.prefill.kill()
-    before = nixl_tokens(living.decode)
+    before = counted(living.decode).nixl
     answer = living.decode.ask(tokens, kv_transfer_params=place)
     assert answer.tokens == wanted
-    assert nixl_tokens(living.decode) == before
+    assert counted(living.decode).nixl == before
 
 
 def test_the_prefiller_dies_while_the_decoder_fetches(living: Pair) -> None:

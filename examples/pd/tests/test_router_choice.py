@@ -108,6 +108,6 @@ def test_the_choice_follows_what_a_server_forgets(fleet: Fleet) -> None:
     tokens = prompt(5, 4)
     fleet.storing[1].store(tokens)
     wait_until(lambda: fleet.chosen(tokens) == 1, 60, "the events")
-    assert run("clear", "--endpoint", fleet.servers[1].endpoint).returncode == 0
+    assert run("clear", "--yes", "--endpoint", fleet.servers[1].endpoint).returncode == 0
     fleet.storing[0].store(tokens)
     wait_until(lambda: fleet.chosen(tokens) == 0, 60, "the removal")
