@@ -276,7 +276,7 @@ class ListingTests(TierKit):
         for first in range(0, MANY, 250):
             listed.store_all(dict.fromkeys(mixed[first : first + 250], b"value"))
         staying, leaving, seen = set(stay), set(go), list[PackedKey]()
-        for entry in listed.scan():
+        for entry in listed.scan(deadline=time.monotonic() + 10 * self.patience_s):  # with a thousand calls between
             seen.append(entry.key)
             if entry.key in leaving:  # as the server does, which makes room
                 leaving.discard(entry.key)
