@@ -35,7 +35,7 @@ def check_by_writing(gather: GatherBlocks, layout: KVLayout, view: EngineView) -
                 written = pattern(index, group, before[index][0][0].device)
                 _write(view, index, written)
                 if not torch.equal(_as_bytes(_read(view, index, group)), _as_bytes(written)):
-                    raise BadLayout("the engine's view reads other values than it wrote", where=_at(view, index))
+                    raise BadLayout("the engine's view reads values that were not written", where=_at(view, index))
             _compare(gather, layout, view)
         finally:
             for index, values in enumerate(before):

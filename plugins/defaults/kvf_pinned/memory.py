@@ -150,7 +150,7 @@ class MemfdArena(Memory):
             raise self._refused(error) from error
         try:
             if os.fstat(self.fd).st_size != capacity or fcntl.fcntl(self.fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-                raise ValueError("the kept memory does not match these options")
+                raise ValueError("the kept memory does not match the options of [l1]")
             # Of reserved pages the mapping is the promise: it fails if they are too few.
             self._segment = map_shared(self.fd, capacity)
         except (OSError, ValueError, OverflowError) as error:

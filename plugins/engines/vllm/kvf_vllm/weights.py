@@ -244,7 +244,7 @@ class WeightVersions:
     def announced(self, version: str) -> None:
         if version == self._last and not self.salt:
             log.warning(
-                "vLLM announced version %r of its weights twice: their KV is shared with no other engine", version
+                "vLLM announced weight_version %r for two updates: no other engine shares KV of the second", version
             )
         else:
             self.salt = hmac.new(self._secret, b"kvframework weights " + version.encode(), "sha256").hexdigest()

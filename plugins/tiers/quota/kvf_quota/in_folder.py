@@ -165,7 +165,7 @@ class FolderLedger:
         """The content of the file, locked, and written behind the block."""
         left = deadline - time.monotonic()
         if not self._lock.acquire(timeout=max(left, 0.0)):
-            raise TierError("other calls had the tenants' file until the deadline")
+            raise TierError("other calls kept the tenants' file locked until the deadline")
         try:
             fd = os.open(NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=root.fd)
             try:
@@ -207,7 +207,7 @@ def _lock(fd: int, deadline: float) -> None:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         if time.monotonic() >= deadline:
-            raise TierError("other servers had the tenants' file until the deadline")
+            raise TierError("other servers kept the tenants' file locked until the deadline")
         time.sleep(_TURN_S)
 
 

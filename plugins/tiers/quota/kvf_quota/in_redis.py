@@ -322,7 +322,7 @@ def _of_sync(ask: Callable[..., bytes]) -> str:
 
 def _keys(joined: bytes) -> list[PackedKey]:
     if len(joined) % PACKED_KEY_BYTES:
-        raise TierError("the ledger of tenants has other keys than values have", where="redis")
+        raise TierError("the ledger of tenants names keys of an unknown length", where="redis")
     return [joined[at : at + PACKED_KEY_BYTES] for at in range(0, len(joined), PACKED_KEY_BYTES)]
 
 
