@@ -71,7 +71,9 @@ def _keys(path: str, value: object) -> Iterator[tuple[str, object]]:
         for name in value.__struct_fields__:
             yield from _keys(path if name in _INLINE else f"{prefix}{name}", getattr(value, name))
     elif isinstance(value, tuple) and any(isinstance(each, msgspec.Struct) for each in value):
-        for index, each in enumerate(value):
+        tables = [each for each in value if path != "listener" or "use" in each.core_keys]  # [events] and [control] not
+        yield from (pair for each in value if each not in tables for pair in _keys(each.use, each))
+        for index, each in enumerate(tables):
             named = isinstance(each, TenantConfig)
             yield from _keys(f"{prefix}{each.name if named else index}", each.keys if named else each)
     elif isinstance(value, Mapping):

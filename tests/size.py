@@ -36,7 +36,7 @@ def counts() -> list[Count]:
     return [
         Count("lines of kvframework/", sum(core.values()), 31_000),
         Count("files of kvframework/", len(core), 160),
-        Count("lines of kvframework/ and plugins/", sum(product.values()), 86_232),
+        Count("lines of kvframework/ and plugins/", sum(product.values()), 86_233),
         Count("lines of tests/", sum(tests.values()), sum(product.values()) * 5 // 4),
         Count(f"files below {SHORT} lines", len(short), 40),
         Count(f"files above {LONG} lines", sum(lines > LONG for lines in product.values()), 0),

@@ -111,7 +111,8 @@ def test_an_engine_keeps_its_chunk_at_a_server_that_sizes_chunks_by_another_rule
         server.start()
         wait_until(lambda: client.hello.boot_id != boot and len(server.status()["instances"]) == 1, 60, "the engine")
         request = engine.request(list(range(engine.chunk)))
-        assert engine.store(request, blocks)
+        # The server lists the engine a moment before the engine knows.
+        wait_until(lambda: engine.store(request, blocks), 60, "the store")
         assert engine.hit(request) == engine.chunk
 
 
