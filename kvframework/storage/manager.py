@@ -39,7 +39,6 @@ class StorageManager:
         for tier in tiers:
             if len(tier.shares[0]) == len(table.tenants.names):
                 tier.store.shares = Shares(table.tenants.of, *tier.shares)
-                tier.store.tenants = table.tenants.names
         watching = [writer for writer in self.tiers.writers if writer.watches_removals]
         if watching and len(table):  # of an earlier server, and sent to no tier
             sent = {key for key, _ in table.verification.known}

@@ -114,8 +114,7 @@ class Victim:
         self.store = L2Store(
             where.tier, timeout_s=20.0, codec="aead", codecs=table, layout_of=lambda _namespace: LAYOUT
         )
-        self.store.shares = Shares(tenant_of, [0.0] * 3, [1.0] * 3)
-        self.store.tenants = TENANTS
+        self.store.shares = Shares(tenant_of, [0.0] * 3, [1.0] * 3, TENANTS, [0] * 3)
 
     def put(self, *keys: PackedKey) -> None:
         assert self.store.put(keys, [memoryview(content(key)) for key in keys]) == [True] * len(keys)

@@ -190,9 +190,8 @@ class L2Store(TierCalls):
         self._usage: TierUsage | None = None
         self._problems: list[str] = []
         self._details: Mapping[str, object] = {}
-        # Used by a tier that knows its capacity and lists its values.
+        # Whose a key is; the fractions are used by a tier that knows its capacity and lists its values.
         self.shares = Shares()
-        self.tenants: Sequence[str] = ("",)
         self._making_space = threading.Lock()
         # The tier's speed, measured by loads; guarded by `pricing`.
         self.speed = TierSpeed(clock())
@@ -386,7 +385,7 @@ class L2Store(TierCalls):
         }
 
     def _name(self, key: PackedKey, layout: bytes) -> ValueName:
-        return ValueName(key, layout, self.tenants[self.shares.tenant_of(key)])
+        return ValueName(key, layout, self.shares.names[self.shares.tenant_of(key)])
 
     def _open(
         self, key: PackedKey, header: bytearray, place: memoryview, tail: memoryview, read: int | Outcome
