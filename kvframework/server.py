@@ -246,10 +246,8 @@ class Server:
         new_policy = self._maker(config.l1.eviction, EvictionProvider, EvictionPolicy)
         records = NamespaceRecords()
         tables = codec_tables(config)
-        makers = {table.use: self._maker(table, CodecProvider, Codec) for table in tables}
         required = [each.use for each in tables if resolve_table(self._registry, each, CodecProvider)[0].required]
-        # What is missing to seal values is an error now, not a log line at the first one.
-        codecs = CodecTable(makers | {use: partial(lambda made: made, makers[use]()) for use in required}, required)
+        codecs = CodecTable({each.use: self._maker(each, CodecProvider, Codec) for each in tables}, required)
         tiers = [self._tier(table, codecs, records) for table in config.l2]
         arena, recovery = self._memory(identity)
         shares = bytes_of_tenants(config.tenants, arena.capacity)

@@ -30,12 +30,13 @@ log = logging.getLogger(__name__)
 
 
 class CodecTable:
-    """Codecs by name, created on first use. A name stored in L2 only selects among `makers`. Thread-safe."""
+    """Codecs by name. A name stored in L2 only selects among `makers`. Those `required` (see `CodecProvider`) are
+    created here, which raises what they raise; the others on first use. Thread-safe."""
 
     def __init__(self, makers: Mapping[str, Callable[[], Codec]] | None = None, required: Collection[str] = ()) -> None:
         self._makers = dict(makers or {})
         self.required = frozenset(required)
-        self._codecs: dict[str, Codec | None] = {}
+        self._codecs: dict[str, Codec | None] = {name: self._makers[name]() for name in required}
         self._lock = threading.Lock()
 
     def get(self, name: str) -> Codec | None:
@@ -55,20 +56,17 @@ class CodecTable:
         """Return the codec's name and the packed form of elements of `dtype` ("" for unknown ones); `none` and the
         unchanged data where packing does not make it smaller. Raises `TierError` where a required codec fails."""
         codec = None if name == NO_CODEC else self.get(name)
-        required = name in self.required
-        if codec is None and required:
-            raise TierError(f"codec {name} could not be made")
         try:
             parts = codec.encode_named(data, dtype, value) if codec is not None else [data]
             # Tiers rely on flat bytes.
             packed = [part if part.format == "B" and part.ndim == 1 else part.cast("B") for part in parts]
         except Exception as error:  # noqa: BLE001  any error of a plugin, which costs nothing but this value's packing
-            if required:
+            if name in self.required:
                 raise TierError(f"codec {name}: {error}") from None
             log.error("codec %s failed, so %d bytes are stored unpacked: %r", name, data.nbytes, error)
             return NO_CODEC, [data]
-        smaller = sum(part.nbytes for part in packed) < data.nbytes
-        return (name, packed) if smaller or required else (NO_CODEC, [data])
+        kept = name in self.required or sum(part.nbytes for part in packed) < data.nbytes
+        return (name, packed) if kept else (NO_CODEC, [data])
 
 
 @dataclass(frozen=True)
@@ -271,8 +269,7 @@ class L2Store(TierCalls):
         return good
 
     def put(self, keys: Sequence[PackedKey], values: Sequence[memoryview]) -> list[bool]:
-        """Store each value behind its header, sent straight from the given memory if no codec packs it. Stores none if
-        a required codec cannot pack one."""
+        """Store each value behind its header, without a copy if no codec packs it; none if a required codec fails."""
         parts: list[list[memoryview]] = []
         plain: dict[PackedKey, int] = {}
         for key, value in zip(keys, values, strict=True):
@@ -444,7 +441,7 @@ class L2Store(TierCalls):
     def _ask_for_facts(self) -> None:
         """For the status: what the tier says of itself. A bug of it is a problem there, and raises nothing."""
         try:
-            codec = None if self._codec == NO_CODEC else self._codecs.get(self._codec)
+            codec = self._codecs.get(self._codec)
             told = [*(codec.problems() if codec is not None else ()), *self._tier.problems()]
             self._problems = [str(each) for each in told[:MAX_PROBLEMS]]
         except Exception as error:  # noqa: BLE001  a bug of the plugin

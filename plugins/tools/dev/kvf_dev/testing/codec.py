@@ -194,12 +194,8 @@ class CodecConformance(NamedKit):
         assert codec.decode_named(packed, memoryview(place), name) is False, "What was packed just now is no old form"
         must_be_equal(place, data, "The codec unpacked wrong bytes")
         others = [name._replace(key=name.key[:at] + b"\xff" + name.key[at + 1 :]) for at in range(72)]
-        for other in (
-            *others,
-            name._replace(layout=bytes(16)),
-            name._replace(tenant="another"),
-            name._replace(tenant=""),
-        ):
+        others += [name._replace(layout=bytes(16)), name._replace(tenant="another"), name._replace(tenant="")]
+        for other in others:
             with pytest.raises(ValueError):
                 codec.decode_named(packed, memoryview(place), other)
 
