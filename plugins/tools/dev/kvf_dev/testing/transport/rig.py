@@ -230,8 +230,8 @@ class DeviceRig(StoppingRig):
 
     @abstractmethod
     def queue(self, address: int, host: memoryview, stream: object | None, *, to_device: bool) -> object:
-        """Queue a copy between device memory and `host` on a stream (None: the current one of the thread). Never waits.
-        Return an event behind all that the stream has, ordered or not, as an engine passes it to a submit."""
+        """Queue a copy of device memory on a stream (None: the thread's current), and return an event behind all it
+        has, ordered or not. Never waits. `host` is valid until the event is reached, and read-only for `to_device`."""
 
     @abstractmethod
     def reached(self, event: object) -> bool:
