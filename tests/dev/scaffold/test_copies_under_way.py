@@ -45,3 +45,18 @@ def test_the_arena_is_given_back_once_no_copy_is_under_way(tmp_path: Path, monke
         assert future.result(5.0).stored == 1
         queue.close()
         held.close()
+
+
+def test_the_rig_brings_its_device_back_after_a_failed_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the kit accuses the transport in all later tests of the class."""
+    write_distribution(tmp_path / "plugin", render(PluginNames("transport", "brought_back", "async")))
+    monkeypatch.syspath_prepend(tmp_path / "plugin")
+    monkeypatch.syspath_prepend(tmp_path / "plugin" / "tests")
+    with SimulatedNode(tmp_path / "node") as node:
+        rig = importlib.import_module("brought_back_rig").make(str(node.path))
+        with pytest.raises(AssertionError, match="of a test"), rig.without_device():
+            raise AssertionError("of a test")
+        tensor = rig.empty([4], "uint8")
+        rig.write(tensor, b"back")
+        assert rig.read(tensor) == b"back"
+        rig.close()
