@@ -603,8 +603,7 @@ def disaggregated(
 ) -> None:
     """Measure the first token of prompts that a second vLLM engine computes, by NIXL and through the cache.
 
-    Beside an engine that computes them itself, over length and number of requests at once. Needs vLLM and NIXL; takes
-    five minutes and 4 GB of memory.
+    Beside an engine that computes them itself, over length and number of requests at once. Needs vLLM and NIXL.
     """
     import msgspec
 
